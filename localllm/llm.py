@@ -29,7 +29,7 @@ from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.machine.threads import set_thread_environment
-from localllm.models.pooling.recipe import Want
+from localllm.models.encoders.recipe import Want
 from localllm.serving.build import build_engine
 from localllm.serving.chat import Conversation, Tools
 from localllm.text.answers.reader import AnswerReader

@@ -19,10 +19,9 @@ PACKAGE = ROOT / "localllm"
 ORDER = (
     "errors", "units", "version", "files", "config", "machine", "logs",
     "kernels",
-    "models/inputs", "models/prompt_embeds", "models/spec", "models/formats", "models/layers", "models/weights",
-    "models/architectures",
-    "models/lone_writer", "models/lone_recurrent", "models/lone_gemma4", "models/lone_step",
-    "models/pooling", "models/loader", "models/drafters",
+    "models/inputs", "models/prompt_embeds", "models/spec", "models/families", "models/formats", "models/layers",
+    "models/weights", "models/decoder", "models/transformers_backend", "models/read_spec", "models/encoders",
+    "models/loader", "models/drafters",
     "models/fit", "models/library",
     "text",
     "engine",

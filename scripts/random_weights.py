@@ -18,11 +18,11 @@ from torch import Tensor
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import spec_of_config
+from localllm.models.decoder.builder import DecoderBuilder
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.moe import join_experts
+from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.model_spec import ModelSpec
 
 WeightFormat = Literal["16-bit", "fp8", "int8", "int4"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from localllm.engine.ledger import Ledger
-from localllm.models.spec.kv_groups import kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 
 
 def of_each(spec: ModelSpec, num_blocks: int) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.request import Request, RequestOptions
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.runner.executor import BankSlots
 from localllm.serving.adapters import AdapterBusy, AdapterRefused, Adapters

@@ -18,7 +18,7 @@ from localllm.errors import DiskFull, NotWritable
 from localllm.files.folders import data_folder, write_whole
 from localllm.logs.log_file import LogFile, log_path
 from localllm.machine.running_servers import announced
-from localllm.models.library.aliases import set_alias
+from localllm.models.library.names import set_alias
 from localllm.serving.profiles import Profile, ProfileKey, save_profile
 from localllm.web.access.keys import add_key, keys_path, remove_key
 from localllm.web.pages.chat.store.database import chats_path, open_database

@@ -16,8 +16,8 @@ from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import TokenLogprobs
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from tests.kv import ledger_of, of_each

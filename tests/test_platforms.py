@@ -25,9 +25,9 @@ from localllm.logs.log_file import LogFile
 from localllm.machine import hardware, platforms, processes
 from localllm.machine.platforms import promise_of
 from localllm.machine.running_servers import announced, is_running, running_servers
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.formats.gguf import open_gguf
+from localllm.models.formats.gguf.checkpoint import open_gguf
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from scripts.layout import PACKAGE, ROOT
 from tests.gguf_files import write_gguf
 

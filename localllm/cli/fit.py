@@ -18,7 +18,7 @@ from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
-    from localllm.models.library.inspection import InspectedCheckpoint
+    from localllm.models.library.about import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
 
 
@@ -26,7 +26,7 @@ def fit(options: argparse.Namespace) -> int:
     """Print the estimates. Return exit code 4 if the model does not fit on the device that `up` would use."""
     from localllm.machine.hardware import read_hardware
     from localllm.models.fit.checkpoint import estimate_checkpoint
-    from localllm.models.library.inspection import inspect_checkpoint
+    from localllm.models.library.about import inspect_checkpoint
     from localllm.serving.drafters import with_drafter
 
     config = settings_from(options).engine
@@ -43,7 +43,7 @@ def fit(options: argparse.Namespace) -> int:
 
 
 def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> None:
-    from localllm.models.fit.table import fit_rows
+    from localllm.models.fit.estimate import fit_rows
 
     print(f"{found.name} · {spec.architecture} · context of {format_count(spec.max_position)} tokens")
     if found.download_bytes is not None:
@@ -62,7 +62,7 @@ def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estim
 
 
 def _tell_ranks(ranks: Sequence[RankPlan]) -> None:
-    from localllm.models.fit.table import rank_columns, rank_rows
+    from localllm.models.fit.estimate import rank_columns, rank_rows
 
     print()
     print_table([["", *rank_columns(ranks)], *([name, *cells] for name, cells in rank_rows(ranks))])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
-from localllm.models.library.hub.facts import plan_facts, progress_facts
+from localllm.models.library.hub.pull import plan_facts, progress_facts
 from localllm.units import format_bytes, format_parameters, format_seconds
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def fetch_if_missing(config: EngineConfig) -> None:
     from localllm.models.library.catalog import is_for_the_hub
 
     if is_for_the_hub(config.model, config.revision):
-        from localllm.models.library.hub.fetch import plan_fetch
+        from localllm.models.library.hub.pull import plan_fetch
 
         plan = plan_fetch(config.model, config.revision, offline=config.offline, code=config.trust_remote_code)
         fetch(plan, _output(False, sys.stderr))
@@ -106,10 +106,10 @@ def fetch_if_missing(config: EngineConfig) -> None:
 
 def login(options: argparse.Namespace) -> int:
     """Store a token for gated and private repositories."""
-    from localllm.models.library.hub import account, client
+    from localllm.models.library.hub import client
 
     token = options.token or _ask_token(client.endpoint())
-    found = account.login(token)
+    found = client.login(token)
     if options.json:
         print(json.dumps({"user": found.user, "token_path": str(found.token_path)}))
         return 0
@@ -123,13 +123,13 @@ def login(options: argparse.Namespace) -> int:
 
 def logout(options: argparse.Namespace) -> int:
     """Delete the token."""
-    from localllm.models.library.hub import account
+    from localllm.models.library.hub import client
 
-    was_there = account.logout()
+    was_there = client.logout()
     if options.json:
-        print(json.dumps({"removed": was_there, "path": str(account.token_path())}))
+        print(json.dumps({"removed": was_there, "path": str(client.token_path())}))
         return 0
-    print(f"The token is removed from {account.token_path()}." if was_there else "There was no token to remove.")
+    print(f"The token is removed from {client.token_path()}." if was_there else "There was no token to remove.")
     if os.environ.get("HF_TOKEN"):
         print("HF_TOKEN is set in the environment and still in use.")
     return 0
@@ -278,7 +278,7 @@ def _here(cached_bytes: int, size: int) -> str:
 
 
 def _line(progress: PullProgress) -> str:
-    from localllm.models.library.hub.fetch import progress_line
+    from localllm.models.library.hub.pull import progress_line
 
     return progress_line(progress)
 

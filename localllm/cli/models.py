@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.tell import confirmed, print_table
 from localllm.errors import ConfigError, UnsupportedModel
 from localllm.models.library.about import SOURCES, ago, gguf_rows, spec_or_reason, spec_rows
-from localllm.models.library.hub.facts import plan_facts
+from localllm.models.library.hub.pull import plan_facts
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware, read_hardware
+from localllm.models.encoders.recipe import task_of
 from localllm.models.library.catalog import DEMO_NAME, ResolvedModel, list_models
 from localllm.models.library.picks import FittingPick, fitting_picks
-from localllm.models.pooling.recipe import task_of
 
 
 def installed_model() -> str | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.request import NEVER, Request
 from localllm.engine.stats import KVGroupStats
-from localllm.models.spec.kv_group import held_blocks, main_group
+from localllm.models.spec.model_spec import held_blocks, main_group
 
 Counts = tuple[int, ...]
 """Blocks of each group."""

@@ -29,7 +29,7 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
-from localllm.models.pooling.recipe import Want
+from localllm.models.encoders.recipe import Want
 from localllm.version import __version__
 
 log = logging.getLogger(__name__)

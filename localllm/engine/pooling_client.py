@@ -18,7 +18,7 @@ from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
-from localllm.models.pooling.recipe import Want
+from localllm.models.encoders.recipe import Want
 from localllm.text.embed_text import TextEncoder
 
 Text = str | Sequence[int]

@@ -14,7 +14,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import causal_conv as native_causal_conv
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.layer_state import HostRow, StateStep
+from localllm.kernels.layer_cache import HostRow, StateStep
 
 TOKENS = 8  # that a program takes at a time
 

@@ -4,6 +4,10 @@ Every operation has a twin in plain torch beside its kernel. The twin is slower,
 compiler gets a kernel wrong. `LaunchOptions.without` names the groups whose twins are used; --kernels torch names all.
 `LaunchOptions.avoids` names features that the kernels do without: one of them may be wrong where the rest is right.
 checks/table.py lists in which order they are given up, and finds out where.
+
+A matrix product of few rows has a kernel that reads W as stored. From some number of rows on another way is faster:
+cuBLAS, 8-bit activations, or W converted to 16 bits first. Each file of a product has its own rule for the number;
+`scripts/bench_kernels --tune` measures both on a GPU.
 Does not know: the kernels, how a wrong one is found.
 """
 
@@ -55,3 +59,7 @@ def settings_without(kernel: str, settings: SettingsT, avoids: frozenset[Feature
     for feature, fields in _CHANGES.get(kernel, ()):
         changed |= fields if feature in avoids else {}
     return settings._replace(**changed) if changed else settings
+
+
+class Crossover(NamedTuple):
+    skinny_rows: int  # the kernel for few rows is used up to so many

@@ -44,7 +44,8 @@ def first_error(launch: Callable[[], bool]) -> BaseException | None:
 
 def explain(error: BaseException) -> tuple[str, str]:
     """Return what failed, in one sentence, and a command that mends it."""
-    text = _text_of(error)
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    text = f"{error}\n{said.decode() if isinstance(said, bytes) else said or ''}".strip()
     header = python_header()
     line = next((line for line in text.splitlines() if "error" in line.lower()), text.partition("\n")[0])
     if isinstance(error, NoCompiler) or "C compiler" in text:
@@ -59,11 +60,6 @@ def explain(error: BaseException) -> tuple[str, str]:
     if "libcuda" in text:
         return f"The driver's library was not found: {line}", "In a container: start it with --gpus all"
     return f"{type(error).__name__}: {line}", "localllm doctor shows the driver, PyTorch and Triton"
-
-
-def _text_of(error: BaseException) -> str:
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-    return f"{error}\n{said.decode() if isinstance(said, bytes) else said or ''}".strip()
 
 
 def _add_one_is_right(device: torch.device) -> bool:

@@ -18,15 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized
-from localllm.kernels.crossover import Crossover
-from localllm.kernels.device_features import device_features
-from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, runs_triton
+from localllm.kernels.choice import Crossover
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.launch import INTERPRETED, cdiv, device_features, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
+from localllm.kernels.quantized_weight import ROW_BLOCK, SCALE_BLOCK, dequantized
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 E4M3 = torch.float8_e4m3fn
@@ -65,7 +64,7 @@ class Fp8Weight:
         return fp8_linear(x, self, bias)
 
     def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
-        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        """Compute `linear`, but leave its last work to the reader (fused_epilogue.py)."""
         return fp8_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.fused_epilogue import Product, Unfinished, whole
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Product, Unfinished, whole
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 

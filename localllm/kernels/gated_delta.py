@@ -20,7 +20,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import gated_delta as native_gated_delta
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 
 EPS = 1e-6  # added to the squared length of q and k
 

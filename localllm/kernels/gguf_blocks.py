@@ -1,7 +1,7 @@
 """Unpacks GGUF's block types: from bytes to integers, scales and minima, without rounding.
 
 A row of a GGUF matrix is a row of blocks of 32 or 256 weights, each with its scales inside: 18, 34 or 210 bytes, which
-cannot be read with wide loads. Here each field of all blocks is gathered into one tensor. The bit patterns are those of
+cannot be read with wide loads. Here each field of all blocks is gathered into one tensor. The bit patterns are
 ggml's `block_*` structs; tests compare every type with the `gguf` package, bit for bit.
 
     type                       codes           scale per             min per

@@ -31,7 +31,7 @@ class HugePages:
         self._left = deque(span for span in spans if span[1] > 0 and sys.platform.startswith("linux"))
 
     def make(self, seconds: float = float("inf")) -> bool:
-        """Make huge pages for about so many seconds, at least one piece. Return whether some are left."""
+        """Make huge pages for about `seconds` seconds, at least one piece. Return whether some are left."""
         if not self._left:
             return False
         until_s = time.perf_counter() + seconds

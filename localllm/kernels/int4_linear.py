@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished
 from localllm.kernels.planar.layout import chunk_size, pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight, planar_linear_unfinished
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.unfinished import PendingNorm, Unfinished
 
 PACK_ELEMENTS = 1 << 22  # weights converted at a time
 QUANTIZE_ELEMENTS = 1 << 20  # weights rounded at a time: several fp32 copies are needed
@@ -39,7 +39,7 @@ class Int4Weight(PlanarWeight):
     input_order: Tensor | None = None  # [K] int64: column k of W multiplies x[:, input_order[k]]
 
     def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
-        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        """Compute `linear`, but leave its last work to the reader (fused_epilogue.py)."""
         x = x if self.input_order is None else normed(x).index_select(1, self.input_order)
         return planar_linear_unfinished(x, self, bias)
 

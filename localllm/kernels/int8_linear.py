@@ -17,15 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from localllm.kernels.byte_weight import ROW_BLOCK, dequantized
-from localllm.kernels.crossover import Crossover
-from localllm.kernels.device_features import device_features
-from localllm.kernels.launch import launch_options, runs_triton
+from localllm.kernels.choice import Crossover
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.launch import device_features, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
+from localllm.kernels.quantized_weight import ROW_BLOCK, dequantized
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 Activations = Literal["dynamic", "16-bit"]
@@ -60,7 +59,7 @@ class Int8Weight:
         return int8_linear(x, self, bias)
 
     def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
-        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        """Compute `linear`, but leave its last work to the reader (fused_epilogue.py)."""
         return int8_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,9 +25,9 @@ from localllm.kernels.choice import Feature, Kernel
 from localllm.kernels.triton_build import build_with_zig, has_compiler
 
 __all__ = [
-    "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
-    "is_last_program", "launch_options", "launches_early", "launching_with", "next_power_of_2", "prefetch_rows",
-    "runs_triton", "tl", "triton", "uses", "wait_for_inputs",
+    "DEFAULTS", "HAS_TRITON", "INTERPRETED", "DeviceFeatures", "LaunchOptions", "TensorDescriptor", "cdiv",
+    "device_features", "early_launch", "is_last_program", "launch_options", "launches_early", "launching_with",
+    "next_power_of_2", "prefetch_rows", "runs_triton", "tl", "triton", "uses", "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
@@ -77,7 +77,7 @@ class LaunchOptions:
     """Features that kernels do without (choice.py)."""
 
     counters: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """[COUNTERS] int32 zeros for the products of one stream (split_sum.py); None: counters of the current stream."""
+    """[COUNTERS] int32 zeros for products of one stream (fused_epilogue.py); None: the current stream's counters."""
 
 
 class OnDevice(Protocol):
@@ -204,3 +204,19 @@ def next_power_of_2(n: int) -> int:
 def cdiv(n: int, size: int) -> int:
     """Return n / size, rounded up."""
     return -(-n // size)
+
+
+class DeviceFeatures(NamedTuple):
+    """Features of the device that kernels may use."""
+
+    arch: int  # compute capability as 75, 80, 90; 80 for other vendors
+    tma: bool  # also: programmatic dependent launch
+    ptx: bool
+
+
+@cache
+def device_features(device: torch.device) -> DeviceFeatures:
+    if INTERPRETED or torch.version.hip is not None:
+        return DeviceFeatures(80, False, False)
+    major, minor = torch.cuda.get_device_capability(device)
+    return DeviceFeatures(10 * major + minor, major >= 9, True)

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.crossover import Crossover
-from localllm.kernels.device_features import device_features
-from localllm.kernels.launch import launch_options, runs_triton
+from localllm.kernels.choice import Crossover
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.launch import device_features, launch_options, runs_triton
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.skinny_gemm import skinny_gemm, skinny_gemm_unfinished
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 PACK_ROWS = 16
 PACK_MIN_ELEMENTS = 1 << 18  # for smaller weights the packed call's fixed cost (13 us instead of 2) exceeds its gain
@@ -42,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_unfinished(x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None = None) -> Unfinished:
-    """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+    """Compute `linear`, but leave its last work to the reader (fused_epilogue.py)."""
     if _uses_skinny_gemm(x, weight):
         return skinny_gemm_unfinished(x, weight, bias)
     x = normed(x)
@@ -91,7 +90,7 @@ def crossover_heuristic(n: int, k: int, element_size: int, arch: int) -> Crossov
 
 
 def should_pack(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `pack_weight` makes a blocked copy of a weight of so many elements."""
+    """Return whether `pack_weight` makes a blocked copy of a weight of this size."""
     if device.type != "cpu" or elements < PACK_MIN_ELEMENTS or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

@@ -19,15 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import (
-    cdiv,
-    early_launch,
-    next_power_of_2,
-    runs_triton,
-    tl,
-    triton,
-    wait_for_inputs,
-)
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.moe.grouped_gemm import gpu_of, has_tensor_cores
 
 BLOCK_M = 16

@@ -118,7 +118,7 @@ def prepare_step(
     work: WorkLists | None = None,
 ) -> None:  # fmt: skip
     """Apply the buffer's block-table updates, then fill `inputs`. Drafts of rows without any become invalid. The
-    kernel also sets the counters of split products (split_sum.py) to zero.
+    kernel also sets the counters of split products (fused_epilogue.py) to zero.
 
     staged [>= staged_size] int32; block_tables [G, slots, W] int32, changed by the updates. max_query_len: upper bound
     of a row's tokens in this step. work: lists of the decode rows' attention, which the kernel fills as well.

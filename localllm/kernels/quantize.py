@@ -15,15 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import (
-    INTERPRETED,
-    early_launch,
-    next_power_of_2,
-    runs_triton,
-    tl,
-    triton,
-    wait_for_inputs,
-)
+from localllm.kernels.launch import INTERPRETED, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 
 SMALLEST = 1e-20
 """Lower bound of a row's largest magnitude, so that a row of zeros has a valid scale."""

@@ -2,7 +2,7 @@
 
     y = x * rsqrt(mean(x^2) + eps) * weight
 
-Between two products it needs no kernel: `add_rms_norm_pending` (unfinished.py: PendingNorm).
+Between two products it needs no kernel: `add_rms_norm_pending` (fused_epilogue.py: PendingNorm).
 Statistics are in fp32. The sum with the residual is first rounded to the residual's type, as a 16-bit model does.
 Limited by memory bandwidth: x and the residual are read once and kept in registers, and every result is written once.
 One program per row, and no setting depends on the number of rows: a row's result has the same bits in any batch.
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.kernels.fused_epilogue import PendingNorm, Product, Unfinished, whole
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,10 +4,12 @@
     q = rotary_store_kv(qkv, kv, slot_mapping, rotation, ...)           once per layer
 
 RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3; Hunyuan after the rotation), and of v (Gemma 4),
-rotary embedding of q and k
-with the angles from an fp32 table (half-split or interleaved; all dimensions of a head, some or none), then conversion
-to the cache's type: 16 or 32 bits, fp8 with a scale per head, int8 with a scale per head and token. All computation
-between load and store is in fp32.
+rotary embedding of q and k (Su et al. 2021, arXiv:2104.09864) with the angles from an fp32 table (half-split or
+interleaved; all dimensions of a head, some or none), then conversion to the cache's type: 16 or 32 bits, fp8 with a
+scale per head, int8 with a scale per head and token. All computation between load and store is in fp32.
+
+Dimension i of the leading rotary_dim rotates with i + rotary_dim / 2 (half-split, as in Llama), or with its neighbour
+(interleaved, as in GPT-J). Dimensions past rotary_dim are unchanged.
 
 A step of few tokens costs one launch and little more, which is why this is one kernel; a step of many tokens is limited
 by memory bandwidth. A head is held as head_dim / 2 pairs (a, b). A pair is two dimensions that rotate together, so
@@ -22,14 +24,97 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.kernels.fused_epilogue import Unfinished, whole
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.quantize import as_bytes, encode, encoding, inverse_of, magnitude, native_fp8, scale_for
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.quantize import (
+    as_bytes,
+    encode,
+    encoding,
+    inverse_of,
+    magnitude,
+    native_fp8,
+    quantize_reference,
+    round_to,
+    scale_for,
+)
 from localllm.kernels.rms_norm import rms_norm_reference
-from localllm.kernels.rotary import rotary, rotary_angles
-from localllm.kernels.store_kv import store_kv
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Unfinished, whole
+
+
+def rotary_angles(table: Tensor, positions: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the step's cosines and signed sines, each [T, 1, rotary_dim] fp32, shared by all layers.
+
+    table [max_pos, rotary_dim] fp32: cosines, then sines, of rotary_dim / 2 frequencies. The sine of the first
+    dimension of a pair is negated, so that the rotation is two multiplications and one exchange.
+    """
+    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    if interleaved:
+        return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate x [T, heads, head_dim] -> the same shape and dtype, contiguous; computed in fp32."""
+    rotary_dim = cos.shape[-1]
+    if rotary_dim == x.shape[-1]:
+        return _rotary_rotate(x, cos, sin, interleaved)
+    return torch.cat((_rotary_rotate(x[..., :rotary_dim], cos, sin, interleaved), x[..., rotary_dim:]), dim=-1)
+
+
+def _rotary_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    turned = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(x.shape[-1] // 2, dims=-1)
+    if x.dtype == torch.float32:
+        return torch.mul(x, cos).addcmul_(turned, sin)
+    return torch.mul(x, cos).addcmul_(turned.float(), sin).to(x.dtype)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    all_valid: bool = False,
+) -> None:
+    """Write k and v [T, num_kv_heads, head_dim] to the slots [T] int64; v None if values are keys;
+    caches and scales as in a LayerKV.
+
+    Slot -1 is not written. `all_valid` promises that there is none, which saves a check of the slots in each layer.
+    """
+    if not all_valid:
+        keep = (slot_mapping >= 0).nonzero().squeeze(1)
+        k, slot_mapping = k.index_select(0, keep), slot_mapping.index_select(0, keep)
+        v = None if v is None else v.index_select(0, keep)
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if new is None:
+            continue
+        rows = new.transpose(0, 1)
+        if scale is not None:
+            rows, cache = _quantized(rows, cache, scale, slot_mapping)
+        slots = cache.view(cache.shape[0], -1, cache.shape[-1])  # [kv_heads, num_blocks * block_size, head_dim]
+        slots.index_copy_(1, slot_mapping, rows if rows.dtype == cache.dtype else rows.to(cache.dtype))
+
+
+def _quantized(rows: Tensor, cache: Tensor, scale: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [kv_heads, T, head_dim] in the cache's type, and the cache, both viewed as bytes: torch cannot copy
+    fp8 by index. Writes per-token scales."""
+    if cache.dtype == torch.int8:
+        values, scales = quantize_reference(rows, torch.int8)
+        scale.view(scale.shape[0], -1).index_copy_(1, slot_mapping, scales.squeeze(-1))
+    else:
+        values = round_to(rows.float() / scale[:, None, None], cache.dtype)
+    return values.view(torch.uint8), cache.view(torch.uint8)
+
+
+def has_no_skipped_slot(slot_mapping: Tensor) -> bool:
+    """Return whether `all_valid` may be promised for this step.
+    False on a GPU, where the check would wait for the device."""
+    return slot_mapping.device.type == "cpu" and slot_mapping.numel() > 0 and bool(torch.min(slot_mapping) >= 0)
+
 
 Heads = Literal["qkv", "qk", "q"]
 """The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
@@ -196,7 +281,9 @@ def _rotary_store_kv_kernel(
         if norm_ptr is not None and not NORM_LAST:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
-            a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+            a, b = _rotary_store_kv_rotate(
+                a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM
+            )
         if norm_ptr is not None and NORM_LAST:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         base = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
@@ -211,7 +298,9 @@ def _rotary_store_kv_kernel(
             if norm_ptr is not None and not NORM_LAST:
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
             if ROTARY_DIM > 0:
-                a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+                a, b = _rotary_store_kv_rotate(
+                    a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM
+                )
             if norm_ptr is not None and NORM_LAST:
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
             _store_in_cache(
@@ -286,7 +375,7 @@ def _norm(
 
 
 @triton.jit
-def _rotate(a, b, angles_ptr, ROTARY_DIM: tl.constexpr):
+def _rotary_store_kv_rotate(a, b, angles_ptr, ROTARY_DIM: tl.constexpr):
     """Rotate pairs [heads, BLOCK_PAIRS] by the angles of one position; those past ROTARY_DIM / 2 are unchanged."""
     TURNING: tl.constexpr = ROTARY_DIM // 2
     # One address per element, so that angles are loaded in the pairs' layout; a single row would need a layout change.

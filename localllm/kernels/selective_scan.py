@@ -19,7 +19,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import selective_scan as native_selective_scan
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 
 NO_LIMITS = (0.0, float("inf"))
 

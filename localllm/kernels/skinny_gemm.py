@@ -2,14 +2,14 @@
 
 W is [N, K] with K contiguous, in x's type or with one byte per weight: float8_e4m3fn with scales per channel [N] or per
 block of 128 x 128, or int8 with scales per channel and optional zeros. Bytes are converted exactly to x's 16-bit type
-in registers, so the only roundings are those of the fp32 sums and of the output; scales are applied to the fp32 sums.
+in registers, so only the fp32 sums and the output are rounded; scales are applied to the fp32 sums.
 
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
 aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the last program of a tile adds in
-order (split_sum.py). A product is launched by its reader (unfinished.py), and the kernel then does the reader's work: a
-gated activation (with tiles of rows of gate and up), or the addition to the stream and what the norm of the stream
-needs. x may be such a norm, which the kernel finishes.
+order. A product is launched by its reader (fused_epilogue.py), and the kernel then does the reader's work: a gated
+activation (with tiles of rows of gate and up), or the addition to the stream and what the norm of the stream needs. x
+may be such a norm, which the kernel finishes.
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
@@ -29,11 +29,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
-from localllm.kernels.device_features import device_features
+from localllm.kernels.fused_epilogue import (
+    COUNTERS,
+    PendingNorm,
+    Product,
+    Unfinished,
+    is_last_part,
+    parts_and_counters,
+    places_of_part,
+    sum_of_parts,
+    whole,
+)
 from localllm.kernels.gated import gated_tile, is_row_of_tile, rows_of_tile
 from localllm.kernels.launch import (
     cdiv,
+    device_features,
     launch_options,
     launches_early,
     next_power_of_2,
@@ -43,16 +53,9 @@ from localllm.kernels.launch import (
     triton,
     uses,
 )
+from localllm.kernels.quantized_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.split_sum import (
-    COUNTERS,
-    is_last_part,
-    parts_and_counters,
-    places_of_part,
-    sum_of_parts,
-)
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 from localllm.kernels.unpack_bytes import unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x

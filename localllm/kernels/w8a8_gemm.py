@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.byte_weight import SCALE_BLOCK, dequantized
-from localllm.kernels.device_features import device_features
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton, uses
+from localllm.kernels.launch import cdiv, device_features, runs_triton, tl, triton, uses
 from localllm.kernels.quantize import Quantized
+from localllm.kernels.quantized_weight import SCALE_BLOCK, dequantized
 from localllm.kernels.skinny_gemm import tile_of_program
 from localllm.kernels.tuned import settings_for
 

@@ -4,7 +4,7 @@ A decode step reads every active weight once, so this number bounds the speed of
 weights are read: several threads at once, each through its part of a buffer. The C library's `memcmp` reads with vector
 loads, two streams at once and without Python's lock, so neither numpy nor torch is imported.
 A GPU's bandwidth comes from NVML (links.py).
-Does not know: models, how a speed follows from the bandwidth (models/library/pick_sizes.py).
+Does not know: models, how a speed follows from the bandwidth (models/library/speed.py).
 """
 
 from __future__ import annotations

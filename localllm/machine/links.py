@@ -1,7 +1,7 @@
 """The links between GPUs, and where a GPU sits: PCI address, NUMA node, NVLink, PCIe topology, memory bandwidth.
 
 All of it comes from NVML, which may refuse each question: a value that is not known stays empty.
-Does not know: which link is good enough for what (models/fit/parallel.py).
+Does not know: which link is good enough for what (models/fit/devices.py).
 """
 
 from __future__ import annotations

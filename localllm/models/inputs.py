@@ -14,19 +14,19 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_cache import LayerCache
 from localllm.kernels.paged_attention import WorkLists
 
 
 class GivenEmbeds(NamedTuple):
-    """Embeddings that replace those of E of the step's tokens."""
+    """Embeddings that replace the table's for E of the step's tokens."""
 
     places: Tensor  # [E] int64, indices into the T tokens
     values: Tensor  # [E, hidden] in the model's type
 
 
 class GroupInputs(NamedTuple):
-    """Blocks that the layers of one KV group (spec/kv_groups.py) read and write in this step."""
+    """Blocks that the layers of one KV group (spec/model_spec.py) read and write in this step."""
 
     block_table: Tensor  # [B, max_blocks] int32; the null block 0 beyond the context and before the window
     slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
@@ -48,7 +48,7 @@ class StateInputs(NamedTuple):
 class ForwardInputs:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64      position of each token within its request
-    groups: tuple[GroupInputs, ...]  # one per KV group of the model (spec/kv_groups.py), in the same order
+    groups: tuple[GroupInputs, ...]  # one per KV group of the model (spec/model_spec.py), in the same order
     context_lens: Tensor  # [B] int32      tokens that have KV once this step is done
     cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
     logits_indices: Tensor  # [L] int64      rows of the flat batch that need logits

@@ -3,7 +3,7 @@
 Each weight is read from the memory map, fused with its siblings, converted and packed for the device before the next
 one is read. Peak RAM is the finished model plus one matrix.
 Does not know: how tensors are named and stored (weights/, formats/), how they make a model
-(architectures/builder.py).
+(decoder/builder.py).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedOption
-from localllm.models.architectures import text_part
-from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import family_of
+from localllm.models.decoder.builder import DecoderBuilder
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.families import text_part
 from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
-from localllm.models.formats.opening import open_checkpoint
-from localllm.models.formats.registry import linear_format
+from localllm.models.formats.registry import linear_format, open_checkpoint
 from localllm.models.layers.group import Group
 from localllm.models.layers.lora import LoraBank, LoraLimits
+from localllm.models.read_spec import family_of
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -41,7 +40,7 @@ from localllm.models.weights.source import LM_HEAD, Progress
 from localllm.models.weights.weights import Weights
 
 if TYPE_CHECKING:
-    from localllm.models.architectures.transformers_backend.model import TransformersModel
+    from localllm.models.transformers_backend.model import TransformersModel
 
 
 def load_model(
@@ -76,7 +75,7 @@ def load_model(
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
-        from localllm.models.architectures.transformers_backend.loading import load_through_transformers
+        from localllm.models.transformers_backend.loading import load_through_transformers
 
         length = max_model_len or spec.max_position
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
@@ -95,7 +94,7 @@ def load_model(
     if shard is None:
         check_all_used(spec, [model.unused_tensors])
     if verify:
-        from localllm.models.architectures.transformers_backend.loading import verify_decoder
+        from localllm.models.transformers_backend.loading import verify_decoder
 
         verify_decoder(path, model, spec, device, dtype)
     trim_heap()
@@ -120,7 +119,7 @@ def resident_bytes(
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
-        from localllm.models.architectures.transformers_backend.loading import bytes_through_transformers
+        from localllm.models.transformers_backend.loading import bytes_through_transformers
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):

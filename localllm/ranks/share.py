@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from localllm.errors import DoesNotFit
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.fit import MemoryPlan
 from localllm.models.inputs import CausalModel
 from localllm.models.spec.shard import local_spec

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
+from localllm.models.decoder.native_program import DecodeRows
 from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs, StateInputs
-from localllm.models.lone_step import DecodeRows
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.upload import all_to_device, to_device
 

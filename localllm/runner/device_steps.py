@@ -22,7 +22,7 @@ from torch import Tensor
 from localllm.engine.step import DraftSupport, NewSlot, RunnerStats, StepPlan
 from localllm.kernels.accept_drafts import accept_drafts
 from localllm.kernels.launch import num_compiles
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_cache import LayerCache
 from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
 from localllm.kernels.sampling.draw import Record

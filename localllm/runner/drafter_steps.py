@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.drafters.drafter import Drafter, DraftStep
 from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch, StepRows
 from localllm.runner.kv_cache import KVCache

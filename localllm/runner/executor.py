@@ -21,7 +21,7 @@ from localllm.engine.step import RankStats, Runner
 from localllm.errors import DeviceLost
 from localllm.kernels.launch import launching_with
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter
 from localllm.models.fit import MemoryPlan

@@ -1,8 +1,8 @@
 """Steps on a CPU: all work is done when a call returns, and only what is needed is computed.
 
-A few requests with one token each, or one and drafts, are one call of the native library (models/lone_step.py), if the
-model has such a step. Everything else runs through torch. Both read and write the same KV
-cache. step_parts.py decides which requests are computed together.
+A few requests with one token each, or one and drafts, are one call of the native library
+(models/decoder/native_program.py), if the model has such a step. Everything else runs through torch. Both read and
+write the same KV cache. step_parts.py decides which requests are computed together.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
-from localllm.kernels.layer_state import LayerCache
-from localllm.models.architectures.decoder import DecoderModel, Taps
+from localllm.kernels.layer_cache import LayerCache
+from localllm.models.decoder.decoder import DecoderModel, Taps
+from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotSupportedNatively, open_native_program
 from localllm.models.inputs import CausalModel, ForwardInputs
-from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
@@ -152,7 +152,7 @@ class HostSteps:
         hidden = self._model.forward(inputs, self._layers, taps=Taps(self._taps, features))
         return hidden, features
 
-    def _run_lone(self, lone: LoneStep, batch: StepBatch) -> Forward:
+    def _run_lone(self, lone: NativeProgram, batch: StepBatch) -> Forward:
         """Run the batch natively. Rows that do not sample are computed with the others."""
         rows = batch.rows
         logits = lone.forward(self._inputs.decode_rows(rows), samples=bool(len(batch.slots)))
@@ -255,12 +255,12 @@ def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
     return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
 
 
-def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> tuple[LoneStep | None, str]:
+def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> tuple[NativeProgram | None, str]:
     """Return the native step and a line about it, or None and why there is none."""
     try:
-        lone = open_lone_step(model, layers)
+        lone = open_native_program(model, layers)
         told = f"decode steps of up to {MAX_ROWS} requests run natively"
-    except NoLoneStep as reason:
+    except NotSupportedNatively as reason:
         lone, told = None, f"decode steps run through torch: {reason}"
     log.info(told)
     return lone, told

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from localllm.errors import DoesNotFit
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import KVReads, kv_cache_shape
 from localllm.models.fit import kv_cache_bytes
-from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.units import format_bytes
 
 
@@ -33,7 +32,7 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, num_blocks: tuple[int, ...], block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """dtype: the model's, or float8_e4m3fn or int8 with the scales that kernels/layer_kv.py describes."""
+        """dtype: the model's, or float8_e4m3fn or int8 with the scales that kernels/layer_cache.py describes."""
         self.num_blocks, self.block_size = num_blocks, block_size
         groups = kv_groups(spec)
         try:

@@ -28,9 +28,7 @@ from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
-from localllm.models.spec.kv_group import main_group
-from localllm.models.spec.kv_groups import kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups, main_group
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.device_errors import check_device as check_device_answers
 from localllm.runner.device_errors import is_device_loss, translated

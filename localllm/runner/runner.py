@@ -21,8 +21,8 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import DraftSupport, KernelFallBack, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
+from localllm.kernels.fused_epilogue import new_counters
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
-from localllm.kernels.split_sum import new_counters
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_state import LayerCache
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.kernels.layer_cache import LayerCache
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import ForwardInputs
 
 

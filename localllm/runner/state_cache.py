@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from localllm.errors import DoesNotFit
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.states import state_group
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
+from localllm.models.spec.model_spec import ModelSpec, state_group
 from localllm.runner.kv_cache import zeros
 from localllm.units import format_bytes
 

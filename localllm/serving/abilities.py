@@ -47,7 +47,7 @@ def _read(path: Path, changed_ns: tuple[int, ...]) -> Abilities:
 def _template_of(path: Path) -> ChatTemplate:
     if path.is_dir():
         return ChatTemplate(read_chat_templates(path), read_special_tokens(path))
-    from localllm.models.formats.gguf import read_parts
+    from localllm.models.formats.gguf.checkpoint import read_parts
     from localllm.text.gguf_tokenizer import chat_templates
 
     return ChatTemplate(chat_templates(read_parts(path)[0].metadata))

@@ -145,7 +145,7 @@ def _download(name: str, revision: str | None, config: EngineConfig, on_phase: O
     from localllm.models.library.catalog import is_for_the_hub
 
     if is_for_the_hub(name, revision):
-        from localllm.models.library.hub.fetch import fetch_model, progress_line
+        from localllm.models.library.hub.pull import fetch_model, progress_line
 
         report = PhaseReporter("download", on_phase)
         report()
@@ -159,9 +159,9 @@ def _download(name: str, revision: str | None, config: EngineConfig, on_phase: O
 def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
     """Return the checkpoint and its spec. For a checkpoint that does not generate text, return its task instead of a
     spec: reading the rest needs torch, which has its own phase."""
-    from localllm.models.architectures.read_spec import read_spec
+    from localllm.models.encoders.recipe import task_of
     from localllm.models.library.catalog import resolve_model
-    from localllm.models.pooling.recipe import task_of
+    from localllm.models.read_spec import read_spec
 
     _download(config.model, config.revision, config, on_phase)
     with report_phase("find", on_phase) as report:
@@ -191,10 +191,10 @@ def _find_drafter(config: EngineConfig, path: Path, spec: ModelSpec, on_phase: O
 
 def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
     """Return the settings with a tuned profile's values wherever the user set nothing, if the profile fits."""
-    from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident_for
     from localllm.models.fit.devices import choose_gpu
+    from localllm.models.read_spec import weights_bytes
     from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
 
     config = settings.engine
@@ -220,9 +220,9 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
 
 
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
-    from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident_for
+    from localllm.models.read_spec import weights_bytes
 
     with report_phase("fit", on_phase) as report:
         resident = count_resident_for(config, path, spec)
@@ -251,7 +251,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     from localllm.models.formats.checkpoint import is_gguf
 
     if is_gguf(path):
-        from localllm.models.formats.gguf import metadata_of
+        from localllm.models.formats.gguf.checkpoint import metadata_of
         from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 
         return tokenizer_of_gguf(metadata_of(path))
@@ -391,7 +391,7 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
     from localllm.engine.scheduler_config import SchedulerConfig
     from localllm.engine.speculation import Speculation
     from localllm.engine.state_pool import StatePool
-    from localllm.models.fit.states import state_interval
+    from localllm.models.fit.cache_sizes import state_interval
 
     choice, support = config.speculation, runner.drafts
     if choice.method in ("ngram", "draft") and not choice.is_off and not support.most:

@@ -32,8 +32,7 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     if not choice.has_drafter:
         return spec
     from localllm.models.drafters.opening import plan_drafter
-    from localllm.models.spec.kv_group import main_group
-    from localllm.models.spec.kv_groups import kv_groups
+    from localllm.models.spec.model_spec import kv_groups, main_group
 
     _refuse_settings(config)
     windows = tuple(group.window for group in kv_groups(spec))

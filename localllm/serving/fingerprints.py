@@ -37,7 +37,7 @@ def model_fingerprint(path: Path) -> str:
 def files_of(path: Path) -> list[Path]:
     """Return the files of a checkpoint: those of a folder, or all parts of a GGUF model."""
     if path.is_file():
-        from localllm.models.formats.gguf_names import parts_of
+        from localllm.models.formats.gguf.file_names import parts_of
 
         return [path.with_name(name) for name in parts_of(path.name)]
     return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))

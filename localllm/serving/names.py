@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.config.settings import Settings
-from localllm.models.formats.gguf_names import whole_stem
+from localllm.models.formats.gguf.file_names import whole_stem
 from localllm.models.library.names import looks_like_path
 
 if TYPE_CHECKING:

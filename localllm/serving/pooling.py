@@ -20,9 +20,9 @@ from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
+    from localllm.models.encoders.model import PoolingModel
+    from localllm.models.encoders.recipe import PoolingRecipe
     from localllm.models.library.catalog import ResolvedModel
-    from localllm.models.pooling.model import PoolingModel
-    from localllm.models.pooling.recipe import PoolingRecipe
     from localllm.text.embed_text import TextEncoder
     from localllm.text.tokenizer import Tokenizer
 
@@ -35,9 +35,8 @@ def build_pooling(
     limits: LoadLimits = NO_LIMITS,
 ) -> ServedModel:
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
+    from localllm.models.encoders.recipe import pooling_spec, read_recipe
     from localllm.models.fit.pooling import plan_pooling
-    from localllm.models.pooling.recipe import read_recipe
-    from localllm.models.pooling.spec import pooling_spec
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import load_tokenizer
 
@@ -45,7 +44,7 @@ def build_pooling(
     recipe = read_recipe(found.path, task)
     hardware = start_torch(on_phase, limits)
     with report_phase("fit", on_phase) as report:
-        from localllm.models.pooling.model import count_parameters
+        from localllm.models.encoders.model import count_parameters
 
         spec = pooling_spec(found.path, recipe, trust_remote_code=config.trust_remote_code)
         parameters = count_parameters(found.path, recipe, trust_remote_code=config.trust_remote_code)
@@ -128,7 +127,7 @@ def _load(
 ) -> PoolingModel:
     import torch
 
-    from localllm.models.pooling.model import load_pooling_model
+    from localllm.models.encoders.model import load_pooling_model
 
     model = load_pooling_model(
         found.path, recipe, torch.device(device), getattr(torch, dtype), trust_remote_code=trust_remote_code

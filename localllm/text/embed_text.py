@@ -2,7 +2,7 @@
 
 Most models read the plain text. sentence-transformers also saves models that read the rendering of a chat template: the
 text is a user's message, and a prompt is the system's.
-Does not know: which of both a checkpoint uses (models/pooling/recipe.py), HTTP.
+Does not know: which of both a checkpoint uses (models/encoders/recipe.py), HTTP.
 """
 
 from __future__ import annotations

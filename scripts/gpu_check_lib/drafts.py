@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from localllm.engine.request import Request
-from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.builder import DecoderBuilder
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from scripts.gpu_check_lib.engine import Options, RandomEngine

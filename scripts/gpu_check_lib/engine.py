@@ -31,10 +31,8 @@ from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.spec.kv_groups import kv_groups, kv_numbers_per_token
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.states import state_group
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token, state_group
 from localllm.runner.graphs import Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner

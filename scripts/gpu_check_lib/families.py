@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from localllm.errors import DoesNotFit
-from localllm.models.spec.kv_groups import kv_numbers_per_token
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.states import state_group
+from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token, state_group
 from localllm.models.weights.parameters import held_bytes
 from scripts.gpu_check_lib.ceilings import read_ceilings
 from scripts.gpu_check_lib.engine import Options, RandomEngine

@@ -18,7 +18,7 @@ from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.gated import gated, gated_reference
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.linear import linear, linear_unfinished
 from localllm.kernels.paged_attention import kv_cache_shape, paged_attention, plan_attention
 from localllm.kernels.paged_attention.twin import paged_attention_reference, plan_on_host

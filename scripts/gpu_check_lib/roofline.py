@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.models.spec.kv_groups import kv_numbers_per_token
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from localllm.tuning.workload import Workload
 
 WEIGHT_BITS = {"16-bit": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4 + 20 / 128}

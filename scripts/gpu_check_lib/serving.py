@@ -231,8 +231,7 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
     import torch
 
     from localllm import cli
-    from localllm.models import loader
-    from localllm.models.architectures import read_spec
+    from localllm.models import loader, read_spec
     from localllm.models.spec.model_spec import ModelSpec
     from scripts import random_weights
     from scripts.gpu_check_lib.roofline import work_of

@@ -29,7 +29,7 @@ import torch
 
 from localllm.files.folders import write_whole
 from localllm.kernels import tuned
-from localllm.kernels.crossover import Crossover
+from localllm.kernels.choice import Crossover
 from localllm.kernels.fp8_linear import fp8_crossover, fp8_key
 from localllm.kernels.int8_linear import int8_crossover, int8_key, quantize_int8
 from localllm.kernels.linear import crossover_heuristic, crossover_key

@@ -25,9 +25,9 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.machine.hardware import read_hardware
 from localllm.machine.threads import set_thread_environment
-from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.fit import plan_memory
 from localllm.models.library.catalog import resolve_model
+from localllm.models.read_spec import read_spec, weights_bytes
 from localllm.serving.build import build_engine
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel

@@ -12,7 +12,7 @@ import torch
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec
 from scripts.gpu_check_lib.engine import Options, RandomEngine
 from tests.device.conftest import DEVICE

@@ -10,9 +10,9 @@ import torch
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request, RequestOptions
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.lora import open_lora, put_lora
 from tests.adapters import make_tiny_adapter, merged
 from tests.device.conftest import DEVICE

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.builder import DecoderBuilder
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import replace_tensors
 from scripts.random_weights import RandomTensors, random_model, shape_spec

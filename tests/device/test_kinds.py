@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.models.architectures.read_spec import spec_of_config
+from localllm.models.read_spec import spec_of_config
 from scripts.random_weights import random_model
 from tests.device.conftest import DEVICE, ON_GPU, slow_on_cpu
 from tests.device.serving import many_requests, options, serve

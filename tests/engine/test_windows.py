@@ -17,7 +17,7 @@ from localllm.engine.ledger import Hit, Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.models.spec.kv_group import held_blocks, main_group
+from localllm.models.spec.model_spec import held_blocks, main_group
 from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import FakeRunner, expected_output

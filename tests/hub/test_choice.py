@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel
-from localllm.models.formats.gguf_names import choose, gguf_models, quant_of
-from localllm.models.library.hub.choice import included_files, load_files
+from localllm.models.formats.gguf.file_names import choose, gguf_models, quant_of
+from localllm.models.library.hub.repository import included_files, load_files
 from localllm.models.library.names import ModelName, parse_name
 
 SIDE = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]

@@ -12,8 +12,7 @@ import pytest
 from localllm.cli.announce import LogAnnouncer
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped, HubOffline
-from localllm.models.library.hub.fetch import progress_line
-from localllm.models.library.hub.pull import PullProgress
+from localllm.models.library.hub.pull import PullProgress, progress_line
 from localllm.serving.build import build_engine
 from localllm.serving.phases import Phase
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled

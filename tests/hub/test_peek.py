@@ -10,11 +10,11 @@ import pytest
 from gguf import GGUFWriter
 
 from localllm.errors import CorruptModel, HubError, HubUnreachable, ModelNotFound
-from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.formats.safetensors import read_headers
 from localllm.models.library.hub import client
 from localllm.models.library.hub import peek as peek_module
 from localllm.models.library.hub.peek import peek
+from localllm.models.read_spec import read_spec, weights_bytes
 from tests.hub.conftest import make_checkpoint, write_safetensors
 from tests.hub.local_hub import LocalHub, Trouble
 

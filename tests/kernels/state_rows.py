@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 
 MARKS = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.causal_conv import causal_conv
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 from tests.kernels.conftest import DTYPES
 from tests.kernels.state_rows import (
     LENGTHS,

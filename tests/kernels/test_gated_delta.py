@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localllm.kernels.gated_delta import gated_delta
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 from tests.kernels.conftest import DTYPES
 from tests.kernels.state_rows import (
     LENGTHS,

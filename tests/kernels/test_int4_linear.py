@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels import gated as file
-from localllm.kernels.crossover import Crossover
+from localllm.kernels.choice import Crossover
 from localllm.kernels.gated import gated
 from localllm.kernels.int4_linear import (
     AWQ_ORDER,

@@ -14,8 +14,7 @@ from torch import Tensor
 from localllm.kernels.int4_linear import pack_int4
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.moe import grouped_gemm as grouped_gemm_module
-from localllm.kernels.moe.align import align, align_single, max_blocks
-from localllm.kernels.moe.combine import combine
+from localllm.kernels.moe.align import align, align_single, combine, max_blocks
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.grouped_gemm import MoeGemmTile, block_rows, grouped_gemm
 from localllm.kernels.moe.route import route

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, kv_cache_shape, paged_attention, plan_attention
 from localllm.kernels.paged_attention import device as device_code
 from localllm.kernels.paged_attention.device import AttentionLaunch, DevicePlan
 from localllm.kernels.paged_attention.twin import GROUP_WASTE_TOKENS, HostPlan
-from localllm.kernels.store_kv import has_no_skipped_slot, store_kv
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, store_kv
 from tests.kernels.conftest import DTYPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from localllm.kernels import linear as linear_file
 from localllm.kernels import skinny_gemm as skinny_file
-from localllm.kernels.device_features import DeviceFeatures
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.gated import gated
-from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
+from localllm.kernels.launch import INTERPRETED, DeviceFeatures, LaunchOptions, launching_with
 from localllm.kernels.linear import linear_unfinished
 from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, normed
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm_unfinished
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from tests.kernels.harness import e4m3
 from tests.kernels.rowwise import poisoned_memory  # noqa: F401
 

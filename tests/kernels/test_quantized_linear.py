@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import fp8_linear, int8_linear
-from localllm.kernels.crossover import Crossover
-from localllm.kernels.device_features import DeviceFeatures
+from localllm.kernels.choice import Crossover
 from localllm.kernels.fp8_linear import E4M3, Fp8Weight, Granularity, quantize_fp8
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
-from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.launch import INTERPRETED, DeviceFeatures
 from localllm.kernels.quantize import Quantized
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.layers.linear import Linear

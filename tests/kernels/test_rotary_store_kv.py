@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.kernels.quantize import Quantized
-from localllm.kernels.rotary import rotary, rotary_angles
-from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.kernels.rotary_store_kv import plan_rotation, rotary, rotary_angles, rotary_store_kv
 from tests.kernels.conftest import DTYPES
 from tests.kernels.rowwise import EIGHT_BITS, EXAMPLES, TOLERANCE, assert_quantized, poison, poisoned_memory  # noqa: F401
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
 from tests.kernels.conftest import DTYPES
 from tests.kernels.state_rows import (

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
 from localllm.kernels import unpack_bytes
-from localllm.kernels.byte_weight import dequantized
-from localllm.kernels.device_features import DeviceFeatures
 from localllm.kernels.gated import ACTIVATIONS, gated
-from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions, launching_with
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED, DeviceFeatures, LaunchOptions, launching_with
+from localllm.kernels.quantized_weight import dequantized
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, SkinnyProduct, skinny_gemm, skinny_gemm_unfinished
 from tests.kernels.conftest import DTYPES
 from tests.kernels.harness import ERROR, e4m3, exact_weight

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import skinny_gemm as skinny_file
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, new_counters, parts_and_counters, whole
 from localllm.kernels.gated import gated
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
@@ -18,8 +19,6 @@ from localllm.kernels.planar.kernels import PlanarTile
 from localllm.kernels.prepare_step import SlotTokens, StepInputs, prepare_step, staged_size
 from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, normed
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm_unfinished
-from localllm.kernels.split_sum import new_counters, parts_and_counters
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from tests.kernels.conftest import settings_with
 
 pytestmark = pytest.mark.skipif(

@@ -77,7 +77,7 @@ def _import_first() -> None:
     import transformers
 
     from localllm.models import loader  # noqa: F401
-    from localllm.models.architectures.transformers_backend import loading  # noqa: F401
+    from localllm.models.transformers_backend import loading  # noqa: F401
     from tests.models import harness  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()
@@ -105,8 +105,8 @@ def try_class(model_type: str, model_impl: str = "auto") -> Outcome:
 
 def _through_localllm(path: Path, model_impl: str, prompts: list[list[int]], reference: list[Tensor]) -> Outcome:
     from localllm.errors import CorruptModel, ModelError
-    from localllm.models.architectures.read_spec import read_spec
     from localllm.models.loader import load_model
+    from localllm.models.read_spec import read_spec
     from tests.models.harness import CPU, ModelHarness
 
     try:

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.eagle import EagleDrafter
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
-from localllm.models.spec.kv_groups import keeps_kv, kv_groups, kv_shape
-from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_groups, kv_shape
+from localllm.models.spec.rope import RopeSpec
 from tests.tiny import VOCAB_SIZE, load_reference
 
 BLOCK_SIZE = 8

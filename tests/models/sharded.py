@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import GivenEmbeds
 from localllm.models.loader import check_all_used, load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.shard import Shard, even_heads, shards_of
 from tests.models.harness import CPU, ModelHarness, Sequence
 from tests.threads import Threads

@@ -10,7 +10,6 @@ import pytest
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.models.library import catalog
-from localllm.models.library.aliases import delete_alias
 from localllm.models.library.catalog import (
     adapter_folder,
     copy_model,
@@ -19,6 +18,7 @@ from localllm.models.library.catalog import (
     list_models,
     resolve_model,
 )
+from localllm.models.library.names import delete_alias
 
 OLD, NEW = "1111111aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "2222222bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 WHOLE = ("config.json", "model.safetensors", "tokenizer.json")

@@ -17,9 +17,9 @@ from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.launch import INTERPRETED
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit.checkpoint import count_resident
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.models.harness import CPU, ModelHarness

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from localllm.errors import CorruptModel, DrafterMismatch, UnsupportedModel
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.eagle import EagleDrafter, load_eagle, plan_eagle
 from localllm.models.drafters.eagle_config import EagleMethod, eagle_method, read_eagle
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.eagle_files import Form, eagle_tensors, write_eagle
 from tests.models.harness import HEAD_DIM, HEADS, KV_HEADS, TAPS, WIDTH, Crank

@@ -16,10 +16,10 @@ from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
-from localllm.models.architectures.read_spec import read_spec, spec_of_config
 from localllm.models.fit import kv_bytes_per_token, plan_memory
 from localllm.models.layers import latent_attention
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec, spec_of_config
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights import weights as weights_module

@@ -30,8 +30,8 @@ from localllm.models.fit import (
     kv_bytes_per_token,
     plan_memory,
 )
+from localllm.models.fit.activation_bytes import StepMemory
 from localllm.models.fit.checkpoint import estimate_checkpoint
-from localllm.models.fit.step import StepMemory
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard

@@ -20,12 +20,11 @@ from localllm.llm import _engine_config
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.machine.links import Link, Place
 from localllm.models.fit import Measured, MemoryPlan, estimate, plan_memory
+from localllm.models.fit.cache_sizes import split_of
 from localllm.models.fit.checkpoint import count_resident, estimate_checkpoint
 from localllm.models.fit.devices import NVLINK, PCIE, PEERS, UNKNOWN, choose_gpus, connection
-from localllm.models.fit.kv_split import split_of
-from localllm.models.fit.rank import PlanInputs, RankMemory
-from localllm.models.spec.kv_groups import kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.fit.rank_budget import PlanInputs, RankMemory
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.units import format_bytes
 from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS
 

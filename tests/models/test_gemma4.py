@@ -19,12 +19,11 @@ from torch import Tensor
 from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, UnsupportedModel, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.architectures.read_spec import read_spec, spec_of_config
 from localllm.models.fit import kv_bytes_per_token, plan_memory
 from localllm.models.layers.rotary import rope_table
 from localllm.models.loader import load_model, resident_bytes
-from localllm.models.spec.kv_groups import group_of_layers, kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.read_spec import read_spec, spec_of_config
+from localllm.models.spec.model_spec import ModelSpec, group_of_layers, kv_groups
 from localllm.models.spec.shard import shards_of
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.models.sharded import STEPS, ShardedModel

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from localllm.kernels.linear import should_pack
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import (
     CPU,

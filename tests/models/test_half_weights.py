@@ -18,10 +18,10 @@ from localllm.kernels.cpu import half
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.launch import INTERPRETED
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLimits, LoraLinear
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter

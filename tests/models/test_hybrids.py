@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, UnsupportedOption
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.architectures.read_spec import read_spec, spec_of_config
 from localllm.models.fit import kv_bytes_per_token
-from localllm.models.fit.parallel import Division, require_possible
+from localllm.models.fit.devices import Division, require_possible
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec, spec_of_config
+from localllm.models.spec.model_spec import state_bytes
 from localllm.models.spec.shard import shards_of
-from localllm.models.spec.states import state_bytes
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter, merged

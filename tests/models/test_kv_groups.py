@@ -10,10 +10,9 @@ import torch
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import MemoryPlan, kv_bytes_per_token, kv_cache_bytes, plan_memory
-from localllm.models.fit.kv_split import KVSplit, most_blocks
-from localllm.models.spec.kv_group import held_blocks
-from localllm.models.spec.kv_groups import group_of_layers, kv_groups
-from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.models.fit.cache_sizes import KVSplit, most_blocks
+from localllm.models.spec.model_spec import ModelSpec, group_of_layers, held_blocks, kv_groups
+from localllm.models.spec.rope import RopeSpec
 from localllm.models.spec.shard import local_spec, shards_of
 from localllm.runner.kv_cache import KVCache
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel
-from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.formats.safetensors import INDEX
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec, weights_bytes
 from tests.models.harness import CPU
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

@@ -21,18 +21,18 @@ from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.kernels.cpu.q4 import CpuQ4Weight
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models import lone_step
-from localllm.models.architectures.decoder import DecoderModel, Taps
-from localllm.models.architectures.layer import DecoderLayer, PreNormLayer
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder import native_program
+from localllm.models.decoder.decoder import DecoderModel, Taps
+from localllm.models.decoder.layer import DecoderLayer, PreNormLayer
+from localllm.models.decoder.native_program import DecodeRows, NotSupportedNatively, open_native_program
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.library.catalog import resolve_model
 from localllm.models.loader import load_model
-from localllm.models.lone_step import DecodeRows, NoLoneStep, open_lone_step
-from localllm.models.spec.drafter import FINAL_HIDDEN
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import FINAL_HIDDEN
 from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import make_tiny_adapter
@@ -60,7 +60,7 @@ needs_library = pytest.mark.skipif(native() is None, reason="this machine has no
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lists' operations as they are defined, where this machine has no native library."""
     if native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
 
 
 def load(path: Path, **options: Any) -> DecoderModel:
@@ -77,7 +77,7 @@ class LoneHarness(ModelHarness):
         if kv_dtype == torch.int8:
             shape = kv_cache_shape(128, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
             self.kv_cache = [_int8_cache(shape) for _ in range(self.spec.num_layers)]
-        self.lone = open_lone_step(model, self.kv_cache)
+        self.lone = open_native_program(model, self.kv_cache)
 
     def natively(self, requests: Sequence[Request]) -> Tensor:
         """Run the next token of each request in one native step; logits [R, vocab]."""
@@ -137,7 +137,7 @@ def largest_error(
 def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))
     if family in REFUSED:
-        with pytest.raises(NoLoneStep, match=REFUSED[family]):
+        with pytest.raises(NotSupportedNatively, match=REFUSED[family]):
             LoneHarness(model)
     else:
         assert largest_error(model, model) < LIMITS.get(family, 2e-5)
@@ -150,7 +150,7 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
 def test_the_definitions_of_the_operations_give_torchs_logits(
     family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+    monkeypatch.setattr(native_program, "native", DefinedLibrary)
     model = load(tiny_model_path(family))
     assert largest_error(model, model, steps=4) < LIMITS.get(family, 2e-5)
 
@@ -261,10 +261,10 @@ def test_narrow_caches(kv_dtype: torch.dtype, limit: float, tiny_model_path: Pat
 
 @pytest.mark.usefixtures("library")
 def test_other_caches_are_refused(tiny_llama_path: Path) -> None:
-    with pytest.raises(NoLoneStep, match="float8"):
+    with pytest.raises(NotSupportedNatively, match="float8"):
         LoneHarness(load(tiny_llama_path), kv_dtype=torch.float8_e4m3fn)
-    with pytest.raises(NoLoneStep, match="object"):
-        open_lone_step(object(), [])
+    with pytest.raises(NotSupportedNatively, match="object"):
+        open_native_program(object(), [])
 
 
 ADAPTED = ["llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4", "gemma4_moe"]
@@ -301,9 +301,9 @@ def test_rows_with_and_without_adapters_have_torchs_logits(
 
 
 def test_without_a_library_the_reason_is_the_librarys(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lone_step, "native", lambda: None)
-    monkeypatch.setattr(lone_step, "why_none", lambda: "set to none")
-    with pytest.raises(NoLoneStep, match="set to none"):
+    monkeypatch.setattr(native_program, "native", lambda: None)
+    monkeypatch.setattr(native_program, "why_none", lambda: "set to none")
+    with pytest.raises(NotSupportedNatively, match="set to none"):
         LoneHarness(load(tiny_llama_path))
 
 

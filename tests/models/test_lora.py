@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel, UnsupportedOption
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLimits, LoraLinear
 from localllm.models.layers.mlp import CPU_ROWS
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter, merged, write_config

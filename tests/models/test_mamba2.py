@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from localllm.kernels.layer_state import LayerState
+from localllm.kernels.layer_cache import LayerState
 from localllm.models.layers.linear import Linear
-from localllm.models.layers.mamba2 import Mamba2, ScanHeads
+from localllm.models.layers.recurrent import Mamba2, ScanHeads
 from tests.kernels.state_rows import Part, state_step
 from tests.tiny import tiny_config
 

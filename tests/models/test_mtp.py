@@ -16,16 +16,16 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, DrafterMismatch, LocalLLMError
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.mtp import mtp_bytes, open_mtp, plan_mtp
+from localllm.models.fit.activation_bytes import kv_bytes_per_token
 from localllm.models.fit.checkpoint import estimate_checkpoint
-from localllm.models.fit.step import kv_bytes_per_token
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model, resident_bytes
-from localllm.models.spec.kv_groups import kv_shape
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import kv_shape
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from localllm.errors import ContextTooLong, InvalidParameter
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.inputs import GivenEmbeds
 from localllm.models.loader import load_model
 from localllm.models.prompt_embeds import PromptEmbedsReader
+from localllm.models.read_spec import read_spec
 from tests.models.harness import CPU, ModelHarness, Sequence, assert_close, prompt, reference
 
 FAMILIES = ("llama", "gemma2", "gemma3", "granite", "gpt2", "bloom")

@@ -18,15 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedOption
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
-from localllm.models.layers.group import Alone
+from localllm.models.layers.group import Alone, GatheredInput, PaddedInput
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.layers.mlp import CPU_ROWS
 from localllm.models.layers.moe import renumbered
-from localllm.models.layers.split import GatheredInput, PaddedInput
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.shard import Shard, even_heads, shards_of
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from localllm.models.architectures.read_spec import read_spec, weights_bytes
-from localllm.models.architectures.registry import FAMILY_OF
-from localllm.models.spec.kv_groups import kv_numbers_per_token
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.families.registry import FAMILY_OF
+from localllm.models.read_spec import read_spec, weights_bytes
+from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from tests.tiny import FAMILIES, tiny_config
 
 LLAMA: dict[str, Any] = {
@@ -294,7 +293,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
 def test_a_spec_is_read_without_torch(tiny_llama_path: Path) -> None:
     """`localllm list`, `show` and the first phase of a start would wait seconds for the import."""
     code = (
-        "import sys; from pathlib import Path; from localllm.models.architectures.read_spec import read_spec; "
+        "import sys; from pathlib import Path; from localllm.models.read_spec import read_spec; "
         f"read_spec(Path({str(tiny_llama_path)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,17 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.models.fit.shares import (
-    PLAIN_UNIT,
-    Division,
-    count_shard,
-    feature_unit,
-    model_bytes,
-    split_in_words,
-    split_model,
-    takes_whole_experts,
-)
-from localllm.models.fit.split import (
+from localllm.models.fit.balance import (
     Part,
     SplitDevice,
     StageBytes,
@@ -30,6 +20,16 @@ from localllm.models.fit.split import (
     sizes_of,
     solve_layers,
     solve_stage,
+)
+from localllm.models.fit.shard_sizes import (
+    PLAIN_UNIT,
+    Division,
+    count_shard,
+    feature_unit,
+    model_bytes,
+    split_in_words,
+    split_model,
+    takes_whole_experts,
 )
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec

@@ -10,10 +10,10 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import MemoryPlan, kv_bytes_per_token, plan_memory
-from localllm.models.fit.states import state_interval
-from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.models.fit.cache_sizes import state_interval
+from localllm.models.spec.model_spec import ModelSpec, StateTensor, state_bytes, state_group
 from localllm.models.spec.recurrent import RecurrentSpec
-from localllm.models.spec.states import StateTensor, state_bytes, state_group
+from localllm.models.spec.rope import RopeSpec
 
 MIB = 1024**2
 PLAIN = ModelSpec("Some", 4, 64, 96, 8, 4, 8, 100, 512, "silu", True, "bfloat16", RopeSpec(1e4))

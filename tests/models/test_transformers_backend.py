@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.layer_state import LayerState
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.architectures.transformers_backend import attention, verify
-from localllm.models.architectures.transformers_backend import spec as spec_module
-from localllm.models.architectures.transformers_backend.mixers import RowStates
+from localllm.kernels.layer_cache import LayerState
 from localllm.models.inputs import StateInputs
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.recurrent import RecurrentSpec
+from localllm.models.transformers_backend import attention, loading
+from localllm.models.transformers_backend import spec as spec_module
+from localllm.models.transformers_backend.mixers import RowStates
 from localllm.models.weights.parameters import held_bytes
 from tests.models.class_models import make_class_model
 from tests.models.harness import CPU, ModelHarness, assert_close, prompt, reference_greedy, reference_logits
@@ -68,7 +68,7 @@ def test_a_decoder_of_ours_is_checked_when_asked(tiny_llama_path: Path, monkeypa
     spec = read_spec(tiny_llama_path)
     assert spec.implementation == "localllm"
     load_model(tiny_llama_path, spec, CPU, torch.float32, verify=True)
-    monkeypatch.setitem(verify.TOLERANCE, torch.float32, 1e-12)
+    monkeypatch.setitem(loading.TOLERANCE, torch.float32, 1e-12)
     with pytest.raises(UnsupportedModel, match="logits differ"):
         load_model(tiny_llama_path, spec, CPU, torch.float32, verify=True)
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.read_spec import family_of, read_spec
 from localllm.models.loader import resident_bytes
+from localllm.models.read_spec import family_of, read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.models.vision_models import _SECTIONS, TEXT, VISION_MODELS, make_model

@@ -22,9 +22,9 @@ from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import Runner
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit import MemoryPlan, plan_memory
 from localllm.models.loader import resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.ranks.executor import RankExecutor
 from localllm.runner.executor import Executor, LocalExecutor
 from tests.tiny import make_tiny_model

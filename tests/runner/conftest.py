@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 
 

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from localllm.kernels import launch, linear
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.tuned import table
-from localllm.models.architectures import builder, decoder
+from localllm.models.decoder import builder, decoder
 from localllm.models.layers import linear as linear_layer
 from localllm.models.layers import mlp
 

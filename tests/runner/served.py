@@ -14,10 +14,10 @@ from torch import Tensor
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan, TokenMasks
 from localllm.kernels.launch import LaunchOptions
-from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.architectures.read_spec import spec_of_config
+from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank, LoraLimits, LoraPart
+from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import local_spec, shards_of
 from localllm.runner.device_drafts import DRAFT_WIDTHS

@@ -19,7 +19,7 @@ from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.kernels.launch import LaunchOptions
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from scripts.random_weights import random_model, shape_spec

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from localllm.engine.outputs import EngineOutput
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.layer_kv import LayerKV
-from localllm.models import lone_step
-from localllm.models.architectures.read_spec import read_spec
+from localllm.kernels.layer_cache import LayerKV
+from localllm.models.decoder import native_program
 from localllm.models.drafters import draft_model
 from localllm.models.drafters.draft_model import DraftModel
 from localllm.models.drafters.drafter import FINAL_HIDDEN, DraftStep
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.batch import HostInputs, StepBatch, StepRows
@@ -40,13 +40,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps of model and drafter, as they are defined where this machine has no library; or none."""
 
     def none(model: Any, layers: Any) -> Any:
-        raise lone_step.NoLoneStep("without a library")
+        raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":
-        monkeypatch.setattr(host_steps, "open_lone_step", none)
-        monkeypatch.setattr(draft_model, "open_lone_step", none)
+        monkeypatch.setattr(host_steps, "open_native_program", none)
+        monkeypatch.setattr(draft_model, "open_native_program", none)
     elif native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)
 
 

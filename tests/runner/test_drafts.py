@@ -15,8 +15,8 @@ from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, TokenMasks
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.sampling.noise import mix_seeds
-from localllm.models import lone_step
-from localllm.models.lone_step import MAX_ROWS, LoneStep
+from localllm.models.decoder import native_program
+from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.host_drafts import HostDrafts
@@ -37,7 +37,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(host_steps, "_lone_step", lambda model, layers: (None, "without a library"))
     elif native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)
 
 
@@ -114,9 +114,9 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: Any, spec: ModelSpe
 def test_a_native_steps_drafts_have_the_bits_of_single_steps(model: Any, spec: ModelSpec, order: bool) -> None:
     """S2 to the bit: logits and KV of 8 tokens of one request, and of 3 and 5 tokens of two."""
     rows: list[Any] = []
-    forward = LoneStep.forward
+    forward = NativeProgram.forward
 
-    def spy(self: LoneStep, inputs: Any, **options: Any) -> Any:
+    def spy(self: NativeProgram, inputs: Any, **options: Any) -> Any:
         rows.append(forward(self, inputs, **options).clone())
         return rows[-1]
 
@@ -124,7 +124,7 @@ def test_a_native_steps_drafts_have_the_bits_of_single_steps(model: Any, spec: M
     texts = [[(7 * place + 3 * slot) % 500 for place in range(40)] for slot in range(len(lengths))]
     caches, logits = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoneStep, "forward", spy)
+        patch.setattr(NativeProgram, "forward", spy)
         for at_once in (False, True):
             runner, cache = open_runner(model, spec)
             rows.clear()

@@ -17,13 +17,13 @@ from torch import Tensor
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.outputs import EngineOutput
 from localllm.kernels.cpu.native.library import native
-from localllm.models import lone_step
-from localllm.models.architectures.decoder import DecoderModel, Taps
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder import native_program
+from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter, plan_drafter
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.drafter_steps import DrafterSteps
@@ -79,12 +79,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps of the model, as they are defined where this machine has no library; or none."""
 
     def none(model: Any, layers: Any) -> Any:
-        raise lone_step.NoLoneStep("without a library")
+        raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":
-        monkeypatch.setattr(host_steps, "open_lone_step", none)
+        monkeypatch.setattr(host_steps, "open_native_program", none)
     elif native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from localllm.engine.step import StepPlan
-from localllm.models.fit.rank import GRAPH_PROMPTS
+from localllm.models.fit.rank_budget import GRAPH_PROMPTS
 from localllm.runner.graphs import capture_shapes, largest_shape, mixed_decodes
 from localllm.runner.staging import StepShape
 from localllm.tuning.workload import Workload, chat_lengths, fixed_lengths

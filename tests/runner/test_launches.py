@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
-from localllm.models.architectures.builder import DecoderBuilder
+from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.layers.linear import Linear
 from localllm.runner.device_steps import FEATURE_SETS, DeviceSteps
 from localllm.runner.graphs import Replay

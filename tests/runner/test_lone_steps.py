@@ -14,8 +14,8 @@ from localllm.engine.params import SamplingParams
 from localllm.kernels.cpu.native.library import native
 from localllm.llm import LLM
 from localllm.machine.hardware import read_hardware
-from localllm.models import lone_step
-from localllm.models.lone_step import LoneStep
+from localllm.models.decoder import native_program
+from localllm.models.decoder.native_program import NativeProgram
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
@@ -36,20 +36,20 @@ needs_library = pytest.mark.skipif(native() is None, reason="this machine has no
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations as they are defined, where this machine has no native library."""
     if native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch, library: None) -> list[int]:
     """The rows of every native step from now on."""
     rows: list[int] = []
-    forward = LoneStep.forward
+    forward = NativeProgram.forward
 
-    def spy(self: LoneStep, inputs: Any, **options: Any) -> Any:
+    def spy(self: NativeProgram, inputs: Any, **options: Any) -> Any:
         rows.append(len(inputs.token_ids))
         return forward(self, inputs, **options)
 
-    monkeypatch.setattr(LoneStep, "forward", spy)
+    monkeypatch.setattr(NativeProgram, "forward", spy)
     return rows
 
 
@@ -86,8 +86,8 @@ def test_the_runner_says_how_decode_steps_are_computed(
     model: Any, spec: ModelSpec, library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert open_runner(model, spec).stats().decode_steps == "decode steps of up to 8 requests run natively"
-    monkeypatch.setattr(lone_step, "native", _no_library)
-    monkeypatch.setattr(lone_step, "why_none", lambda: "A compiler was missing.")
+    monkeypatch.setattr(native_program, "native", _no_library)
+    monkeypatch.setattr(native_program, "why_none", lambda: "A compiler was missing.")
     told = open_runner(model, spec).stats().decode_steps
     assert told == "decode steps run through torch: A compiler was missing."
 
@@ -113,7 +113,7 @@ def test_a_prompt_read_one_token_at_a_time_gives_the_same_answer(
     desk.step((slow, 1))
     got = desk.generate(slow, 5)
     assert counts == [1] * 5
-    monkeypatch.setattr(lone_step, "native", lambda: None)
+    monkeypatch.setattr(native_program, "native", lambda: None)
     torchs = Desk(open_runner(model, spec))
     assert got == torchs.generate(torchs.enter("slow", 0, prompt), 5)
     assert fast.output[:1] == torchs.generate(torchs.enter("fast", 1, [8, 1]), 1)
@@ -127,7 +127,7 @@ def test_requests_get_what_they_get_through_torch(
     mixed, scheduler = serve(model, spec, make_requests(), num_blocks=18, step=20)
     assert scheduler.recorder.num_preemptions > 0
     assert len(counts) > 20
-    monkeypatch.setattr(lone_step, "native", lambda: None)
+    monkeypatch.setattr(native_program, "native", lambda: None)
     through_torch, _ = serve(model, spec, make_requests())
     for name, outputs in mixed.items():
         assert [t for o in outputs for t in o.token_ids] == [t for o in through_torch[name] for t in o.token_ids], name
@@ -139,7 +139,7 @@ def test_the_bundled_model_answers_as_through_torch(monkeypatch: pytest.MonkeyPa
     asked = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "What is localllm?")]
     answers = []
     for found in (native, _no_library):
-        monkeypatch.setattr(lone_step, "native", found)
+        monkeypatch.setattr(native_program, "native", found)
         with LLM("demo", max_model_len=256, kv_cache_memory_bytes=8 << 20) as llm:
             answers.append([output.outputs[0].text for output in llm.chat(asked, params, use_tqdm=False)])
     assert answers[0] == answers[1]

@@ -15,10 +15,10 @@ from torch import Tensor
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.opening import open_drafter, plan_drafter
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.runner.drafter_steps import DrafterSteps
 from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
 from tests.models.formats.quantised import rewrite

@@ -13,14 +13,12 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerKV, LayerState
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.states import state_bytes
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import ModelSpec, state_bytes
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner

@@ -17,10 +17,9 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.inputs import ForwardInputs, GroupInputs
-from localllm.models.spec.kv_groups import kv_numbers_per_token
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
 from localllm.runner.device_errors import check_device

@@ -109,8 +109,8 @@ def test_the_whole_model_gives_the_same_logits_twice(model: Any, spec: ModelSpec
 @with_twins
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "deepseek_v2", "qwen3_5", "mamba2"])
 def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[str], Path]) -> None:
-    from localllm.models.architectures.read_spec import read_spec
     from localllm.models.loader import load_model
+    from localllm.models.read_spec import read_spec
 
     try:
         path = tiny_model_path(family)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, TokenLogprobs, TokenMasks
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.group import Alone
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.graphs import AgreedCapture

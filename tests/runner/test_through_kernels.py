@@ -20,10 +20,9 @@ from localllm.kernels import launch, linear
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import LaunchOptions
 from localllm.kernels.skinny_gemm import SkinnyProduct
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
-from localllm.models.spec.kv_groups import kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.runner.device_drafts import LookupOnDevice
 from tests.kv import windowed_ledger
 from tests.runner import harness

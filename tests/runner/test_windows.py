@@ -19,10 +19,9 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.request_table import RequestTable
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
-from localllm.models.spec.kv_groups import kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.runner.runner import TorchRunner
 from tests.kv import ledger_of, windowed_ledger
 from tests.runner.harness import BLOCK, MAX_LEN, serve

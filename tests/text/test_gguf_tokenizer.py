@@ -288,7 +288,7 @@ def vocabularies() -> list[Path]:
 @pytest.mark.skipif(not vocabularies(), reason="GGUF_VOCABULARIES names no folder with ggml-vocab-*.gguf and *.inp")
 @pytest.mark.parametrize("file", vocabularies(), ids=lambda file: file.stem)
 def test_real_vocabularies(file: Path) -> None:
-    from localllm.models.formats.gguf_header import plain, read_header
+    from localllm.models.formats.gguf.header import plain, read_header
 
     made = tokenizer_of_gguf({key: plain(value) for key, value in read_header(file).metadata.items()})
     with open(f"{file}.inp", encoding="utf-8", newline="") as stream:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from localllm.kernels import tuned
-from localllm.kernels.device_features import DeviceFeatures
 from localllm.kernels.gated import gated_launch
+from localllm.kernels.launch import DeviceFeatures
 from localllm.kernels.paged_attention.device import decode_launch, prefill_launch, split_launch
 from localllm.kernels.planar.kernels import planar_tile
 from localllm.kernels.rotary_store_kv import rotary_launch

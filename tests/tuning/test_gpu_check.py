@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.models.spec.kv_groups import kv_numbers_per_token
+from localllm.models.spec.model_spec import kv_numbers_per_token
 from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
 from scripts import random_weights
@@ -543,7 +543,7 @@ def test_ceilings_can_be_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_folder_for_a_random_server_has_a_word_for_every_id(tmp_path: Path) -> None:
-    from localllm.models.architectures.read_spec import read_spec
+    from localllm.models.read_spec import read_spec
     from localllm.text.tokenizer import load_tokenizer
 
     serving.write_folder(tmp_path, "tiny")

@@ -26,7 +26,8 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import StepPlan
 from localllm.models.fit import MemoryPlan
-from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.rope import RopeSpec
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.text.answers.detect import answer_format

@@ -24,7 +24,8 @@ from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepC
 from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
 from localllm.models.fit import MemoryPlan
-from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.rope import RopeSpec
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ModelCard
 from localllm.text.answers.reader import AnswerFormat

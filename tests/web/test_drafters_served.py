@@ -13,9 +13,9 @@ from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.speculation import Speculation
 from localllm.errors import DoesNotFit, DrafterMismatch, ModelNotFound, UnsupportedOption
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.fit import plan_memory
 from localllm.models.fit.checkpoint import count_resident_for
+from localllm.models.read_spec import read_spec, weights_bytes
 from localllm.serving.build import build_engine
 from localllm.serving.drafters import require_place, with_drafter
 from tests.tiny import make_tiny_model

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from localllm.kernels.checks.case import Case, CheckedProduct, Subject, close_to
 from localllm.kernels.gated import gated, gated_reference
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import KVReads, paged_attention, plan_attention
 from localllm.kernels.quantize import quantize_reference, round_to
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference

@@ -115,7 +115,7 @@ _buffers = _Buffers()
 
 @cache
 def _packs(rows: int, columns: int, threads: int) -> bool:
-    """Return whether `pack_bf16` has the layout for this shape, with so many threads."""
+    """Return whether `pack_bf16` has the layout for this shape and this number of threads."""
     numbers = torch.arange(rows * columns, device="cpu").remainder_(251)
     return pack_bf16(numbers.to(torch.bfloat16).view(rows, columns)) is not None
 

@@ -81,7 +81,7 @@ def _has_layout(packed: Tensor, values: Tensor) -> bool:
 
 
 def _places(memory: Tensor, outputs: int, start: int, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where values [n, K] are, bytes [n * K], and their sums [n] in the memory of so many outputs."""
+    """Return where values [n, K] are, bytes [n * K], and their sums [n] in the memory of `outputs` outputs."""
     rows, columns = values.shape
     sums = memory[outputs * columns :].view(torch.int32)
     return memory[start * columns : (start + rows) * columns], sums[start : start + rows]

@@ -43,16 +43,12 @@ def native_unpack_bf16(matrix: NativeMatrix, out: Tensor, first: int) -> None:
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
     """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
-    step = _outputs_at_a_time(matrix.inputs)
+    step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
     buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
         part = buffer[: matrix.outputs - start]
         _library().unpack(matrix, start, part)
         yield start, part
-
-
-def _outputs_at_a_time(inputs: int) -> int:
-    return max(OUTPUTS, UNPACKED_AT_A_TIME // inputs // OUTPUTS * OUTPUTS)
 
 
 def _library() -> Library:

@@ -19,7 +19,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeSelectiveScan,
     NativeStateRows,
 )
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 
 STATE_TYPES = {
     torch.float32: CacheType.F32,

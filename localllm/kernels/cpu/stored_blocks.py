@@ -4,7 +4,7 @@
     blocks_q4        pack 4 bits per group of 32 for the native library
     blocks_int8      pack everything else as bytes with one scale an output
 
-The packed weights are those of `pack_q4` and `pack_int8` for the repacked weight, bit for bit, without the tensors in
+The packed weights equal what `pack_q4` and `pack_int8` make of the repacked weight, bit for bit, without the tensors in
 between. A copy of the blocks serves tables, and weights that are not packed. Types that pack.c does not know have no
 `GGUFBlocks`.
 Does not know: files.

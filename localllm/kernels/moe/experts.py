@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
-from localllm.kernels.moe.align import Alignment, align, align_single
-from localllm.kernels.moe.combine import combine
+from localllm.kernels.moe.align import Alignment, align, align_single, combine
 from localllm.kernels.moe.grouped_gemm import act_reference, block_rows, grouped_gemm, scaled_block_rows
 from localllm.kernels.moe.planar_gemm import planar_block_rows, planar_gemm
 from localllm.kernels.moe.weights import ExpertWeights, PlanarExperts, ScaledExperts, expert_linear

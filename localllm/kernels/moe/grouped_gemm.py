@@ -154,7 +154,7 @@ def has_tensor_cores(itemsize: int, gpu: int) -> bool:
 
 
 def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
-    """Return the rows of a block for so many ids: about an expert's share, so that there is little padding.
+    """Return the rows of a block for `num_ids` ids: about an expert's share, so that there is little padding.
 
     Deterministic mode uses one size for all: the tile's size decides the order of its sums.
     """

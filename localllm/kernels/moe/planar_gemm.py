@@ -29,8 +29,8 @@ from localllm.kernels.moe.grouped_gemm import (
 )
 from localllm.kernels.moe.weights import PlanarExperts
 from localllm.kernels.planar.kernels import load_groups, scale_to_fp32, zero_point
+from localllm.kernels.planar.layout import unpack_planes
 from localllm.kernels.planar.linear import code_table_on, constants
-from localllm.kernels.planar.unpack import unpack_planes
 
 
 def planar_gemm(

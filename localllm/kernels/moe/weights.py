@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.byte_weight import dequantized
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.linear import linear, pack_weight, should_pack
 from localllm.kernels.planar.linear import PlanarWeight, planar_differences
-from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight
+from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight, dequantized
 
 PACKED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 

@@ -211,7 +211,7 @@ def attend_on_device(
 
 
 def splitting(reads: KVReads, queries: int, max_blocks: int, device: torch.device) -> Splitting:
-    """Return how rows of so many queries are split. max_blocks: of a block table."""
+    """Return how rows of `queries` queries are split. max_blocks: of a block table."""
     num_kv_heads, _, block_size, head_dim = reads.cache_shape
     group_size, window = reads.num_heads // num_kv_heads, reads.window or 0
     at_once = tile_queries(group_size, head_dim, queries)

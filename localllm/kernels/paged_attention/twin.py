@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 
 GROUP_WASTE_TOKENS = 512  # padding at which a decode group costs more than another matmul call
 CPU_CHUNK = 128  # query rows per SDPA call on a CPU, each with only its visible keys: 30 % less time at 512 rows

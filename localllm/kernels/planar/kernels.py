@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from localllm.kernels.fused_epilogue import is_last_part, places_of_part, sum_of_parts
 from localllm.kernels.gated import gated_tile, is_row_of_tile, rows_of_tile
 from localllm.kernels.launch import cdiv, prefetch_rows, tl, triton
-from localllm.kernels.planar.layout import chunk_size
-from localllm.kernels.planar.unpack import unpack_planes
-from localllm.kernels.split_sum import is_last_part, places_of_part, sum_of_parts
+from localllm.kernels.planar.layout import chunk_size, unpack_planes
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of words for each program, before it waits for x
 PROGRAMS_PER_PROCESSOR = 4  # fits the registers at 16 rows; target when splitting over K
@@ -199,7 +198,7 @@ def planar_linear_kernel(
     [M, N]; or with ACTIVATION, W being [gate; up], act(gate) * up [M, N / 2].
 
     parts_ptr [SPLIT, M, N] fp32 and a counter for each tile: None without splits. residual [M, N], to which y is added;
-    y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are those of the sum. x_squares [M,
+    y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are its own sums of squares. x_squares [M,
     num_squares] fp32: y is divided by the root of their mean over K.
     """
     GATED: tl.constexpr = ACTIVATION is not None

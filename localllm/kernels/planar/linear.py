@@ -12,8 +12,8 @@ On NVIDIA the bits are set for two weights at a time by lop3 in inline assembly;
 Roof: at a few rows the weights are read once and the limit is either memory or instructions. With 128 weights per group
 the loop takes under 3 thread instructions per weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
 4.3 TB/s allows 3.8. K is split if N alone does not fill the GPU; the last program of a tile adds the sums of the splits
-in a fixed order (kernels/split_sum.py). Like a product of 16-bit weights (skinny_gemm.py), a product is launched by its
-reader: the kernel applies a gated activation, or adds y to the stream, and finishes a norm that it reads.
+in a fixed order (kernels/fused_epilogue.py). Like a product of 16-bit weights (skinny_gemm.py), a product is launched
+by its reader: the kernel applies a gated activation, or adds y to the stream, and finishes a norm that it reads.
 Beyond `planar_crossover` rows the matrix is converted to 16 bits, part by part, and multiplied by cuBLAS.
 """
 
@@ -29,16 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.crossover import Crossover
-from localllm.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    early_launch,
-    launch_options,
-    next_power_of_2,
-    runs_triton,
-    uses,
-)
+from localllm.kernels.choice import Crossover
+from localllm.kernels.fused_epilogue import COUNTERS, PendingNorm, Product, Unfinished, parts_and_counters, whole
+from localllm.kernels.launch import INTERPRETED, cdiv, early_launch, launch_options, next_power_of_2, runs_triton, uses
 from localllm.kernels.planar.kernels import (
     PlanarTile,
     dequantize_kernel,
@@ -46,12 +39,9 @@ from localllm.kernels.planar.kernels import (
     planar_tile,
     register_limit,
 )
-from localllm.kernels.planar.layout import chunk_size, unpack_words
-from localllm.kernels.planar.unpack import unpack_assembly
+from localllm.kernels.planar.layout import chunk_size, unpack_assembly, unpack_words
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.split_sum import COUNTERS, parts_and_counters
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 
 SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
@@ -94,7 +84,7 @@ class PlanarWeight:
         return whole(self.unfinished(x, bias))
 
     def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
-        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        """Compute `linear`, but leave its last work to the reader (fused_epilogue.py)."""
         return planar_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

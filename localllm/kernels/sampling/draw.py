@@ -10,7 +10,7 @@ beforehand: comparing logarithms is not affected by a common factor, so each blo
 and the second kernel brings all blocks to one level. Greedy rows work the same way with the logit as score. The floor
 is memory: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
 
-In a step without drafts, `_pick_kernel` also appends the token to those of its slot (`Record`).
+In a step without drafts, `_pick_kernel` also appends the token to its slot's record (`Record`).
 Rows with top_k, top_p or min_p are read twice: the first pass writes a `LogitSummary` for `nucleus`, the second reads
 only the row's groups with a kept token.
 The token equals the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials are

@@ -1,7 +1,7 @@
 """A draft model: a smaller model of the same vocabulary, which reads the text alone.
 
-Steps of a few tokens run natively where the model has such steps (lone_step.py), as those of its target do, so that
-the same weights draw the same tokens. What it hands on between two calls is its logits.
+Steps of a few tokens run natively where the model has such steps (native_program.py), as its target's steps do, so
+that the same weights draw the same tokens. Between two calls it keeps only its logits.
 Does not know: features of its target, how its drafts are drawn.
 """
 
@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 from localllm.errors import DrafterMismatch
-from localllm.kernels.layer_kv import LayerKV
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import weights_bytes
+from localllm.kernels.layer_cache import LayerKV
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.native_program import (
+    MAX_ROWS,
+    DecodeRows,
+    NativeProgram,
+    NotSupportedNatively,
+    open_native_program,
+)
 from localllm.models.drafters.drafter import DraftStep
-from localllm.models.lone_step import MAX_ROWS, DecodeRows, LoneStep, NoLoneStep, open_lone_step
+from localllm.models.read_spec import weights_bytes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 
 
@@ -44,7 +50,7 @@ class DraftModel:
 
     def __init__(self, model: DecoderModel, vocab_size: int) -> None:
         self.spec, self._model, self._vocab_size = model.spec, model, vocab_size
-        self._lone: LoneStep | None = None
+        self._lone: NativeProgram | None = None
         self._lone_cache: Sequence[LayerKV | None] | None = None  # that `_lone` was made for
 
     def serve_context(self, max_model_len: int) -> None:
@@ -79,12 +85,12 @@ class DraftModel:
         assert own is not None, "a draft model is whole"
         return own
 
-    def _native(self, cache: Sequence[LayerKV | None]) -> LoneStep | None:
+    def _native(self, cache: Sequence[LayerKV | None]) -> NativeProgram | None:
         if cache is not self._lone_cache:
             self._lone_cache = cache
             try:
-                self._lone = open_lone_step(self._model, cache)
-            except NoLoneStep:
+                self._lone = open_native_program(self._model, cache)
+            except NotSupportedNatively:
                 self._lone = None
         return self._lone
 

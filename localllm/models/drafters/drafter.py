@@ -25,10 +25,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.drafter import FINAL_HIDDEN, DraftMethod
-from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
+from localllm.models.spec.model_spec import FINAL_HIDDEN, DrafterPlan, DraftMethod, ModelSpec
 
 __all__ = ["FINAL_HIDDEN", "DraftMethod", "DraftStep", "Drafter", "DrafterPlan"]
 

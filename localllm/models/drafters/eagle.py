@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.rotary_store_kv import plan_rotation
-from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import DrafterPlan, DraftStep
 from localllm.models.drafters.eagle_config import EagleMethod, EagleSpec, open_eagle, read_eagle
 from localllm.models.formats.at_load import at_load
@@ -99,7 +98,7 @@ class EagleDrafter:
         self._table, _ = rope_tables(self.spec, max_model_len, self._target.device)
 
     def table_bytes(self, max_model_len: int) -> int:
-        """Return the bytes of the rotary table for so many positions."""
+        """Return the bytes of the rotary table for `max_model_len` positions."""
         return max_model_len * self.spec.rope.rotary_dim * 4
 
     def extend(self, step: DraftStep, cache: Sequence[LayerKV | None], features: Tensor | None) -> Tensor:

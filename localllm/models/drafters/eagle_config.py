@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from localllm.errors import CorruptModel, DrafterMismatch, UnsupportedModel
 from localllm.files.json_file import read_json_object
-from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.drafters.drafter import FINAL_HIDDEN
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from localllm.models.formats.torch_file import TorchFileCheckpoint, is_torch_folder
+from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.fields import size
 from localllm.models.spec.model_spec import ModelSpec
 

@@ -8,7 +8,7 @@
 The hidden state of a pair after a prompt is the target's, after its final norm; that of a further draft is the layer's
 own output. One layer writes all drafts, also if the checkpoint has several: released checkpoints have one.
 Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2), MiMo (arXiv:2505.07608).
-Does not know: which names a family stores (spec/mtp.py), how drafts are drawn and verified.
+Does not know: which names a family stores (spec/family.py), how drafts are drawn and verified.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, DrafterMismatch
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.rotary_store_kv import plan_rotation
-from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.kernels.unfinished import whole
-from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.layer import DecoderLayer
-from localllm.models.architectures.read_spec import families
+from localllm.kernels.fused_epilogue import whole
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
+from localllm.models.decoder.builder import DecoderBuilder
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.layer import DecoderLayer
 from localllm.models.drafters.drafter import FINAL_HIDDEN, DrafterPlan, DraftStep
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
-from localllm.models.formats.opening import open_checkpoint
+from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.loader import open_further_layer
+from localllm.models.read_spec import families
+from localllm.models.spec.family import MTPLayout
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.mtp import MTPLayout
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.source import EMBEDDING, LM_HEAD
 

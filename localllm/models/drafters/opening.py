@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from localllm.errors import DrafterMismatch
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.draft_model import DraftModel, plan_draft_model
 from localllm.models.drafters.drafter import Drafter, DrafterPlan
 from localllm.models.drafters.eagle import load_eagle, plan_eagle
 from localllm.models.drafters.eagle_config import as_eagle
 from localllm.models.drafters.mtp import open_mtp, plan_mtp
 from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 
 

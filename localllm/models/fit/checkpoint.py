@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import weights_bytes
+from localllm.models.encoders.recipe import spec_of_any
+from localllm.models.fit.conversation_bytes import RequestCost
 from localllm.models.fit.estimate import Estimate, estimate
-from localllm.models.fit.rank import ResidentBytes, scaled_bytes
-from localllm.models.fit.request_cost import RequestCost
-from localllm.models.pooling.spec import spec_of_any
+from localllm.models.fit.rank_budget import ResidentBytes, scaled_bytes
+from localllm.models.read_spec import weights_bytes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 from localllm.models.spec.shard import Shard
 
@@ -114,9 +114,9 @@ def estimate_checkpoint(
 
 def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardware: Hardware) -> Estimate:
     """Estimate the chosen device only: without a KV cache there is nothing to reduce. Raises `DoesNotFit`."""
+    from localllm.models.encoders.model import count_parameters
+    from localllm.models.encoders.recipe import read_recipe
     from localllm.models.fit.pooling import plan_pooling
-    from localllm.models.pooling.model import count_parameters
-    from localllm.models.pooling.recipe import read_recipe
 
     assert spec.task != "generate"
     recipe = read_recipe(path, spec.task)

@@ -1,27 +1,26 @@
-"""The memory and context that a model would get on each device of a machine, for `localllm fit` and the pages.
+"""The memory and context that a model would get on each device of a machine, also as table rows, a column per device.
 
-Does not know: torch, files, how it is shown.
+Does not know: torch, files, how a table is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.devices import gpus_of
+from localllm.models.fit.conversation_bytes import Need, RequestCost, request_cost
+from localllm.models.fit.conversation_bytes import needs as one_request
+from localllm.models.fit.devices import asked_division, gpus_of
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.need import Need
-from localllm.models.fit.need import needs as one_request
 from localllm.models.fit.options import FitOption, fit_options
-from localllm.models.fit.parallel import asked_division
 from localllm.models.fit.plan import make_plan
-from localllm.models.fit.rank import ResidentBytes
-from localllm.models.fit.request_cost import RequestCost, request_cost
+from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.units import format_bytes, format_count
 
 LENGTHS = (4096, 8192, 32_768)
 """Context lengths for which the number of concurrent requests is shown."""
@@ -105,14 +104,13 @@ def estimate(
     for device in (*gpus, "cpu") if config.device == "auto" else ():
         if first.ranks or device != first.device:
             try:
-                found.append(of_config(_on_one_device(config, device), False))
+                alone = replace(
+                    config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None
+                )
+                found.append(of_config(alone, False))
             except ConfigError:  # a flag that this device does not support
                 continue
     return found
-
-
-def _on_one_device(config: EngineConfig, device: str) -> EngineConfig:
-    return replace(config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None)
 
 
 def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:
@@ -124,3 +122,118 @@ def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, err
             error = other
     made: MemoryPlan = error.plan
     return made
+
+
+def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each row's name and value per device. Two leading spaces mark a detail of the row above."""
+
+    def row(what: str) -> list[str]:
+        return [format_bytes(getattr(each.needs, what)) for each in estimates]
+
+    yield "weights", row("weights_bytes")
+    yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
+    is_uniform = all(each.cost.is_uniform for each in estimates)
+    has_cache = any(each.kv_token_bytes for each in estimates)
+    if has_cache:
+        yield "KV cache, per token", [format_bytes(each.kv_token_bytes) for each in estimates]
+        yield from _group_rows([each.cost for each in estimates])
+        if is_uniform:
+            yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
+        yield "  in all", [f"{format_bytes(each.needs.kv_bytes)} as {each.needs.kv_dtype}" for each in estimates]
+    if any(each.needs.num_places for each in estimates):
+        layers = format_count(estimates[0].cost.state_layers)
+        yield "recurrent state, per request", [format_bytes(each.cost.state_bytes) for each in estimates]
+        yield f"  of {layers} layers, as much as", [_state_in_tokens(each.cost) for each in estimates]
+        yield "  in all", [_states_in_all(each) for each in estimates]
+    if not is_uniform:
+        for length in estimates[0].request_bytes:
+            cells = [format_bytes(each.request_bytes[length]) for each in estimates]
+            yield f"one request of {format_count(length)} tokens", cells
+    yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
+    yield "  more for sampling", row("sampler_bytes")
+    if any(each.needs.graph_bytes for each in estimates):
+        yield "CUDA graphs", row("graph_bytes")
+    if any(each.needs.comm_bytes for each in estimates):
+        on_cpu = all(each.device == "cpu" for each in estimates if each.needs.comm_bytes)
+        yield "processes of the ranks" if on_cpu else "exchange between ranks", row("comm_bytes")
+    yield "reserve", row("reserve_bytes")
+    yield "free now", row("free_bytes")
+    yield (
+        "remains",
+        [
+            _left(needs.free_bytes - needs.reserve_bytes - needs.total_bytes)
+            for needs in (each.needs for each in estimates)
+        ],
+    )
+    yield "verdict", [each.verdict for each in estimates]
+    yield "context", [_count(each.plan.max_model_len) if each.plan else "" for each in estimates]
+    for length in estimates[0].concurrency if has_cache else ():
+        if any(each.concurrency[length] or not each.plan for each in estimates):  # else longer than every context
+            cells = [_count(each.concurrency[length]) or ("too long" if each.plan else "") for each in estimates]
+            yield f"  requests of {format_count(length)}", cells
+    if has_cache:
+        yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
+
+
+def _group_rows(costs: Sequence[RequestCost]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the bytes per token of each KV group, where a model has several or has layers without K and V."""
+    groups = costs[0].groups
+    if len(groups) == 1 and not costs[0].state_layers:
+        return
+    for index, group in enumerate(groups):
+        layers = f"{format_count(group.num_layers)} {'layer' if group.num_layers == 1 else 'layers'}"
+        seen = "all tokens" if group.window is None else f"{format_count(group.window)} tokens"
+        cells = [format_bytes(cost.groups[index].token_bytes) for cost in costs]
+        yield f"  {layers} that {'sees' if group.num_layers == 1 else 'see'} {seen}", cells
+
+
+def _state_in_tokens(cost: RequestCost) -> str:
+    return f"the KV cache of {format_count(cost.state_tokens)} tokens" if cost.state_tokens else ""
+
+
+def rank_columns(ranks: Sequence[RankPlan]) -> list[str]:
+    """Return a heading for each rank: rank 0 cuda:0 RTX 4090."""
+    return [
+        " ".join(["rank", str(number), *(["CPU"] if rank.device == "cpu" else [rank.device, rank.name])])
+        for number, rank in enumerate(ranks)
+    ]
+
+
+def rank_rows(ranks: Sequence[RankPlan]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each row's name and value per rank, for the ranks of one plan."""
+    shards = [rank.shard for rank in ranks]
+    yield "layers", [f"{len(shard.layers)} ({shard.layers.start} to {shard.layers.stop - 1})" for shard in shards]
+    yield "heads", [format_count(len(shard.heads)) for shard in shards]
+    yield "KV heads", [format_count(len(shard.kv_heads)) for shard in shards]
+    yield "features", [format_count(len(shard.features)) for shard in shards]
+    if any(len(shard.experts) for shard in shards):
+        yield "experts", [format_count(len(shard.experts)) for shard in shards]
+        yield "features of an expert", [format_count(len(shard.expert_features)) for shard in shards]
+    yield "vocabulary", [format_count(len(shard.vocab)) for shard in shards]
+    names = {"weights": "weights_bytes", "KV cache": "kv_bytes", "activations": "activation_bytes"}
+    names |= {"CUDA graphs": "graph_bytes"} if any(rank.graph_bytes for rank in ranks) else {}
+    on_cpu = any(rank.device == "cpu" for rank in ranks)
+    names |= {
+        "process" if on_cpu else "exchange": "comm_bytes",
+        "in all": "total_bytes",
+        "reserve": "reserve_bytes",
+        "free now": "free_bytes",
+    }
+    for title, name in names.items():
+        yield title, [format_bytes(getattr(rank, name)) for rank in ranks]
+    if not on_cpu:  # on a CPU all ranks share what is free
+        yield "remains", [_left(rank.free_bytes - rank.reserve_bytes - rank.total_bytes) for rank in ranks]
+
+
+def _states_in_all(each: Estimate) -> str:
+    needs = each.needs
+    checkpoints = max(0, needs.num_places - 1 - needs.max_num_seqs)
+    return f"{format_bytes(needs.state_bytes)}: {needs.max_num_seqs} requests, {format_count(checkpoints)} checkpoints"
+
+
+def _left(count: int) -> str:
+    return format_bytes(count) if count >= 0 else f"{format_bytes(-count)} are missing"
+
+
+def _count(number: int) -> str:
+    return format_count(number) if number else ""

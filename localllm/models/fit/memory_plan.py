@@ -1,15 +1,17 @@
-"""The memory plan: the sizes of an engine on this machine.
+"""The memory plan, which is the sizes of an engine on this machine, and the report of planned and measured memory.
 
-Does not know: how the sizes were found (plan.py, attempt.py), how the memory is used (loader.py, runner/kv_cache.py).
+Does not know: how the sizes were found (plan.py, plan_attempt.py), how memory was measured (serving/build.py,
+runner/opening.py) or is used (loader.py, runner/kv_cache.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-from localllm.models.fit.kv_split import KVSplit
-from localllm.models.fit.rank import RankPlan
-from localllm.models.spec.kv_group import main_group
+from localllm.models.fit.cache_sizes import KVSplit
+from localllm.models.fit.rank_budget import RankPlan
+from localllm.models.spec.model_spec import main_group
 from localllm.units import format_count
 
 
@@ -18,7 +20,7 @@ class MemoryPlan:
     """The sizes of an engine on this machine. The engine uses every number as it is.
 
     With several ranks, bytes are sums over all of them; on a CPU, where ranks share the memory, free_bytes and
-    reserve_bytes are those of the machine.
+    reserve_bytes count the machine's memory once.
     """
 
     device: str  # cpu, cuda:0, ...; of the first rank
@@ -94,3 +96,44 @@ class MemoryPlan:
             return 0
         split = KVSplit(self.windows, self.block_size, self.max_num_batched_tokens, self.max_num_seqs)
         return min(self.max_num_seqs, split.concurrency(self.num_blocks, length))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One use of memory."""
+
+    name: str  # weights, KV cache, activations
+    predicted_bytes: int
+    measured_bytes: int | None  # None: not measured
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction."""
+        return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Predicted and measured memory of one loaded model."""
+
+    parts: tuple[MemoryPart, ...]
+
+    @classmethod
+    def of(cls, predicted: MemoryPlan, kept: MemoryPlan, loaded_bytes: int | None) -> Self:
+        """Build the report. predicted: the plan before the load; kept: the plan in use; loaded_bytes: growth of the
+        process.
+
+        On a GPU all values come from the allocator. On a CPU only the weights are measured, by the growth of the
+        process during the load: the KV cache is not touched before it is used, and no step has run yet.
+        """
+        seen = kept.is_measured
+        states = [MemoryPart("recurrent states", predicted.state_bytes, kept.state_bytes if seen else None)]
+        states = states if predicted.num_places else []
+        return cls(
+            (
+                MemoryPart("weights", predicted.weights_bytes, kept.weights_bytes if seen else loaded_bytes),
+                MemoryPart("KV cache", predicted.kv_bytes, kept.kv_bytes if seen else None),
+                *states,
+                MemoryPart("activations", predicted.activation_bytes, kept.activation_bytes if seen else None),
+            )
+        )

@@ -17,7 +17,7 @@ from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
-from localllm.models.fit.rank import Measured, RankPlan, ResidentBytes
+from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_count
 

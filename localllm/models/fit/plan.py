@@ -4,8 +4,8 @@
 numbers and with flags that would work.
 
 Devices are those that the settings name; without a name one GPU, or as few GPUs as hold the model.
-Does not know: torch, files, sizes (attempt.py), how the memory is used (loader.py, runner/kv_cache.py), alternatives
-(options.py).
+Does not know: torch, files, sizes (plan_attempt.py), how the memory is used (loader.py, runner/kv_cache.py),
+alternatives (options.py).
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from dataclasses import dataclass, replace
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.fit.attempt import PlanAttempt
-from localllm.models.fit.devices import choose_gpu, choose_gpus, gpus_of, require_shared_memory
-from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.parallel import (
+from localllm.models.fit.devices import (
     USEFUL_CONTEXT,
     asked_division,
+    choose_gpu,
+    choose_gpus,
     choose_kind,
     division_of,
+    gpus_of,
     require_possible,
+    require_shared_memory,
 )
-from localllm.models.fit.rank import Measured, RankPlan, ResidentBytes
-from localllm.models.fit.shares import Division
-from localllm.models.formats.quantization import load_method
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.plan_attempt import PlanAttempt
+from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
+from localllm.models.fit.shard_sizes import Division
+from localllm.models.formats.registry import load_method
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, divides_by_layers
 from localllm.units import format_count
@@ -178,11 +181,7 @@ class _Planner:
 
     def _of_gpus(self, count: int, found: Sequence[MemoryPlan]) -> MemoryPlan:
         gpus = choose_gpus(self.config, self.hardware, count)
-        division, why = choose_kind(self.spec, gpus, self._whole_bytes(gpus[0]), self.config)
+        division, why = choose_kind(self.spec, gpus, self._attempt([gpus[0]]).ranks[0].weights(1), self.config)
         fewer = "One GPU does" if count == 2 else f"{count - 1} GPUs do"
         short = f" with more than {format_count(found[-1].max_model_len)} tokens of context" if found else ""
         return self._several(division, gpus, f"{fewer} not hold this model{short}. {why}")
-
-    def _whole_bytes(self, gpu: Gpu) -> float:
-        attempt = self._attempt([gpu])
-        return attempt.ranks[0].weights(1)

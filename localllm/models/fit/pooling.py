@@ -8,11 +8,10 @@ from __future__ import annotations
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.devices import choose_gpu, free_and_reserve
+from localllm.models.encoders.recipe import PoolingRecipe
+from localllm.models.fit.activation_bytes import DTYPE_BYTES
+from localllm.models.fit.devices import asked_division, choose_gpu, free_and_reserve, several_ranks_refused
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.parallel import asked_division, several_ranks_refused
-from localllm.models.fit.step import DTYPE_BYTES
-from localllm.models.pooling.recipe import PoolingRecipe
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 

@@ -6,7 +6,7 @@
 
 One matrix at a time, so peak memory is the quantised model so far plus one matrix. Embeddings, norms, routers and the
 head are not quantised: they are a small and the most sensitive part of the weights.
-Does not know: how a matrix is read (weights/weights.py), whether a checkpoint may be quantised (quantization.py).
+Does not know: how a matrix is read (weights/weights.py), whether a checkpoint may be quantised (registry.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.blocks import whole_blocks
 from localllm.models.formats.fp8 import meta_fp8
-from localllm.models.formats.quantization import GROUP, load_method
+from localllm.models.formats.registry import GROUP, load_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ AT_LOAD: Mapping[str, AtLoad] = {
     "int8": AtLoad(quantize_int8, _meta_int8),
     "fp8": AtLoad(lambda weight: quantize_fp8(weight, "channel"), _meta_fp8),
 }
-"""By the names in quantization.py."""
+"""By the names in registry.py."""
 
 
 def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | None:

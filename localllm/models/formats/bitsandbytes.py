@@ -173,7 +173,7 @@ class Bnb4(MatrixFormat):
 
 
 def _chosen(flat: Tensor, part: StoredPart, state: QuantState, weights: int) -> Tensor:
-    """Return a part's rows and columns of a flat tensor that has one value for so many weights."""
+    """Return a part's rows and columns of a flat tensor that has one value for each `weights` weights."""
     columns = range(state.columns) if part.columns is None else part.columns
     own = flat.reshape(state.rows, -1)[:, columns.start // weights : columns.stop // weights]
     return own if part.order is None else own[part.order.cpu()]

@@ -1,4 +1,6 @@
-"""compressed-tensors: the format of llm-compressor. A group of modules has one scheme; tensor names show its form.
+"""compressed-tensors, the format of llm-compressor, and NVIDIA Model Optimizer's, which stores matrices alike.
+
+A group of modules has one scheme; tensor names show its form.
 
     weight_packed int32              2, 4, 8 bits (W4A16, W8A16)         stored_ints.py
     weight int8                      int8, int4 (W8A8, W4A8)             stored_ints.py
@@ -6,8 +8,14 @@
     weight_packed uint8              NVFP4, MXFP4                        fp4.py
 
 A group's `targets` (a class, a name, or "re:" and a pattern) decide how the integers and scales of its modules are
-read.
-Matrices that are stored unquantised are read as they are, whatever `ignore` says.
+read. Matrices that are stored unquantised are read as they are, whatever `ignore` says.
+
+Model Optimizer's checkpoints are FP8 per tensor, or NVFP4. The method is in config.json's quantization_config, or in
+hf_quant_config.json. Unquantised matrices stay so.
+
+    FP8      {stem}.weight e4m3, weight_scale, input_scale                        fp8.py
+    NVFP4    {stem}.weight uint8, weight_scale e4m3, weight_scale_2, input_scale  fp4.py
+
 Does not know: kernels.
 """
 
@@ -192,3 +200,39 @@ class CompressedTensors(MatrixFormat):
             f"{name} ({info.dtype})" for name, info in checkpoint.tensors.items() if name.startswith(f"{stem}.")
         )
         raise CorruptModel(f"No group of quantization_config describes {stem}.", f"It is stored as {there}.")
+
+
+_MODELOPT_NVFP4 = Fp4Names("weight", "weight_scale", "weight_scale_2")
+
+
+def modelopt(config: Mapping[str, Any]) -> MatrixFormat:
+    """Return the format of a checkpoint that NVIDIA Model Optimizer wrote."""
+    algorithm = config.get("quant_algo")
+    notes = kv_note(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
+    if algorithm == "FP8":
+        return ModelOptFp8(notes)
+    if algorithm == "NVFP4":
+        return ModelOptFp4(notes)
+    raise refuse(f"This checkpoint is Model Optimizer's {algorithm}.", "Supported: FP8 and NVFP4.")
+
+
+class ModelOptFp8(Fp8):
+    def __init__(self, notes: tuple[str, ...]) -> None:
+        super().__init__("Model Optimizer FP8", "static", None, notes)
+
+    def ignores(self, name: str) -> bool:
+        return bool(self.notes) and is_kv_scale(name)
+
+
+class ModelOptFp4(Fp4):
+    def __init__(self, notes: tuple[str, ...]) -> None:
+        super().__init__(_MODELOPT_NVFP4)
+        self.has_kv_scales = bool(notes)
+        self.notes = ("Activations stay in 16 bits, although the checkpoint allows 4 bits.", *notes)
+
+    @property
+    def name(self) -> str:
+        return "Model Optimizer NVFP4"
+
+    def ignores(self, name: str) -> bool:
+        return self.has_kv_scales and is_kv_scale(name)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
-from localllm.kernels.byte_weight import SCALE_BLOCK
 from localllm.kernels.fp8_linear import Fp8Weight
+from localllm.kernels.quantized_weight import SCALE_BLOCK
 from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (

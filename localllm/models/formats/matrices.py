@@ -70,7 +70,7 @@ class MatrixFormat(ABC):
 
     @abstractmethod
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
-        """Return a weight like those of `_part`, of that shape, on `meta`."""
+        """Return a weight of that shape on `meta`, as `_part` would read it."""
 
     def ignores(self, name: str) -> bool:
         return False

@@ -1,24 +1,105 @@
 """Attention of one layer: project, norm, rotate, store, attend, project. q, k and v come from one matrix.
 
+Families change q, k and v in place between projection and rotation: whole norms, LayerNorm per head, clipping. RMSNorm
+over each head, the usual norm of q and k, is part of the rotation kernel (kernels/rotary_store_kv.py). With ALiBi,
+scores fall with distance, with a slope per head, in place of any other encoding of positions (Press et al. 2021,
+arXiv:2108.12409).
 Does not know: which request owns which block (the step's `AttentionPlan` does).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.norm import RMSNorm
-from localllm.models.layers.split import Projection
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Return 2^(-8 i / n), i from 1, for n heads, n a power of two. Further heads take every other slope of 2 n."""
+    power = 1 << int(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+
+
+class WholeNorm:
+    """RMSNorm over all heads of q together, and over all heads of k together (OLMo 2)."""
+
+    __slots__ = ("k", "q")
+
+    def __init__(self, q: RMSNorm, k: RMSNorm) -> None:
+        self.q, self.k = q, k
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        q_size, k_size = self.q.weight.shape[0], self.k.weight.shape[0]
+        q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        q.copy_(self.q(q))
+        k.copy_(self.k(k))
+        return qkv
+
+
+class SplitWholeNorm:
+    """`WholeNorm` over heads that several shards hold: their sums of squares are added up in fp32."""
+
+    __slots__ = ("counts_k", "group", "k", "q", "sizes")
+
+    def __init__(self, q: RMSNorm, k: RMSNorm, sizes: tuple[int, int], group: Group, *, counts_k: bool) -> None:
+        """sizes: elements of q and of k over all heads. counts_k: whether no shard before this one has its KV heads."""
+        self.q, self.k, self.sizes, self.group, self.counts_k = q, k, sizes, group, counts_k
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        q_size, k_size = self.q.weight.shape[0], self.k.weight.shape[0]
+        parts = [part.float() for part in (qkv[:, :q_size], qkv[:, q_size : q_size + k_size])]
+        squares = torch.stack([part.square().sum(1) for part in parts], 1)  # [T, 2]
+        if not self.counts_k:
+            squares[:, 1] = 0
+        self.group.sum_(squares)
+        for index, (part, norm) in enumerate(zip(parts, (self.q, self.k), strict=True)):
+            inverse = squares[:, index, None].div(self.sizes[index]).add_(norm.eps).rsqrt_()
+            first = index * q_size
+            qkv[:, first : first + part.shape[1]] = part.mul(inverse).mul_(norm.weight)
+        return qkv
+
+
+class HeadLayerNorm:
+    """LayerNorm over each head of q and k, with a weight per head and no bias (Cohere, StableLM 2)."""
+
+    __slots__ = ("eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight.float()  # [num_heads + num_kv_heads, head_dim]: q's, then k's
+        self.eps = eps
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        num_heads, head_dim = self.weight.shape
+        heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+        heads.copy_(F.layer_norm(heads.float(), (head_dim,), None, None, self.eps).mul_(self.weight))
+        return qkv
+
+
+class Clip:
+    """Clamp all elements to [-limit, limit] (OLMo 1, MPT)."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        return qkv.clamp_(-self.limit, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +160,7 @@ class Attention:
         self.qkv, self.out = qkv, out
         self.made: Heads = made  # the heads that qkv makes; q: the layer reads the cache of another one
         self.gate_size = gate_size  # first outputs of qkv: the gate on what attention returns, before its sigmoid
-        self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/qkv.py)
+        self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/attention.py)
         self.qk_norm = qk_norm  # weight [heads, head_dim]: q's for each head, then k's, then v's if v is normed
         self.norm_last = norm_last  # q and k are normed after the rotation
         self.scale, self.softcap = scale, softcap

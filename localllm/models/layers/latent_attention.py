@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import launch_options, runs_triton
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.linear import linear
 from localllm.kernels.paged_attention import paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.layers.attention import AttentionStep
+from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
-from localllm.models.layers.split import Projection
 from localllm.models.spec.latent import LatentSpec, heads_at_once
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished
 from localllm.kernels.linear import linear, linear_fp32, linear_unfinished, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.kernels.unfinished import PendingNorm, Unfinished
 
 Weight = Tensor | QuantizedWeight
 
@@ -38,7 +38,7 @@ class Linear:
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
     def unfinished(self, x: Tensor | PendingNorm, first_row: int = 0) -> Unfinished:
-        """Map [T, K] to [T, N], but leave the last work of the product to the reader (kernels/unfinished.py)."""
+        """Map [T, K] to [T, N], but leave the last work of the product to the reader (kernels/fused_epilogue.py)."""
         weight = self.weight
         if isinstance(weight, Tensor):
             return linear_unfinished(x, weight, self.bias)

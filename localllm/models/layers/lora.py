@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.pack import CpuPacker
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished
 from localllm.kernels.launch import runs_triton
 from localllm.kernels.lora import LoraRows, add_lora, lora_rows
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.unfinished import PendingNorm, Unfinished
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.linear import Linear, Weight
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.gated import ACTIVATIONS, gated
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
+from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear, unfinished
-from localllm.models.layers.split import Projection
 
 CPU_ROWS = 256
 """Rows at a time on a CPU. The buffer between the matrices is a model's widest: for a whole prefill chunk it exceeds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_norm import add_layer_norm, layer_norm
 from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, rms_norm
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 
 class RMSNorm:

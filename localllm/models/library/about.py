@@ -1,5 +1,6 @@
-"""Facts about a model as rows of name and value, for a terminal and for a page.
+"""Look at a checkpoint by any name, local or remote, and list its facts as rows of name and value.
 
+Of a remote checkpoint only the headers are read. The rows are for a terminal and for a page.
 Does not know: how they are drawn, the machine.
 """
 
@@ -7,18 +8,51 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.models.formats.quantization import quantization_in_words
-from localllm.models.spec.kv_groups import kv_numbers_per_token
+from localllm.models.formats.registry import quantization_in_words
+from localllm.models.library.catalog import ResolvedModel, is_for_the_hub, resolve_model
+from localllm.models.spec.model_spec import kv_numbers_per_token
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from localllm.models.library.hub.plan import DownloadPlan
     from localllm.models.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedCheckpoint:
+    """A checkpoint to look at. `path` is valid until the `with` block of `inspect_checkpoint` ends."""
+
+    name: str
+    path: Path
+    model: ResolvedModel | None = None  # None: not on this machine
+    plan: DownloadPlan | None = None  # the download of it; None: it is on this machine
+    fetched_bytes: int = 0  # bytes downloaded by this look
+
+    @property
+    def download_bytes(self) -> int | None:
+        return self.plan.needed_bytes if self.plan is not None else None
+
+
+@contextmanager
+def inspect_checkpoint(name: str, revision: str | None = None, *, paths: bool = True) -> Iterator[InspectedCheckpoint]:
+    """Yield the checkpoint; ask the hub only if it is not local. Raises as `resolve_model` and `peek` do."""
+    if is_for_the_hub(name, revision, paths=paths):
+        from localllm.models.library.hub.peek import peek
+
+        with peek(name, revision) as remote:
+            yield InspectedCheckpoint(remote.name, remote.path, None, remote.plan, remote.fetched_bytes)
+    else:
+        model = resolve_model(name, revision, paths=paths)
+        yield InspectedCheckpoint(model.name, model.path, model)
+
 
 SOURCES = {
     "demo": "bundled",
@@ -42,8 +76,8 @@ def count_parameters(path: Path) -> int:
 
 def gguf_rows(path: Path) -> dict[str, str]:
     """Return the rows that only a GGUF file can fill. A safetensors checkpoint's files do not name its licence."""
-    from localllm.models.formats.gguf import read_parts
-    from localllm.models.formats.gguf_names import quant_of
+    from localllm.models.formats.gguf.checkpoint import read_parts
+    from localllm.models.formats.gguf.file_names import quant_of
 
     return {
         "quantization": quant_of(path.name) or "unknown",
@@ -85,7 +119,7 @@ def quantization_name(spec: ModelSpec) -> str:
 
 def spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
     """Read a checkpoint's spec, or return the error that explains why it cannot be read."""
-    from localllm.models.pooling.spec import spec_of_any
+    from localllm.models.encoders.recipe import spec_of_any
 
     try:
         return spec_of_any(path), None

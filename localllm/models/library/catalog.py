@@ -19,9 +19,8 @@ from typing import Literal
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json, read_text
-from localllm.models.formats.gguf_names import GGUFModel, gguf_models, parts_of, require_one, whole_stem
-from localllm.models.library.aliases import aliases, set_alias, target_of
-from localllm.models.library.names import ModelName, looks_like_path, parse_name
+from localllm.models.formats.gguf.file_names import GGUFModel, gguf_models, parts_of, require_one, whole_stem
+from localllm.models.library.names import ModelName, aliases, looks_like_path, parse_name, set_alias, target_of
 
 log = logging.getLogger(__name__)
 DEMO_NAME = "demo"

@@ -25,12 +25,12 @@ from typing import Any
 from localllm.config.settings import EngineConfig, PicksTable
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
-from localllm.models.fit.shares import count_shard
+from localllm.models.fit.shard_sizes import count_shard
 from localllm.models.library.names import parse_name
-from localllm.models.library.pick_sizes import cpu_weight_bytes
+from localllm.models.library.speed import cpu_weight_bytes
+from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 
@@ -144,7 +144,13 @@ def _pick(entry: Any, where: str) -> Pick:
             raise ConfigError(f"{where}: {name} = {entry[name]!r} is not {expected}.")
         if kind is int and name in entry and entry[name] <= 0:
             raise ConfigError(f"{where}: {name} = {entry[name]} is not positive.")
-    pick = Pick(**{"title": _title(entry["name"]), "bytes_per_token": entry["bytes"], **entry})
+    pick = Pick(
+        **{
+            "title": parse_name(entry["name"]).base.rpartition("/")[2].removesuffix("-GGUF"),
+            "bytes_per_token": entry["bytes"],
+            **entry,
+        }
+    )
     _require_possible(pick, where)
     return pick
 
@@ -159,7 +165,3 @@ def _require_possible(pick: Pick, where: str) -> None:
         _ = pick.spec  # worked out here, so that an error names the entry
     except LocalLLMError as error:
         raise ConfigError(f"{where}: its config describes no model that localllm runs.", str(error)) from error
-
-
-def _title(name: str) -> str:
-    return parse_name(name).base.rpartition("/")[2].removesuffix("-GGUF")

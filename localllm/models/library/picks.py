@@ -14,11 +14,10 @@ from functools import partial
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Gpu, Hardware
+from localllm.models.fit.conversation_bytes import Need, needs
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.need import Need, needs
 from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.pick_sizes import cpu_read_bytes
-from localllm.models.library.speed import SpeedRange, speed_in_words, speed_range
+from localllm.models.library.speed import SpeedRange, cpu_read_bytes, speed_in_words, speed_range
 
 USEFUL_CONTEXT = 4096
 READING_SPEED = 4.0  # tokens/s, about 180 English words a minute

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from localllm.errors import CorruptModel
 from localllm.files.json_file import read_json
-from localllm.models.formats.gguf_names import gguf_models
+from localllm.models.formats.gguf.file_names import gguf_models
 
 Program = Literal["ollama", "lmstudio", "llamacpp", "jan"]
 _LARGEST_MANIFEST = 2**20

@@ -1,7 +1,10 @@
-"""A model family as data: its differences from Llama.
+"""A model family as data: its differences from Llama, and its layer for multi-token prediction (MTP) if it has one.
 
 `defaults` fill fields that its config.json may omit; `differences` turns the family's own fields into fields of
-`ModelSpec`. Does not know: torch, weights, ModelSpec itself (architectures/read_spec.py makes it).
+`ModelSpec`. An MTP layer reads the target's last hidden state and the embedding of the token that followed, both
+normed, through one projection, then a whole decoder layer of the family (DeepSeek-V3, arXiv:2412.19437, section 2.2;
+MiMo, arXiv:2505.07608).
+Does not know: torch, weights, ModelSpec itself (read_spec.py makes it), how drafts are verified.
 """
 
 from __future__ import annotations
@@ -11,8 +14,50 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from localllm.models.spec.mtp import MTPLayout
+from localllm.models.spec.gguf import GGUFFacts
 from localllm.models.spec.recurrent import RecurrentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MTPLayout:
+    """The names of the layer's own parts, below its prefix, and the differences between the kinds."""
+
+    prefix: str  # of the stored names, with {layer} for the number after the model's own layers
+    embed_norm: str
+    hidden_norm: str
+    projection: str  # [hidden, 2 * hidden]
+    hidden_first: bool  # the projection reads [hidden, embedding], not [embedding, hidden]
+    final_norm: str  # before the head
+    hands_on_normed: bool  # the next draft starts from the output after the final norm, not before it
+    embedding: str = ""  # copies of the model's embedding and head that checkpoints may store; "": none do
+    head: str = ""
+
+    def stored_prefix(self, num_layers: int) -> str:
+        """Return the prefix of the MTP layer's tensor names in a model of `num_layers` layers."""
+        return self.prefix.format(layer=num_layers)
+
+
+DEEPSEEK_MTP = MTPLayout(
+    prefix="model.layers.{layer}.",
+    embed_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    hidden_first=False,
+    final_norm="shared_head.norm",
+    hands_on_normed=False,
+    embedding="embed_tokens",
+    head="shared_head.head",
+)
+MIMO_MTP = MTPLayout(
+    prefix="model.mtp_layers.0.",
+    embed_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    hidden_first=True,
+    final_norm="final_layernorm",
+    hands_on_normed=True,
+)
+
 
 Config = Mapping[str, Any]
 
@@ -85,6 +130,7 @@ class Family:
     common_names: Callable[[Config], Config] = same_names
     """Return a config.json with the field names that most families use: hidden_size, num_hidden_layers, ..."""
     note: str = ""  # for display: parts of a checkpoint that are not run
+    gguf: Mapping[str, GGUFFacts] = field(default_factory=dict)  # by general.architecture
     mtp: MTPLayout | None = None  # of a layer that writes drafts, if a checkpoint has one; None: it is not supported
 
 

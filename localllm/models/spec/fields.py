@@ -1,12 +1,14 @@
-"""Typed readers for the fields of a config.json: each returns a value of its type and range, or raises `CorruptModel`.
+"""Typed readers for the fields of a config.json, and the norm that it describes.
 
-Does not know: which fields a family has.
+Each reader returns a value of its type and range, or raises `CorruptModel`.
+Does not know: which fields a family has, how a norm is computed (layers/norm.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from localllm.errors import CorruptModel
 
@@ -40,3 +42,18 @@ def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     """Return `config` with fields renamed (own name -> common name). A field that has the common name already wins."""
     others = {common: config[own] for own, common in names.items() if config.get(own) is not None}
     return {**others, **config}
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The norm of every layer, and of the output before the head."""
+
+    eps: float = 1e-6
+    kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm, which also subtracts the mean
+    weight: bool = True  # False: no learned weight (OLMo 1)
+    bias: bool = False
+    plus_one: bool = False  # weights are stored as w - 1 (Gemma, Nemotron)
+
+
+def layer_norm(config: Mapping[str, Any], eps_name: str, *, bias: bool = True) -> NormSpec:
+    return NormSpec(number(config, eps_name), "layer", bias=bias)

@@ -1,27 +1,68 @@
-"""A model's description: a decoder by its differences from Llama.
+"""A model's description: a decoder by its differences from Llama, its KV groups, and its recurrent states.
 
-Does not know: how config.json becomes one (architectures/read_spec.py), the machine, the settings.
+A *KV group* is the layers that share one block table, because they keep the same positions in the same shape. A
+windowed layer needs the last `window` tokens and a full layer all of them, so each kind has blocks of its own; most
+models have one group. Groups are derived from the spec in the order of their first layers, which is the same on every
+rank, also where a pipeline stage holds no layer of a group.
+A recurrent layer keeps *states*, whatever the request's length: a request has the same row of every state tensor. The
+convolution's inputs are kept in the type of the activations, the matrix in fp32.
+Does not know: how config.json becomes a spec (read_spec.py), the machine, the settings, which request holds which block
+or state (engine/), the tensors themselves (runner/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from localllm.config.settings import Task
-from localllm.models.spec.altup import AltUpSpec
-from localllm.models.spec.drafter import DraftMethod
-from localllm.models.spec.kv_group import KVGroup
+from localllm.models.spec.fields import NormSpec
+from localllm.models.spec.gemma import AltUpSpec, PerLayerInputSpec
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
-from localllm.models.spec.norms import NormSpec
-from localllm.models.spec.per_layer_input import PerLayerInputSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
-__all__ = ["DrafterPlan", "ModelSpec", "RopeSpec"]
+
+class KVGroup(NamedTuple):
+    """Layers that share one block table: the same window, and the same shape of K and V."""
+
+    name: str  # full, or window_1024; with the shape behind it if that alone does not tell two groups apart
+    layers: tuple[int, ...]  # ascending; of a pipeline stage its own numbers, and possibly none
+    window: int | None  # tokens that the layers see, including the current one; None: all
+    num_kv_heads: int
+    head_dim: int
+    values_are_keys: bool  # one latent is both key and value
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers in K and V of one token position over the group's layers."""
+        return len(self.layers) * self.num_kv_heads * self.head_dim * (1 if self.values_are_keys else 2)
+
+
+def held_blocks(num_tokens: int, window: int | None, block_size: int, step_tokens: int = 0) -> int:
+    """Return the most blocks that a request of `num_tokens` holds in a group while it computes `step_tokens` at once.
+
+    A window needs the positions before the first query, and may begin and end inside a block. One token per step is
+    part of the window.
+    """
+    blocks = -(-num_tokens // block_size)
+    return blocks if window is None else min(blocks, -(-(window - 1 + step_tokens) // block_size) + 2)
+
+
+def main_group(windows: tuple[int | None, ...]) -> int:
+    """Return the index of the first group that keeps every token; of the longest window if all have one."""
+    return max(range(len(windows)), key=lambda group: (windows[group] is None, windows[group] or 0, -group))
+
+
+DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
+
+FINAL_HIDDEN = -1
+"""The tap of the hidden state after the target's final norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +85,7 @@ class ModelSpec:
     context_limit: str = ""  # a sentence: why max_position is below the trained context; empty: it is not
     norm: NormSpec = field(default_factory=NormSpec)
     topology: str = "pre_norm"
-    """sandwich, post_norm, parallel, parallel_one_norm, gemma4, gemma3n: see architectures/layer.py."""
+    """sandwich, post_norm, parallel, parallel_one_norm, gemma4, gemma3n: see decoder/layer.py."""
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
@@ -130,3 +171,104 @@ class DrafterPlan:
     first_key: int = 0  # first slot with keys: 1 if it computes pairs of a feature and a token
     num_drafts: int = 4  # most drafts at a time
     quantization: str | None = None  # at load, of a draft model or MTP layers
+
+
+def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
+    """Return the groups of the layers that keep K and V. Layers without attention, and layers that read the K and V of
+    another layer (`ModelSpec.kv_source`), are in none."""
+    if spec.held_groups:
+        return spec.held_groups
+    kinds: dict[tuple[int | None, int, int], list[int]] = {}
+    for layer in range(spec.num_layers):
+        if keeps_kv(spec, layer):
+            kinds.setdefault((layer_window(spec, layer), *kv_shape(spec, layer)), []).append(layer)
+    groups = [
+        KVGroup(_name(window), tuple(layers), window, heads, head_dim, spec.latent is not None)
+        for (window, heads, head_dim), layers in kinds.items()
+    ]
+    return _with_distinct_names(groups)
+
+
+def kv_numbers_per_token(spec: ModelSpec) -> int:
+    """Return the numbers in K and V of one token position over all layers that keep them."""
+    return sum(group.numbers_per_token for group in kv_groups(spec))
+
+
+def keeps_kv(spec: ModelSpec, layer: int) -> bool:
+    """Return whether a layer has K and V of its own."""
+    return spec.has_attention(layer) and (not spec.kv_source or spec.kv_source[layer] == layer)
+
+
+def group_of_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """Return for each layer the index of the group whose blocks it reads: of a layer that reads another layer's K and
+    V that layer's group. -1: a layer without attention."""
+    groups = {layer: index for index, group in enumerate(kv_groups(spec)) for layer in group.layers}
+    sources = spec.kv_source or range(spec.num_layers)
+    return tuple(groups.get(sources[layer], -1) for layer in range(spec.num_layers))
+
+
+def layer_window(spec: ModelSpec, layer: int) -> int | None:
+    """Return the tokens that a layer's queries see, including their own; None: all."""
+    return spec.sliding_window if spec.layer_is_windowed and spec.layer_is_windowed[layer] else None
+
+
+def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
+    """Return the KV heads of a layer and their size."""
+    return spec.layer_kv_shapes[layer] if spec.layer_kv_shapes else (spec.num_kv_heads, spec.head_dim)
+
+
+def _name(window: int | None) -> str:
+    return "full" if window is None else f"window_{window}"
+
+
+def _with_distinct_names(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
+    uses = Counter(group.name for group in groups)
+    return tuple(
+        group if uses[group.name] == 1 else group._replace(name=f"{group.name}_{group.num_kv_heads}x{group.head_dim}")
+        for group in groups
+    )
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class StateTensor(NamedTuple):
+    """One tensor of a layer's state. Its rows are places."""
+
+    name: Literal["conv", "matrix"]
+    shape: tuple[int, ...]  # of one place: conv [channels, K - 1], matrix [heads, rows, columns]
+    dtype: str  # float32, bfloat16, float16
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one place."""
+        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
+
+
+class StateGroup(NamedTuple):
+    """The recurrent layers of a model, which all advance together."""
+
+    layers: tuple[int, ...]  # ascending
+    tensors: tuple[tuple[StateTensor, ...], ...]  # per layer of `layers`
+
+    @property
+    def bytes_per_place(self) -> int:
+        """Bytes of one request's state over all layers."""
+        return sum(tensor.num_bytes for layer in self.tensors for tensor in layer)
+
+
+def state_group(spec: ModelSpec, dtype: str) -> StateGroup | None:
+    """Return the states of a model whose activations have this dtype; None: the model has no recurrent layer."""
+    recurrent = spec.recurrent
+    if recurrent is None:
+        return None
+    tensors = [StateTensor("conv", recurrent.conv_shape, dtype)]
+    if recurrent.matrix_shape is not None:
+        tensors.append(StateTensor("matrix", recurrent.matrix_shape, "float32"))
+    return StateGroup(spec.recurrent_layers, (tuple(tensors),) * len(spec.recurrent_layers))
+
+
+def state_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return the bytes of one request's state; 0 without recurrent layers."""
+    group = state_group(spec, dtype)
+    return group.bytes_per_place if group is not None else 0

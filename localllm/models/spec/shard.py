@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from localllm.models.spec.kv_groups import KVGroup, kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups
 
 VOCAB_UNIT = 64
 """Rows of the vocabulary per unit: the sampler draws from groups of so many ids."""
@@ -21,7 +20,7 @@ VOCAB_UNIT = 64
 
 @dataclass(frozen=True, slots=True)
 class ShardCounts:
-    """Sizes of all shards of a stage, in the order of their indexes: those of the tensors that they exchange."""
+    """Sizes of all shards of a stage, in the order of their indexes, as far as they exchange tensors of these sizes."""
 
     heads: tuple[int, ...]
     features: tuple[int, ...]
@@ -106,7 +105,7 @@ def even(total: int, parts: int, unit: int = 1) -> list[int]:
 
 
 def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
-    """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by so many shards.
+    """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by this number of shards.
 
     Up to num_kv_heads shards take whole KV heads. More than that must be a multiple of num_kv_heads, and each takes a
     part of one KV head's query heads. Models with recurrent layers, and models whose layers differ in their heads, are
@@ -138,7 +137,7 @@ def divides_by_layers(spec: ModelSpec) -> bool:
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """Return the spec with the sizes that the shard holds, for its KV cache and its attention.
 
-    hidden_size and vocab_size stay those of the model: the stream is whole on every shard, and one of them samples.
+    hidden_size and vocab_size stay the model's: the stream is whole on every shard, and one of them samples.
     """
     own = slice(shard.layers.start, shard.layers.stop)
     kv_heads = len(shard.kv_heads)

@@ -17,7 +17,7 @@ from typing import Any
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import parse_json, read_bytes
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
-from localllm.models.formats.safetensors_header import read_header
+from localllm.models.formats.safetensors import read_header
 from localllm.models.layers.lora import LoraBank, LoraMatrix
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -1,7 +1,7 @@
-"""The source of a builder's tensors: what a builder asks for, and the names of the tensors that are asked for by name.
+"""The source of a builder's tensors: what a builder asks for by Llama's names, and a shard's share of each matrix.
 
-Names are Llama's everywhere.
-Does not know: checkpoints and how they store tensors (weights.py, meta.py).
+A shard reads the rows of matrices that are split by outputs, and the columns of matrices split by inputs.
+Does not know: checkpoints and how they store tensors (weights.py, meta.py), layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.weights import ExpertWeights
 from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.models.layers.group import GatheredInput, Group, PaddedInput, Projection
 from localllm.models.layers.linear import Linear
+from localllm.models.spec.shard import Shard, even
 
 Progress = Callable[[int, int], None]
 NORMS = "norm.weight"
@@ -128,3 +130,43 @@ class ExpertCut:
             rows if self.order is None else len(self.order),
             columns if self.columns is None else len(self.columns),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWeights:
+    """A source of tensors, and the shard that takes its share of them."""
+
+    source: TensorSource
+    shard: Shard
+    group: Group
+
+    def row_parallel(
+        self, stem: str, shape: tuple[int, int], own: range, counts: tuple[int, ...], *, bias: bool = False
+    ) -> Projection:
+        """Return the layer that maps the shard's inputs `own` to its part of the sum over all shards.
+
+        shape: of the whole matrix. counts: inputs of each shard. The bias is in the part of the first shard that has
+        inputs.
+        """
+        if len(own) == shape[1]:
+            return self.source.linear([stem], shape, bias=bias)
+        held = self.source.widened(stem, own, shape[1])
+        if held is None:
+            return self._by_rows(stem, shape, counts, bias=bias)
+        linear = self.source.linear([stem], shape, bias=bias and own.start == 0, columns=held)
+        return linear if held == own else PaddedInput(linear, own.start - held.start, held.stop - own.stop)
+
+    def _by_rows(self, stem: str, shape: tuple[int, int], counts: tuple[int, ...], *, bias: bool) -> Projection:
+        rows = even(shape[0], self.shard.size)
+        first = sum(rows[: self.shard.index])
+        order = torch.arange(first, first + rows[self.shard.index], device="cpu")
+        return GatheredInput(
+            self.source.linear([stem], shape, bias=bias, order=order), self.group, counts, first, shape[0]
+        )
+
+
+def stacked_rows(own: range, size: int, copies: int = 1) -> Tensor | None:
+    """Return the rows `own` of each of `copies` matrices of `size` rows that are stacked; None: all of them."""
+    if len(own) == size:
+        return None
+    return torch.cat([torch.arange(own.start, own.stop, device="cpu") + size * copy for copy in range(copies)])

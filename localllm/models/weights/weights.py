@@ -2,7 +2,7 @@
 
 `Storage` (spec/family.py) maps Llama's names to the checkpoint's names and row order, and the checkpoint's
 `LinearFormat` says how matrices are stored.
-Does not know: how the parts make a model (architectures/builder.py).
+Does not know: how the parts make a model (decoder/builder.py).
 """
 
 from __future__ import annotations
@@ -570,7 +570,7 @@ class Weights:
         )
 
     def _stems_of_unread_kv(self) -> frozenset[str]:
-        """Return the stems of what makes K and V in layers that read those of another: checkpoints may hold both."""
+        """Return the stems of unused K and V weights: layers that read another layer's KV may still store them."""
         readers = [layer for layer, source in enumerate(self._spec.kv_source) if source != layer]
         parts = ("k_proj", "v_proj", "k_norm", "v_norm")
         names = (f"model.layers.{layer}.self_attn.{part}.weight" for layer in readers for part in parts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
-from localllm.models.formats.gguf_names import quant_of
+from localllm.models.formats.gguf.file_names import quant_of
 from localllm.serving.abilities import Abilities, abilities_of, served_abilities
 from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import ModelManager
@@ -110,6 +110,6 @@ def _resolved(name: str) -> tuple[Path, int]:
 
 @lru_cache(maxsize=512)
 def _read(path: Path, changed_ns: int) -> tuple[Path, ModelSpec]:
-    from localllm.models.architectures.read_spec import read_spec
+    from localllm.models.read_spec import read_spec
 
     return path, read_spec(path)

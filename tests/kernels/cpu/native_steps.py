@@ -22,7 +22,7 @@ from localllm.kernels.cpu.native.structures import (
     NormKind,
     Op,
 )
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 
 CACHE_TYPES = {
     torch.float32: CacheType.F32,

@@ -18,7 +18,7 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.gated_delta import gated_delta_reference
 from localllm.kernels.gated_norm import gated_norm_reference
-from localllm.kernels.layer_state import StateStep
+from localllm.kernels.layer_cache import StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan_reference
 from tests.kernels.state_rows import Part, state_step
 

@@ -27,15 +27,15 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.gated import ACTIVATIONS as GATED
 from localllm.kernels.gated import gated_reference
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.layer_norm import layer_norm_reference
 from localllm.kernels.moe.grouped_gemm import act_reference
 from localllm.kernels.moe.route import route
 from localllm.kernels.paged_attention import paged_attention, plan_attention
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.models.layers.attention import Clip, HeadLayerNorm
 from localllm.models.layers.mlp import UNGATED
-from localllm.models.layers.qkv import Clip, HeadLayerNorm
 from tests.kernels.cpu.native_steps import Builder, listed, no_rows
 
 ACTIVATIONS = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, Pool, _require_memory, native, why_none
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Activation, Kind, NativeMatrix, NormKind, Op
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from tests.kernels.cpu.native_steps import Builder, listed
 
 ASLEEP_S = 0.02  # by then threads without work sleep

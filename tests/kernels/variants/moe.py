@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from localllm.kernels.moe.align import _align_kernel
-from localllm.kernels.moe.combine import _combine_kernel
+from localllm.kernels.moe.align import _align_kernel, _combine_kernel
 from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, grouped_gemm_tile, has_tensor_cores
 from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel, planar_gemm_tile
 from localllm.kernels.moe.route import _route_kernel
-from localllm.kernels.planar.unpack import ptx
+from localllm.kernels.planar.layout import ptx
 from tests.kernels.ahead_of_time import Variant
 
 

@@ -16,7 +16,7 @@ from localllm.kernels.planar.kernels import (
     planar_tile,
     register_limit,
 )
-from localllm.kernels.planar.unpack import ptx
+from localllm.kernels.planar.layout import ptx
 from tests.kernels.ahead_of_time import Variant
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.kernels import prepare_step as module
-from localllm.kernels.split_sum import COUNTERS
+from localllm.kernels.fused_epilogue import COUNTERS
 from tests.kernels.ahead_of_time import MEMORY, Variant
 
 _POINTERS = {

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from localllm.errors import LocalLLMError
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness, prompt, reference_logits
 from tests.tiny import load_reference

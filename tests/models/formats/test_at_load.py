@@ -21,10 +21,10 @@ from localllm.kernels import int4_linear
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.at_load import AT_LOAD, at_load
-from localllm.models.formats.quantization import quantization_in_words
+from localllm.models.formats.registry import quantization_in_words
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from scripts.random_weights import SHAPES
 from tests.models.formats.quantised import SHAPE, in_order, reference, rounded
@@ -158,7 +158,7 @@ def test_counting_bytes_does_not_import_the_compiler(tiny_model_path: Callable[[
     """torch does so for some arithmetic on `meta`: seconds of each start, for nothing."""
     program = (
         "import sys, torch; from pathlib import Path; from localllm.models.loader import resident_bytes;"
-        "from localllm.models.architectures.read_spec import read_spec; path = Path(sys.argv[1]);"
+        "from localllm.models.read_spec import read_spec; path = Path(sys.argv[1]);"
         "assert resident_bytes(path, read_spec(path), torch.device('cpu'), torch.float32, quantization='int4');"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.int4_linear import Int4Weight
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

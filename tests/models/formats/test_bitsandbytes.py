@@ -14,8 +14,8 @@ from torch import Tensor
 from localllm.errors import LocalLLMError, UnsupportedModel
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     Saved,
     Store,

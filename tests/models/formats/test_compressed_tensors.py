@@ -15,7 +15,7 @@ from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.formats.quantization import quantization_in_words, quantization_notes
+from localllm.models.formats.registry import quantization_in_words, quantization_notes
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

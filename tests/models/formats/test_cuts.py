@@ -28,7 +28,7 @@ from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.at_load import AT_LOAD
 from localllm.models.formats.blocks import MOST_SPANS, along, row_spans, whole_blocks
 from localllm.models.formats.checkpoint import TensorInfo
-from localllm.models.formats.gguf_matrices import DEQUANTISED
+from localllm.models.formats.gguf.matrices import DEQUANTISED
 from localllm.models.formats.linear_format import LinearFormat, StoredPart
 from localllm.models.formats.registry import linear_format
 from localllm.models.formats.safetensors import SafetensorsCheckpoint

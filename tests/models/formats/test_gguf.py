@@ -20,12 +20,12 @@ from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.formats.gguf import config_of, metadata_of, open_gguf
-from localllm.models.formats.gguf_matrices import DEQUANTISED
-from localllm.models.formats.gguf_names import parts_of
+from localllm.models.formats.gguf.checkpoint import config_of, metadata_of, open_gguf
+from localllm.models.formats.gguf.file_names import parts_of
+from localllm.models.formats.gguf.matrices import DEQUANTISED
 from localllm.models.formats.registry import linear_format
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 from tests.gguf_files import write_gguf

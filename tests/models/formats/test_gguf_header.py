@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.models.formats.gguf_header import BLOCKS, Header, Strings, parse_header, plain, read_header
-from localllm.models.formats.opening import open_checkpoint
+from localllm.models.formats.gguf.header import BLOCKS, Header, Strings, parse_header, plain, read_header
+from localllm.models.formats.registry import open_checkpoint
 from tests.models.formats.fuzz import damaged, survives
 
 FILE = Path("model.gguf")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.gguf_hybrids import write_hybrid
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits

@@ -14,8 +14,8 @@ from torch import Tensor
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

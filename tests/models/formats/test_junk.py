@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import LocalLLMError
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from tests.models.formats import test_awq, test_bitsandbytes, test_compressed_tensors, test_fp8, test_gptq
 from tests.models.formats.quantised import SHAPE, Saved, Store, save_quantised, set_quantization
 from tests.models.harness import CPU

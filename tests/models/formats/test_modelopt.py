@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.formats.quantization import quantization_notes
+from localllm.models.formats.registry import quantization_notes
+from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     agrees,
     e2m1,

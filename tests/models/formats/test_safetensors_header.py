@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from localllm.errors import CorruptModel
 from localllm.models.formats.checkpoint import TensorInfo
-from localllm.models.formats.safetensors_header import check_length, parse_header, read_header
+from localllm.models.formats.safetensors import check_length, parse_header, read_header
 from tests.models.formats.fuzz import damaged, survives
 
 FILE = Path("model.safetensors")

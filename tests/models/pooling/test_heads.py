@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.llm import LLM
-from localllm.models.pooling.model import PoolingModel, count_parameters, load_pooling_model
-from localllm.models.pooling.recipe import Want, read_recipe, task_of
+from localllm.models.encoders.model import PoolingModel, count_parameters, load_pooling_model
+from localllm.models.encoders.recipe import Want, read_recipe, task_of
 from localllm.serving.build import build_engine
 from tests.models.pooling.checkpoints import SIZES, save_bert
 from tests.tiny import save_tiny_tokenizer

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.models.pooling.model import PoolingModel, load_pooling_model
-from localllm.models.pooling.recipe import PoolingRecipe, read_recipe, task_of
+from localllm.models.encoders.model import PoolingModel, load_pooling_model
+from localllm.models.encoders.recipe import PoolingRecipe, read_recipe, task_of
 
 CPU = torch.device("cpu")
 SIZES = {

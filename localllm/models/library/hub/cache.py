@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import ConfigError, ModelNotFound
-from localllm.models.library.aliases import delete_alias, target_of
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
-from localllm.models.library.names import looks_like_path, parse_name
+from localllm.models.library.names import delete_alias, looks_like_path, parse_name, target_of
 
 PARTIAL = ".incomplete"
 

@@ -3,8 +3,9 @@
 The hub's address, offline mode and timeout are read from the environment at each call (HF_ENDPOINT, HF_HUB_OFFLINE,
 HF_HUB_DOWNLOAD_TIMEOUT, HF_TOKEN), so a test or a page need not restart the process. The library is imported at the
 first call, so `localllm list` does not pay for it. It uses requests below 1.0 and httpx from 1.0 on; only `get` knows
-the difference.
-Does not know: which files of a repository are wanted.
+the difference. The token is stored where `hf auth login` stores it, and sent only to the hub. Asking the hub is
+forbidden by --offline, the config file, or a variable of the library.
+Does not know: which files of a repository are wanted, how a token is typed in.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
+from localllm.config.settings import Settings
 from localllm.errors import AccessDenied, DiskFull, HubError, HubOffline, HubUnreachable, LocalLLMError, ModelNotFound
 from localllm.units import format_bytes
 
@@ -374,3 +377,70 @@ def plain_reason(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line: the library's messages go on with advice for its own callers."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The hub account of the token."""
+
+    user: str
+    token_path: Path
+    environment_wins: bool  # HF_TOKEN is set and is used instead of the file
+
+
+def login(token: str) -> Account:
+    """Check the token with the hub, then store it. Raises `AccessDenied` for an unknown token."""
+    hub = library()
+    if is_offline():
+        raise offline_error("a login")
+    with translated("a login"):
+        try:
+            user = str(api().whoami(token=token)["name"])
+        except Exception as error:
+            if status_of(error) in (401, 403):
+                raise AccessDenied(
+                    "The hub does not accept this token.", f"Asked at {endpoint()}.",
+                    f"Create one at {endpoint()}/settings/tokens; read access is enough.",
+                ) from error  # fmt: skip
+            raise
+        hub.login(token=token, add_to_git_credential=False)
+    return Account(user, token_path(), bool(os.environ.get("HF_TOKEN")))
+
+
+def logout() -> bool:
+    """Delete the stored token. False: there was none in the file."""
+    there = token_path().is_file()
+    if there:
+        try:
+            library().logout()
+        except OSError:  # the library complains that HF_TOKEN is still set, which the caller reports
+            pass
+    return there
+
+
+def token_path() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_TOKEN_PATH)
+
+
+def offline_switch(settings: Settings) -> str:
+    """Return what switched the hub off, such as `--offline` or `--offline and HF_HUB_OFFLINE`; empty: it is on."""
+    own = ""
+    if settings.engine.offline:
+        own = f"offline in {settings.file}" if settings.source("offline") == "file" else "--offline"
+    return " and ".join(filter(None, (own, offline_variable())))
+
+
+def search_off(switch: str) -> HubOffline:
+    """Return the error of a search. switch: as `offline_switch` returns it."""
+    host = endpoint().partition("://")[2]
+    return HubOffline(
+        "Search is off: this server was started offline.", "", f"Start it without {switch} to search {host}."
+    )
+
+
+def require_hub(settings: Settings) -> None:
+    """Raise `HubOffline` if the hub may not be asked."""
+    if switch := offline_switch(settings):
+        raise HubOffline("This needs the hub, and this server was started offline.", "", f"Start it without {switch}.")

@@ -172,7 +172,7 @@ def _range(url: str, start: int, end: int) -> bytes:
 
 
 class _GGUFHeader:
-    """A walk to the end of a GGUF header, which downloads all of it. formats/gguf.py parses it later."""
+    """A walk to the end of a GGUF header, which downloads all of it. formats/gguf/checkpoint.py parses it later."""
 
     def __init__(self, head: _Head, out: BinaryIO) -> None:
         self.head, self.out, self.at = head, out, 0

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from localllm.errors import CorruptModel, DiskFull
 from localllm.files import json_file
-from localllm.models.formats.gguf_names import gguf_models
+from localllm.models.formats.gguf.file_names import gguf_models
 from localllm.models.formats.safetensors import INDEX
 from localllm.models.library.catalog import hub_cache_dir
-from localllm.models.library.hub import cache, choice, client
-from localllm.models.library.hub.repository import RemoteFile, Repository, read_repository
+from localllm.models.library.hub import cache, client
+from localllm.models.library.hub.repository import RemoteFile, Repository, included_files, load_files, read_repository
 from localllm.models.library.names import ModelName, parse_name
 from localllm.units import format_bytes
 
@@ -82,16 +82,16 @@ def plan_download(
     """Ask the hub what a download of `name` (ORG/NAME, with :QUANT and @REVISION) needs: a few small requests.
 
     include: download the files that match these patterns instead; code: also the owner's Python files.
-    Raises what `read_repository` and `choice.load_files` raise.
+    Raises what `read_repository` and `load_files` raise.
     """
     asked = parse_name(name) if isinstance(name, str) else name
     repository = read_repository(asked.base, revision or asked.revision)
     names = [file.name for file in repository.files]
     if include:
-        chosen = choice.included_files(repository.repo_id, names, include)
+        chosen = included_files(repository.repo_id, names, include)
     else:
         shards = None if asked.quant else index_shards(repository)
-        chosen = choice.load_files(repository.repo_id, names, asked.quant, shards, code=code)
+        chosen = load_files(repository.repo_id, names, asked.quant, shards, code=code)
     return DownloadPlan(
         repo_id=repository.repo_id,
         revision=repository.revision,

@@ -1,8 +1,10 @@
 """Run a download plan to a complete snapshot: several files at a time, with one progress and one way to stop.
 
 The caller's thread watches and reports, and daemon threads download, so Ctrl-C ends the program at once and loses no
-bytes. Reported progress never decreases, even when a file has to start again.
-Does not know: terminals, HTTP.
+bytes. Reported progress never decreases, even when a file has to start again. Plans and progress also become plain
+values for JSON, with the same fields on the command line and over HTTP. `up`, `serve`, `run` and `LLM` download here a
+model that is not on this machine, or refuse when offline.
+Does not know: terminals, HTTP, how the model is loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from localllm.files.folders import write_whole
 from localllm.models.library.hub import cache, client
-from localllm.models.library.hub.plan import DownloadPlan, PlannedFile, require_room
+from localllm.models.library.hub.plan import DownloadPlan, PlannedFile, plan_download, require_room
 from localllm.models.library.hub.transfer import Meter, cancelled, fetch_file, matches_hub_hash
+from localllm.units import format_bytes, format_seconds
 
 log = logging.getLogger(__name__)
 
@@ -182,3 +186,57 @@ def _remember_revision(plan: DownloadPlan) -> None:
     ref = cache.repository_folder(plan.repo_id) / "refs" / plan.revision
     ref.parent.mkdir(parents=True, exist_ok=True)
     write_whole(ref, plan.commit, mode=0o666)
+
+
+def plan_facts(plan: DownloadPlan) -> dict[str, Any]:
+    return {
+        "model": plan.name,
+        "repo_id": plan.repo_id,
+        "revision": plan.revision,
+        "commit": plan.commit,
+        "total_bytes": plan.total_bytes,
+        "cached_bytes": plan.cached_bytes,
+        "needed_bytes": plan.needed_bytes,
+        "free_bytes": plan.free_bytes,
+        "fits_on_disk": plan.fits,
+        "gated": plan.gated,
+        "license": plan.license,
+        "files": [{"name": file.name, "size": file.size, "cached_bytes": file.cached_bytes} for file in plan.files],
+    }
+
+
+def progress_facts(progress: PullProgress) -> dict[str, Any]:
+    return {
+        "bytes_done": progress.bytes_done,
+        "bytes_total": progress.bytes_total,
+        "files_done": progress.files_done,
+        "files_total": progress.files_total,
+        "bytes_per_s": round(progress.bytes_per_s),
+        "eta_s": None if progress.eta_s is None else round(progress.eta_s, 1),
+        "note": progress.note,
+    }
+
+
+def plan_fetch(name: str, revision: str | None = None, *, offline: bool = False, code: bool = False) -> DownloadPlan:
+    """Return the download that a load of `name` needs. Raises as `plan_download`; `HubOffline` in offline mode."""
+    if offline or client.is_offline():
+        raise client.offline_error(f"{name}@{revision}" if revision else name)
+    return plan_download(name, revision, code=code)
+
+
+def fetch_model(
+    name: str, revision: str | None = None, *, offline: bool = False, code: bool = False, on_progress: OnProgress
+) -> None:
+    """Download a model. Raises as `plan_fetch` and `pull`."""
+    pull(plan_fetch(name, revision, offline=offline, code=code), on_progress)
+
+
+def progress_line(progress: PullProgress) -> str:
+    """Return a progress line: 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left."""
+    parts = [f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"]
+    if progress.note:
+        return " · ".join([*parts, progress.note])
+    if progress.bytes_per_s >= 1 and progress.bytes_done < progress.bytes_total:
+        parts.append(f"{format_bytes(progress.bytes_per_s)}/s")
+        parts.append(f"{format_seconds(progress.eta_s)} left" if progress.eta_s is not None else "")
+    return " · ".join(part for part in parts if part)

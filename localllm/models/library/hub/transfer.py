@@ -132,7 +132,9 @@ class _PartialBlob:
                     self._restart()
                 elif not client.is_transient(error) or failures >= client.TRIES:
                     raise
-                self.meter.notes[self.file.name] = _note(failures, error)
+                status = client.status_of(error)
+                reason = f"status {status}" if status is not None else type(error).__name__
+                self.meter.notes[self.file.name] = f"{reason}; retrying in {client.wait_s(failures, error):.0f} s"
                 client.wait_before_retry(failures, error, self.stop)
                 self._check_stop()
         if self.have == 0:
@@ -209,9 +211,3 @@ def _link(repo_id: str, commit: str, name: str) -> None:
         repo_id, name, revision=commit, cache_dir=hub_cache_dir(), endpoint=client.endpoint(),
         etag_timeout=client.timeout_s(),
     )  # fmt: skip
-
-
-def _note(failures: int, error: BaseException) -> str:
-    status = client.status_of(error)
-    reason = f"status {status}" if status is not None else type(error).__name__
-    return f"{reason}; retrying in {client.wait_s(failures, error):.0f} s"

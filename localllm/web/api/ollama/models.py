@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from localllm.engine.params import SAMPLING_PARAMS
 from localllm.errors import RequestError
-from localllm.models.formats.gguf_names import quant_of
+from localllm.models.formats.gguf.file_names import quant_of
 from localllm.serving.entry import ModelEntry, ModelUnusable
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
 from localllm.web.api.model_facts import facts_of

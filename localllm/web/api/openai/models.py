@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from localllm.models.formats.gguf_names import quant_of
+from localllm.models.formats.gguf.file_names import quant_of
 from localllm.models.library.hub.downloads import DownloadStatus
 from localllm.serving.served import ModelCard
 from localllm.web.api.model_facts import ModelFacts

@@ -16,7 +16,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.pooling_client import Answers, Text
 from localllm.errors import InvalidParameter
-from localllm.models.pooling.recipe import Want
+from localllm.models.encoders.recipe import Want
 from localllm.serving.served import ServedModel
 from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers

@@ -24,7 +24,7 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.errors import RequestError
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
-from localllm.models.library.hub.facts import plan_facts, progress_facts
+from localllm.models.library.hub.pull import plan_facts, progress_facts
 from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
@@ -175,7 +175,7 @@ def downloads_of(request: ApiRequest) -> Downloads:
 
 def require_online(request: ApiRequest) -> None:
     """Raise `HubOffline` on a server that may not ask the hub."""
-    from localllm.models.library.hub.offline import require_hub
+    from localllm.models.library.hub.client import require_hub
 
     require_hub(request.app.state.settings)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
-from localllm.models.spec.kv_group import main_group
+from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.draft_presenter import drafts
 from localllm.web.pages.dashboard.machine import MachineReading

@@ -9,7 +9,7 @@ from localllm.errors import AccessDenied
 from localllm.models.library.catalog import hub_cache_dir
 from localllm.models.library.hub.cache import free_bytes, incomplete_repositories
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
-from localllm.models.library.hub.fetch import progress_line
+from localllm.models.library.hub.pull import progress_line
 from localllm.units import format_bytes
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.views import ErrorNotice

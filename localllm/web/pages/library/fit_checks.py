@@ -18,11 +18,10 @@ from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
-from localllm.models.fit.need import needs, needs_in_words
-from localllm.models.fit.table import fit_rows, rank_columns, rank_rows
-from localllm.models.library.about import gguf_rows, spec_rows
+from localllm.models.fit.conversation_bytes import needs, needs_in_words
+from localllm.models.fit.estimate import fit_rows, rank_columns, rank_rows
+from localllm.models.library.about import InspectedCheckpoint, gguf_rows, inspect_checkpoint, spec_rows
 from localllm.models.library.hub import client
-from localllm.models.library.inspection import InspectedCheckpoint, inspect_checkpoint
 from localllm.models.library.names import parse_name
 from localllm.models.library.pick_list import Pick
 from localllm.models.library.picks import pick_speed

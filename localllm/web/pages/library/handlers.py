@@ -17,10 +17,10 @@ from litestar import Request, get
 from litestar.response import Response, Stream
 
 from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
-from localllm.models.formats.gguf_names import gguf_models
+from localllm.models.formats.gguf.file_names import gguf_models
 from localllm.models.library.catalog import is_for_the_hub
 from localllm.models.library.hub import client
-from localllm.models.library.hub.offline import search_off
+from localllm.models.library.hub.client import search_off
 from localllm.models.library.hub.repository import Found, read_repository
 from localllm.models.library.hub.repository import search as search_hub
 from localllm.models.library.names import looks_like_path, parse_name

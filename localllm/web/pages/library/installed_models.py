@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from localllm.models.formats.gguf_names import quant_of
+from localllm.models.formats.gguf.file_names import quant_of
 from localllm.models.library.about import SOURCES, ago, quantization_name, spec_or_reason
 from localllm.models.library.catalog import DEMO_NAME, ResolvedModel, list_models
 from localllm.models.library.hub.cache import free_bytes

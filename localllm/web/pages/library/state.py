@@ -16,9 +16,9 @@ from litestar import Request
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.need import needs_in_words
+from localllm.models.fit.conversation_bytes import needs_in_words
+from localllm.models.library.hub.client import offline_switch
 from localllm.models.library.hub.downloads import Downloads
-from localllm.models.library.hub.offline import offline_switch
 from localllm.models.library.pick_list import Pick, read_picks
 from localllm.models.library.picks import FittingPick
 from localllm.serving.manager import ModelManager

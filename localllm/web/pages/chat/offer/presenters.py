@@ -13,7 +13,7 @@ from litestar import Request
 
 from localllm.errors import LocalLLMError
 from localllm.models.library.hub import client
-from localllm.models.library.hub.fetch import progress_line
+from localllm.models.library.hub.pull import progress_line
 from localllm.models.library.pick_list import Pick
 from localllm.serving.model_offer import Offer, OfferStatus, State
 from localllm.units import format_bytes, format_count, format_parameters

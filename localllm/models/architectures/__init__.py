@@ -1,1 +1,0 @@
-"""One configurable decoder, and each model family described by its differences from Llama."""

@@ -1,0 +1,399 @@
+"""Build a decoder, or a rank's shard of it, from a spec and a source of tensors.
+
+With a source that has only sizes (weights/weights.py: MetaWeights), the same code counts what a model will hold.
+Does not know: files, formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels.cpu.half import pack_half
+from localllm.kernels.linear import should_pack
+from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.kernels.rotary_store_kv import Heads
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.gemma_parts import GemmaParts
+from localllm.models.decoder.layer import (
+    DecoderLayer,
+    FeedForward,
+    LayerKind,
+    MixerPart,
+    ParallelLayer,
+    PostNormLayer,
+    PreNormLayer,
+    RecurrentPart,
+    SandwichLayer,
+    Scaled,
+    SideBySide,
+    SingleLayer,
+    SummedLayer,
+)
+from localllm.models.decoder.mixers import build_latent_attention, build_recurrence
+from localllm.models.decoder.mixture import build_mixture
+from localllm.models.layers.attention import Attention, Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm, alibi_slopes
+from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
+from localllm.models.layers.group import Alone, Group, Summed
+from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
+from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
+from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.layers.rotary import half_split_order, rope_tables
+from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
+from localllm.models.spec.shard import Shard, local_spec, whole_shard
+from localllm.models.weights.source import EMBEDDING, ShardWeights, TensorSource, stacked_rows
+
+
+class DecoderBuilder:
+    """Builds the decoder part by part, asking for tensors by Llama's names."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: TensorSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        shard: Shard | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """spec: of the whole model. device: where the model will compute, also if `weights` has only sizes. shard: the
+        part to build; None: the whole model. group: the shards of its layers."""
+        self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
+        self.shard = whole_shard(spec) if shard is None else shard
+        self.group = Alone() if group is None else group
+        self.share = ShardWeights(weights, self.shard, self.group)
+        self.gemma = GemmaParts(spec, self.share, self._norm, dtype)
+
+    def build(self, max_model_len: int) -> DecoderModel:
+        spec, shard = self.spec, self.shard
+        embedding, lm_head = self._embedding_and_head()
+        layers = [self.layer(index) for index in shard.layers]
+        norm = None if lm_head is None else self._norm("model.norm")
+        tables = rope_tables(spec, max_model_len, self.weights.device)
+        return DecoderModel(
+            local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
+            group=self.group, vocab=None if shard.is_whole else shard.counts.vocab,
+            layer_inputs=self.gemma.layer_inputs(), streams=self.gemma.streams(),
+        )  # fmt: skip
+
+    # -- embedding and head
+
+    def _embedding_and_head(self) -> tuple[EmbeddingTable | None, Linear | None]:
+        """Build the shard's rows of both: the embedding for the first stage, the head for the last.
+
+        Embedding rows keep the stored type if it is narrower: widening a row is exact.
+        A tied head in float32 that is packed for the CPU cannot be read by rows, so the embedding gets its own copy.
+        The packed head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a
+        small model. (Reading rows from the memory map would be free, but a checkpoint rewritten in place would then
+        change or kill a running server.) One that stays 16 bits wide is read by rows too: there is one copy.
+        """
+        spec, shard, shape = self.spec, self.shard, (self.spec.vocab_size, self.spec.hidden_size)
+        is_first, is_last = shard.layers.start == 0, shard.layers.stop == spec.num_layers
+        is_tied = is_last and spec.tie_word_embeddings
+        separate = not is_tied or should_pack(len(shard.vocab) * spec.hidden_size, self.device, self.dtype)
+        embedding = head = None
+        if not shard.vocab:
+            none = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.weights.device)
+            return self._embedding(none) if is_first else None, Linear(none) if is_last else None
+        if is_first or is_tied:
+            rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+            rows = self._shared_table(rows) if is_tied else rows
+            embedding = self._embedding(rows) if is_first else None
+            head = self._tied_head(rows, separate) if is_tied else None
+        return embedding, self._lm_head(shape) if is_last and not is_tied else head
+
+    def _shared_table(self, rows: Tensor | QuantizedTable) -> Tensor | QuantizedTable:
+        """Return the embedding and tied head in a layout that serves both, if there is one."""
+        is_half = isinstance(rows, Tensor) and self.weights.keeps_half(rows.dtype, (rows.shape[0], rows.shape[1]))
+        return pack_half(rows, is_head=True) if isinstance(rows, Tensor) and is_half else rows
+
+    def _tied_head(self, rows: Tensor | QuantizedTable, separate: bool) -> Linear:
+        spec = self.spec
+        bias = None
+        if spec.lm_head_bias:
+            bias = self.weights.take(["lm_head.bias"], (spec.vocab_size,), rows=self.shard.vocab)
+        if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
+            packer = self.weights.packer
+            return Linear(tied_head(rows, self.device, packer.mode), bias, packer=packer)
+        # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.
+        return Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
+
+    def _lm_head(self, shape: tuple[int, int]) -> Linear:
+        if not self.spec.lm_head_normalized:
+            order = stacked_rows(self.shard.vocab, shape[0])
+            return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias, order=order)
+        rows = self.weights.take(["lm_head.weight"], shape, rows=self.shard.vocab)
+        return Linear(functional.normalize(rows.float()).to(self.dtype))
+
+    def _embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
+        spec, positions = self.spec, None
+        if spec.positions == "learned":
+            shape = (spec.max_position + spec.position_offset, spec.hidden_size)
+            positions = self.weights.take(["model.embed_positions.weight"], shape)
+        kept: dict[str, Any] = {
+            "scale": spec.embedding_scale,
+            "positions": positions,
+            "position_offset": spec.position_offset,
+            "norm": self._norm("model.embed_norm") if spec.embedding_norm else None,
+            "scales_given": spec.scales_given_embeds,
+        }
+        if self.shard.is_whole:
+            return EmbeddingTable(rows, self.dtype, **kept)
+        return SplitEmbeddingTable(rows, self.dtype, self.shard.vocab, self.group, **kept)
+
+    # -- a layer
+
+    def layer(self, index: int) -> DecoderLayer:
+        prefix = f"model.layers.{index}."
+        kind, topology, norm = self._kind(index), self.spec.topology, self._norm
+        if topology == "single":
+            is_mixer = kind.part not in ("mlp", "moe")
+            part = self._mixer(index, prefix) if is_mixer else self._mlp(index, f"{prefix}mlp.")
+            return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
+        attention = self._part(self._mixer(index, prefix))
+        mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
+        if topology in ("gemma3n", "gemma4"):
+            return self.gemma.layer(index, kind, prefix, attention, mlp)
+        if topology == "post_norm":
+            after_attention, after_mlp = (
+                norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
+            )
+            return PostNormLayer(kind, attention, after_attention, mlp, after_mlp)
+        input_norm = norm(f"{prefix}input_layernorm")
+        if topology == "parallel_one_norm":
+            return self._parallel(ParallelLayer(kind, input_norm, attention, None, mlp))
+        after_attention = norm(f"{prefix}post_attention_layernorm")
+        if topology == "parallel":
+            return self._parallel(ParallelLayer(kind, input_norm, attention, after_attention, mlp))
+        if topology == "sandwich":
+            before, after = (norm(f"{prefix}{side}_feedforward_layernorm") for side in ("pre", "post"))
+            return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
+        return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
+
+    def _kind(self, index: int) -> LayerKind:
+        spec = self.spec
+        windowed = bool(spec.layer_is_windowed) and spec.layer_is_windowed[index]
+        has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
+        return LayerKind(windowed, has_rope, spec.layer_kind(index))
+
+    def _part(self, part: Any, own_factor: float = 1.0) -> Any:
+        """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
+        factor = own_factor * (1.0 if self.spec.residual_multiplier is None else self.spec.residual_multiplier)
+        scaled = part if factor == 1.0 else Scaled(part, factor)
+        adds_later = self.shard.is_whole or self.spec.topology.startswith("parallel")
+        return scaled if adds_later else Summed(scaled, self.group)
+
+    def _parallel(self, layer: ParallelLayer) -> DecoderLayer:
+        return layer if self.shard.is_whole else SummedLayer(layer, self.group)
+
+    def _norm(self, stem: str, factor: float = 1.0) -> RMSNorm | LayerNorm:
+        """Return a norm of the stream. factor: on its output."""
+        spec, shape = self.spec.norm, (self.spec.hidden_size,)
+        if spec.weight:
+            weight = self.weights.take([f"{stem}.weight"], shape)
+        else:
+            weight = torch.ones(shape, device=self.weights.device)
+        weight = weight.float() + 1.0 if spec.plus_one else weight
+        weight = weight if factor == 1.0 else weight.float() * factor
+        if spec.kind == "rms":
+            return RMSNorm(weight, spec.eps)
+        assert factor == 1.0, "a bias would need the factor too"
+        bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
+        return LayerNorm(weight, bias, spec.eps)
+
+    def _mixer(self, index: int, prefix: str) -> MixerPart:
+        """Build attention, a recurrent part, or both, by the layer's kind."""
+        kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
+        attention: MixerPart | None = None
+        if self.spec.has_attention(index):
+            attention = self._attention(index, f"{prefix}self_attn.")
+            factor = self.spec.attention_factor
+            attention = attention if factor == 1.0 else Scaled(attention, factor)
+        if kind == "attention" or recurrent is None:
+            assert attention is not None, kind
+            return attention
+        recurrence = build_recurrence(self.spec, recurrent, self.weights, prefix)
+        return RecurrentPart(recurrence) if attention is None else SideBySide(attention, recurrence)
+
+    # -- attention
+
+    def _attention(self, index: int, prefix: str) -> MixerPart:
+        spec = self.spec
+        if spec.latent is not None:
+            return build_latent_attention(spec, spec.latent, self.share, prefix)
+        (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
+        q_size = spec.num_heads * dim
+        rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
+        names = ["gate", *made] if spec.attention_gate == "matrix" else list(made)
+        stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, spec.hidden_size)
+        qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
+        out = self.share.row_parallel(
+            f"{prefix}o_proj",
+            (spec.hidden_size, q_size),
+            range(self.shard.heads.start * dim, self.shard.heads.stop * dim),
+            tuple(count * dim for count in self.shard.counts.heads),
+            bias=spec.attention_out_bias,
+        )
+        return Attention(
+            qkv,
+            out,
+            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            before_rotation=list(self._qk_transforms(prefix)),
+            qk_norm=self._head_norm(index, prefix),
+            norm_last=spec.qk_norm_last,
+            softcap=spec.attention_softcap,
+            sinks=self._sinks(prefix),
+            alibi_slopes=self._alibi_slopes(),
+            made=made,
+            gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
+        )
+
+    def _heads_made(self, index: int) -> Heads:
+        """Return which heads the layer's projection makes."""
+        if not keeps_kv(self.spec, index):
+            return "q"
+        from_keys = self.spec.layer_values_from_keys
+        return "qk" if from_keys and from_keys[index] else "qkv"
+
+    def _qkv_order(self) -> Tensor | None:
+        """Return the rows of q, k and v of the shard's heads, with gates first; None: all, as they are.
+
+        Dimensions that rotate together are neighbours in some checkpoints; here they are half the rotated dimensions
+        apart. Rows may be reordered as long as q and k agree.
+        """
+        spec, shard = self.spec, self.shard
+        is_turned, gate = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate
+        if shard.is_whole and not is_turned and gate != "interleaved":
+            return None
+        first_key = (1 if gate is None else 2) * spec.num_heads
+        first_value = first_key + spec.num_kv_heads
+        rows = torch.arange((first_value + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        if gate == "interleaved":
+            queries, gates = [2 * head for head in shard.heads], [2 * head + 1 for head in shard.heads]
+        else:
+            queries = [first_key - spec.num_heads + head for head in shard.heads]
+            gates = [] if gate is None else list(shard.heads)
+        keys = [first_key + head for head in shard.kv_heads]
+        if is_turned:
+            head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
+            rows[queries + keys] = rows[queries + keys][:, head]
+        return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
+
+    def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
+        spec = self.spec
+        if spec.clip_qkv is not None:
+            yield Clip(spec.clip_qkv)
+        if spec.qk_norm == "whole":
+            yield self._whole_norm(prefix)
+        elif spec.qk_norm == "each_head":
+            yield HeadLayerNorm(torch.cat(self._weights_of_each_head(prefix)), spec.norm.eps)
+
+    def _whole_norm(self, prefix: str) -> WholeNorm | SplitWholeNorm:
+        spec, shard = self.spec, self.shard
+        q = self._qk_rms_norm(prefix, "q", spec.num_heads, shard.heads)
+        k = self._qk_rms_norm(prefix, "k", spec.num_kv_heads, shard.kv_heads)
+        if shard.is_whole:
+            return WholeNorm(q, k)
+        sizes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+        is_first = shard.heads.start % (spec.num_heads // spec.num_kv_heads) == 0  # of those with these KV heads
+        return SplitWholeNorm(q, k, sizes, self.group, counts_k=is_first)
+
+    def _qk_rms_norm(self, prefix: str, name: str, count: int, own: range) -> RMSNorm:
+        dim = self.spec.head_dim
+        rows = range(own.start * dim, own.stop * dim)
+        weight = self.weights.take([f"{prefix}{name}_norm.weight"], (count * dim,), rows=rows)
+        heads = weight.view(-1, self.spec.head_dim)
+        return RMSNorm(self._in_order_of_rows(heads).flatten(), self.spec.norm.eps)
+
+    def _weights_of_each_head(self, prefix: str) -> list[Tensor]:
+        """Return the weights [own heads, head_dim] of q, then of k."""
+        spec, shard = self.spec, self.shard
+        return [
+            self._weights_of_heads(f"{prefix}q_norm", spec.num_heads, shard.heads),
+            self._weights_of_heads(f"{prefix}k_norm", spec.num_kv_heads, shard.kv_heads),
+        ]
+
+    def _weights_of_heads(self, stem: str, count: int, own: range) -> Tensor:
+        weights, dim = self.weights, self.spec.head_dim
+        if weights.has(f"{stem}.weight"):
+            stored = weights.take([f"{stem}.weight"], (count, dim), rows=own)
+        else:
+            stored = weights.take([f"{stem}.{head}.weight" for head in own], (len(own) * dim,)).view(len(own), dim)
+        return self._in_order_of_rows(stored)
+
+    def _in_order_of_rows(self, weights: Tensor) -> Tensor:
+        """Reorder weights [..., head_dim] of q's and k's norms as the rows of a head are reordered."""
+        if not self.spec.rope_interleaved:
+            return weights
+        order = half_split_order(self.spec.rope.rotary_dim, self.spec.head_dim)
+        return weights[..., order.to(weights.device)]
+
+    def _head_norm(self, index: int, prefix: str) -> RMSNorm | None:
+        """Return the norm of q and k, and of v without a weight, for one call: rows for each head, q's first."""
+        spec, shard = self.spec, self.shard
+        if spec.qk_norm == "unweighted" and self._kind(index).has_rope:
+            ones = torch.ones(len(shard.heads) + len(shard.kv_heads), spec.head_dim, device=self.weights.device)
+            return RMSNorm(ones, spec.norm.eps)
+        if spec.qk_norm != "head":
+            return None
+        (kv_heads, dim), keeps = kv_shape(spec, index), keeps_kv(spec, index)
+        own = {"q": len(shard.heads), "k": kv_heads if shard.is_whole else len(shard.kv_heads)}
+        stored = [(name, count) for name, count in own.items() if name == "q" or keeps]
+        each = [self.weights.take([f"{prefix}{n}_norm.weight"], (dim,)).expand(count, -1) for n, count in stored]
+        weight = self._in_order_of_rows(torch.cat(each))
+        weight = weight.float() + 1.0 if spec.norm.plus_one else weight
+        if spec.v_norm and keeps:
+            weight = torch.cat((weight, weight.new_ones(own["k"], dim)))
+        return RMSNorm(weight, spec.norm.eps)
+
+    def _sinks(self, prefix: str) -> Tensor | None:
+        if not self.spec.attention_sinks:
+            return None
+        heads = self.shard.heads
+        return self.weights.take([f"{prefix}sinks"], (self.spec.num_heads,), dtype=torch.float32, rows=heads)
+
+    def _alibi_slopes(self) -> Tensor | None:
+        spec = self.spec
+        if spec.positions != "alibi":
+            return None
+        own = alibi_slopes(spec.num_heads)[self.shard.heads.start : self.shard.heads.stop]
+        slopes = torch.tensor(own, device=self.weights.device)
+        return slopes.mul_(spec.alibi_scale)
+
+    # -- feed-forward
+
+    def _mlp_factor(self, index: int) -> float:
+        mixture = self.spec.mixture
+        if mixture is not None and mixture.is_in(index):
+            return mixture.output_scale
+        return self.spec.mlp_factors[1] if self.spec.mlp_factors else 1.0
+
+    def _mlp(self, index: int, prefix: str) -> FeedForward:
+        spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
+        if mixture is not None and mixture.is_in(index) and not mixture.beside_mlp:
+            return build_mixture(spec, mixture, self.share, prefix)
+        width, bias = spec.intermediate_size, spec.mlp_bias
+        if spec.layer_widths:  # such models are not divided by features
+            width, own = spec.layer_widths[index], range(spec.layer_widths[index])
+        names = ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
+        up = self.weights.linear(
+            [f"{prefix}{name}" for name in names],
+            (len(names) * width, spec.hidden_size),
+            bias=bias,
+            order=stacked_rows(own, width, len(names)),
+        )
+        down = self.share.row_parallel(
+            f"{prefix}down_proj", (spec.hidden_size, width), own, self.shard.counts.features, bias=bias
+        )
+        if not spec.mlp_gated:
+            return MLP(up, down, spec.hidden_act)
+        if spec.layer_sparsity and spec.layer_sparsity[index]:
+            return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype))
+        if not spec.mlp_factors:
+            return GatedMLP(up, down, spec.hidden_act)
+        factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))
+        return GatedMLP(ScaledOutputs(up, factors.to(self.weights.device)), down, spec.hidden_act)

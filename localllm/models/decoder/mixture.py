@@ -1,0 +1,129 @@
+"""Build the feed-forward part of a family with experts from a spec and a source of tensors.
+
+Canonical names: `mlp.gate` the router, `mlp.experts.E.gate_proj` and so on, or for all experts at once
+`mlp.experts.gate_proj` or `mlp.experts.gate_up_proj`; `mlp.gate.expert_scale`, `mlp.shared_expert`,
+`mlp.shared_expert_gate`, `mlp.latent_down_proj`, `mlp.latent_up_proj`.
+Does not know: files, formats, other parts of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from localllm.errors import UnsupportedOption
+from localllm.models.layers.linear import Linear
+from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.moe import Experts, LatentExperts, MoE, Routing
+from localllm.models.spec.mixture import MixtureSpec
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.source import ShardWeights, TensorSource, stacked_rows
+
+
+def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> MoE:
+    """Build the layer's mixture with the shard's part of the experts. prefix: model.layers.N.mlp."""
+    weights, own = share.source, share.shard.experts
+    correction = None
+    if mixture.correction_bias:
+        name = f"{prefix}gate.e_score_correction_bias"
+        correction = weights.take([name], (mixture.num_experts,), dtype=torch.float32)
+    expert_scale = None
+    if mixture.expert_scale:
+        expert_scale = weights.take([f"{prefix}gate.expert_scale"], (mixture.num_experts,), dtype=torch.float32)
+    shared_gate = None
+    if mixture.shared_gate:
+        shared_gate = weights.linear([f"{prefix}shared_expert_gate"], (1, spec.hidden_size))
+    routing = Routing(
+        mixture.top_k,
+        mixture.scoring,
+        mixture.renormalize,
+        mixture.num_groups,
+        mixture.top_groups,
+        mixture.scale,
+        mixture.scales_inputs,
+        mixture.least_sum,
+    )
+    router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, prefix)
+    return MoE(
+        router,
+        experts,
+        routing,
+        correction,
+        _shared(spec, mixture, share, prefix),
+        shared_gate,
+        expert_scale=expert_scale,
+        own=None if len(own) == mixture.num_experts else own,
+        latent=_latent(spec, mixture, weights, prefix),
+    )
+
+
+def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> Linear:
+    shape = (mixture.num_experts, spec.hidden_size)
+    dtype = torch.float32 if mixture.router_in_fp32 else None
+    bias = weights.take([f"{prefix}gate.bias"], shape[:1], dtype=dtype) if mixture.router_bias else None
+    return Linear(weights.take([f"{prefix}gate.weight"], shape, dtype=dtype), bias)
+
+
+def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> Experts:
+    """Build the shard's experts, or its features of all experts."""
+    count, width, hidden, bias = mixture.num_experts, mixture.intermediate_size, spec.hidden_size, mixture.expert_bias
+    weights, own, features, stem = share.source, share.shard.experts, share.shard.expert_features, f"{prefix}experts"
+    held, names = _held_features(share, stem, width), _first_names(spec)
+    hidden = mixture.latent_size or hidden
+    gate_up, gate_up_bias = weights.experts(
+        stem,
+        names,
+        (count, len(names) * width, hidden),
+        bias=bias,
+        own=own,
+        order=stacked_rows(features, width, len(names)),
+    )
+    down, down_bias = weights.experts(
+        stem, ["down_proj"], (count, hidden, width), bias=bias and features.start == 0, own=own, columns=held
+    )
+    padding = (0, 0) if held is None else (features.start - held.start, held.stop - features.stop)
+    activation = mixture.activation or spec.hidden_act
+    return Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
+
+
+def _first_names(spec: ModelSpec) -> list[str]:
+    """Return the names of an expert's first matrices, which read its input."""
+    return ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
+
+
+def _latent(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> LatentExperts | None:
+    """Return the matrices before and after experts that work in a narrower space."""
+    narrow, wide = mixture.latent_size, spec.hidden_size
+    if not narrow:
+        return None
+    return LatentExperts(
+        weights.linear([f"{prefix}latent_down_proj"], (narrow, wide)),
+        weights.linear([f"{prefix}latent_up_proj"], (wide, narrow)),
+    )
+
+
+def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
+    """Return the inputs of each expert's last matrix that the shard holds; None: all."""
+    features = share.shard.expert_features
+    if len(features) == width:
+        return None
+    held = share.source.widened_experts(stem, "down_proj", features, width)
+    if held is None:
+        raise UnsupportedOption(
+            f"--tensor-parallel-size {share.shard.size} is not supported for the experts of this checkpoint.",
+            "Their inputs are stored in an order of their own (desc_act), so that no expert can be split.",
+            "--enable-expert-parallel gives each rank whole experts.",
+            param="tensor_parallel_size",
+        )
+    return held
+
+
+def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | MLP | None:
+    width, hidden, features = mixture.shared_size, spec.hidden_size, share.shard.shared_features
+    if not width:
+        return None
+    stems = [f"{prefix}shared_expert.{name}" for name in _first_names(spec)]
+    first = share.source.linear(stems, (len(stems) * width, hidden), order=stacked_rows(features, width, len(stems)))
+    down = share.row_parallel(
+        f"{prefix}shared_expert.down_proj", (hidden, width), features, share.shard.counts.shared_features
+    )
+    return (GatedMLP if spec.mlp_gated else MLP)(first, down, spec.hidden_act)

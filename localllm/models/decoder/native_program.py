@@ -1,0 +1,258 @@
+"""Decode steps of a few rows through the native library: a decoder as a list of operations.
+
+The list is written once, from the objects that `DecoderModel.forward` runs, and reads the same weights and the same KV
+cache: a request may change between both from token to token. Every layer needs a handful of operations:
+
+    LINEAR     norm, then q, k and v
+    ATTEND     norms of q and k, rotation, the new key and value, attention (and MULTIPLY by its gate)
+    LINEAR     the output of attention, added to the residual stream
+    GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if they are stored in different ways)
+    LINEAR     down, added to the residual stream
+
+A norm after a part (sandwich, post_norm) adds an operation of its own. native_writer.py writes these parts,
+native_layers.py recurrent ones. `_LAYERS` names the function for each kind of layer. What has no operation is refused
+with a reason, and such models run through torch.
+Does not know: requests, schedules, sampling; how an operation is computed (kernels/cpu/native).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.native.library import Library, native, why_none
+from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind, NativeOperation, NativeRow
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.layer import (
+    Gemma4Layer,
+    LayerKind,
+    ParallelLayer,
+    PostNormLayer,
+    PreNormLayer,
+    RecurrentPart,
+    SandwichLayer,
+    SideBySide,
+    SingleLayer,
+)
+from localllm.models.decoder.native_layers import write_gemma4, write_recurrence
+from localllm.models.decoder.native_writer import NotSupportedNatively, Writer, unscaled
+from localllm.models.layers.group import Alone
+from localllm.models.spec.model_spec import FINAL_HIDDEN, kv_groups
+
+__all__ = ["MAX_ROWS", "DecodeRows", "NativeProgram", "NotSupportedNatively", "open_native_program"]
+
+
+class DecodeRows(NamedTuple):
+    """The inputs of a step of R rows, each the next token of another request."""
+
+    token_ids: npt.NDArray[np.int64]  # [R]
+    positions: npt.NDArray[np.int64]  # [R] of each token within its request
+    slots: npt.NDArray[np.int64]  # [G, R] for each KV group where its K and V go: block_id * block_size + offset
+    tables: npt.NDArray[np.int64]  # [G, R] addresses of the requests' blocks, int32 each
+    states: npt.NDArray[np.int64] | None = None  # [3, R] places of states to read, write and save; None: no states
+    adapters: npt.NDArray[np.int64] | None = None  # [R] slot of each row's adapter, -1: none; None: no row has one
+
+
+class NativeProgram:
+    """The list of one model and one KV cache. Keeps the memory alive that its operations point to.
+
+    The model's tensors must not be replaced while the list is in use: it would go on reading the old ones.
+    Not thread-safe: its buffers hold one step.
+    """
+
+    def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
+        """Raises `NotSupportedNatively` with the reason if the model or this machine has none."""
+        self._library, self._model, self._num_rows = _library(), model, 0
+        writer, self._starts = _write(model, cache)
+        self._operations, self._kept = writer.lowered(), writer.kept
+        self._without_head = self._part(0, len(self._operations) - 1)
+        self._taps: tuple[int, ...] = ()
+        self._before_taps: list[tuple[int, ctypes.Array[NativeOperation]]] = []
+        self._features = torch.empty(0)
+        self._stream, self._logits = writer.stream.values, writer.logits.values
+        self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
+        self._adapters = writer.adapters
+        self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
+        self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
+        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
+        states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
+        states[:, 0], states[:, 1] = range(MAX_ROWS), range(1, MAX_ROWS + 1)  # of each row the first token and the end
+        self._places = states[:, 2:].T
+
+    def _part(self, first: int, end: int) -> ctypes.Array[NativeOperation]:
+        return (NativeOperation * (end - first))(*self._operations[first:end])
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """Keep the features of each step that a drafter reads (decoder.py, Taps). The list is run in parts: a tapped
+        layer's input is the stream before its first operation."""
+        hidden, done = self._model.spec.hidden_size, 0
+        self._taps, self._features = taps, torch.empty(MAX_ROWS, len(taps), hidden, dtype=self._model.dtype)
+        self._before_taps = []
+        for layer in sorted({tapped for tapped in taps if tapped != FINAL_HIDDEN}):
+            self._before_taps.append((layer, self._part(done, self._starts[layer])))
+            done = self._starts[layer]
+        count = len(self._operations)
+        self._without_head = self._part(done, count - 1)
+        self._operations = self._part(done, count)
+
+    def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
+        """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
+        next step. samples: False if no row's logits are needed; then they are undefined."""
+        count = len(rows.token_ids)
+        assert 1 <= count <= MAX_ROWS, count
+        model, ids = self._model, torch.from_numpy(rows.token_ids)
+        assert model.embedding is not None
+        positions = torch.from_numpy(rows.positions)
+        embeds = model.embedding(ids, positions)
+        self._stream[:count, : model.spec.hidden_size] = embeds
+        self._adapters[:count] = -1 if rows.adapters is None else rows.adapters
+        if model.layer_inputs is not None and self._layer_inputs is not None:
+            for row in range(count):  # each by itself: the bits of torch's products depend on the number of rows
+                one = slice(row, row + 1)
+                if model.lora is not None:
+                    model.lora.begin_row(int(self._adapters[row]))
+                given = model.layer_inputs(ids[one], positions[one], embeds[one]).flatten(1)
+                self._layer_inputs[one, : given.shape[1]] = given
+            if model.lora is not None:
+                model.lora.end()
+        columns = self._columns[:, :count]
+        columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
+        if model.spec.recurrent is not None:
+            assert rows.states is not None, "a model with recurrent layers is given the places of their states"
+            self._places[:, :count] = rows.states
+        for layer, part in self._before_taps:
+            if len(part):
+                self._library.run_step(part, self._rows, count)
+            self._keep(layer, self._stream[:count, : model.spec.hidden_size])
+        self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
+        self._num_rows = count
+        logits = self._logits[:count, : model.spec.vocab_size]
+        return model.finish_logits(logits.contiguous()) if samples else logits
+
+    def features(self) -> Tensor:
+        """Return the features [R, taps * hidden] of the last step, in the order of the taps."""
+        assert self._model.norm is not None
+        if FINAL_HIDDEN in self._taps:
+            stream = self._stream[: self._num_rows, : self._model.spec.hidden_size]
+            self._keep(FINAL_HIDDEN, self._model.norm(stream.to(self._model.dtype)))
+        return self._features[: self._num_rows].flatten(1).clone()
+
+    def _keep(self, layer: int, values: Tensor) -> None:
+        for place, tapped in enumerate(self._taps):
+            if tapped == layer:
+                self._features[: len(values), place] = values
+
+
+def open_native_program(model: object, cache: Sequence[LayerCache | None]) -> NativeProgram:
+    """Return the list of a model as a runner holds it. Raises `NotSupportedNatively`."""
+    if not isinstance(model, DecoderModel):
+        raise NotSupportedNatively(f"{type(model).__name__} is not computed by localllm's own layers alone")
+    return NativeProgram(model, cache)
+
+
+def _library() -> Library:
+    library = native()
+    if library is None:
+        raise NotSupportedNatively(why_none())
+    return library
+
+
+def _refuse(model: DecoderModel) -> None:
+    """Raise `NotSupportedNatively` for models whose layers are elsewhere, too."""
+    if model.streams is not None:
+        raise NotSupportedNatively("several residual streams")
+    if model.device.type != "cpu":
+        raise NotSupportedNatively(f"the model is on {model.device}")
+    if model.embedding is None or model.lm_head is None or not isinstance(model.group, Alone):
+        raise NotSupportedNatively("the model is split over several ranks")
+
+
+# ---- the list of a model ---------------------------------------------------------------------------------------------
+
+
+def _write(model: DecoderModel, cache: Sequence[LayerCache | None]) -> tuple[Writer, list[int]]:
+    """Return the list, and the first operation of each layer."""
+    _refuse(model)
+    writer, starts = Writer(model, cache), list[int]()
+    for layer, kv, group in zip(model.layers, cache, model.layer_groups, strict=True):
+        writer.group = group
+        starts.append(len(writer.planned))
+        write = _LAYERS.get(type(layer))
+        if write is None:
+            raise NotSupportedNatively(f"a layer of kind {type(layer).__name__}")
+        write(writer, layer, kv)
+    assert model.lm_head is not None
+    writer.linear(model.lm_head, writer.stream, writer.logits, norm=model.norm)
+    return writer, starts
+
+
+def _mix(writer: Writer, part: Any, kind: LayerKind, cache: Any, norm: Any) -> None:
+    """Attention or a recurrence of the stream, or both, up to the last projection."""
+    part, _ = unscaled(part)
+    if isinstance(part, SideBySide):
+        assert isinstance(cache, HybridCache)
+        writer.attend(part.attention, kind, cache.kv, norm)
+        write_recurrence(writer, unscaled(part.recurrence)[0], cache.state, norm)
+    elif isinstance(part, RecurrentPart):
+        write_recurrence(writer, unscaled(part.recurrence)[0], cache, norm)
+    else:
+        writer.attend(part, kind, cache, norm)
+
+
+def _pre_norm(writer: Writer, layer: PreNormLayer, kv: LayerKV) -> None:
+    _mix(writer, layer.attention, layer.kind, kv, layer.input_norm)
+    writer.project(layer.attention, writer.stream)
+    writer.feed(layer.mlp, layer.mlp_norm)
+    writer.shrink(layer.mlp, writer.stream)
+
+
+def _sandwich(writer: Writer, layer: SandwichLayer, kv: LayerKV) -> None:
+    _mix(writer, layer.attention, layer.kind, kv, layer.input_norm)
+    writer.project(layer.attention, writer.part)
+    writer.add_part(layer.attention_post_norm)
+    writer.feed(layer.mlp, layer.mlp_norm)
+    writer.shrink(layer.mlp, writer.part)
+    writer.add_part(layer.mlp_post_norm)
+
+
+def _post_norm(writer: Writer, layer: PostNormLayer, kv: LayerKV) -> None:
+    _mix(writer, layer.attention, layer.kind, kv, None)
+    writer.project(layer.attention, writer.part)
+    writer.add_part(layer.attention_post_norm)
+    writer.feed(layer.mlp, None)
+    writer.shrink(layer.mlp, writer.part)
+    writer.add_part(layer.mlp_post_norm)
+
+
+def _parallel(writer: Writer, layer: ParallelLayer, kv: LayerKV) -> None:
+    """Both parts read the stream before either is added."""
+    _mix(writer, layer.attention, layer.kind, kv, layer.input_norm)
+    writer.feed(layer.mlp, layer.input_norm if layer.mlp_norm is None else layer.mlp_norm)
+    writer.project(layer.attention, writer.stream)
+    writer.shrink(layer.mlp, writer.stream)
+
+
+def _single(writer: Writer, layer: SingleLayer, cache: LayerCache | None) -> None:
+    if layer.kind.part in ("mlp", "moe"):
+        writer.feed(layer.part, layer.norm)
+        writer.shrink(layer.part, writer.stream)
+    else:
+        _mix(writer, layer.part, layer.kind, cache, layer.norm)
+        writer.project(layer.part, writer.stream)
+
+
+_LAYERS: dict[type, Callable[[Writer, Any, Any], None]] = {
+    PreNormLayer: _pre_norm,
+    SandwichLayer: _sandwich,
+    Gemma4Layer: write_gemma4,
+    PostNormLayer: _post_norm,
+    ParallelLayer: _parallel,
+    SingleLayer: _single,
+}

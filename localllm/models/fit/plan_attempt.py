@@ -1,0 +1,507 @@
+"""One attempt to plan for given devices: the dtype, each rank's share, the context and the KV blocks, or a refusal.
+
+    budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve, for all ranks
+    weights     exact, from the file headers, as the loader will hold them
+    activations the largest memory of one step (activation_bytes.py)
+    KV cache    CUDA: the rest of the budget      CPU: a bounded part of it (see `_default_blocks`)
+
+The budget starts from *free* memory, not from the total, as a GPU often drives a desktop too.
+Does not know: torch, files, how devices are chosen (plan.py), alternatives (options.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from localllm.config.settings import EngineConfig
+from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.machine.hardware import Gpu, Hardware
+from localllm.models.fit.activation_bytes import DTYPE_BYTES
+from localllm.models.fit.balance import SplitDevice
+from localllm.models.fit.cache_sizes import most_blocks, split_of, state_places
+from localllm.models.fit.devices import exchange_note, free_and_reserve, too_old
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.rank_budget import (
+    Measured,
+    PlanInputs,
+    RankMemory,
+    RankPlan,
+    ResidentBytes,
+    drafter_note,
+    scaled_bytes,
+)
+from localllm.models.fit.shard_sizes import (
+    Division,
+    ModelBytes,
+    count_shard,
+    feature_unit,
+    model_bytes,
+    split_in_words,
+    split_model,
+)
+from localllm.models.formats.registry import quantization_in_words, quantization_notes
+from localllm.models.read_spec import families
+from localllm.models.spec.model_spec import ModelSpec, kv_groups, state_bytes
+from localllm.models.spec.shard import Shard
+from localllm.units import format_bytes, format_count
+
+KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
+BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
+TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
+FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
+MIN_CONTEXT = 256  # the smallest context worth starting with
+WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
+SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
+CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
+CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
+
+
+class PlanAttempt:
+    """A planning attempt on given devices: its inputs, its ranks' budgets, and what fits."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        stored_bytes: int,
+        hardware: Hardware,
+        gpus: Sequence[Gpu | None],
+        resident_bytes: ResidentBytes | None,
+        measured: Sequence[Measured],
+        division: Division,
+        shards: Sequence[Shard],
+    ) -> None:
+        self.config, self.spec, self.hardware, self.division = config, spec, hardware, division
+        self.gpus, self.measured = gpus, measured
+        self.gpu = min((gpu for gpu in gpus if gpu), key=lambda gpu: gpu.compute_capability, default=None)
+        self.stored_bytes, self.resident_bytes = stored_bytes, resident_bytes or self._scaled
+        self.notes: list[str] = self._first_notes()
+        self.places = [free_and_reserve(hardware, gpu) for gpu in gpus]
+        share = config.gpu_memory_utilization if self.gpu else 1.0
+        self.budgets = [int(max(0, free - reserve) * share) for free, reserve in self.places]
+        self.dtype = self._choose_dtype()
+        self._refuse_latents()
+        self._refuse_prompt_embeds()
+        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        if spec.drafter is not None:
+            self.notes.append(drafter_note(spec.drafter, self.dtype, kv_dtype))
+        batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
+        size = config.block_size or (BLOCK_SIZE_GPU if self.gpu else BLOCK_SIZE_CPU)
+        self.split = split_of(kv_groups(spec), size, batched, config.max_num_seqs)
+        self.inputs = PlanInputs(config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split)
+        self.shards = shards or (self._split() if len(gpus) > 1 else ())
+        self.ranks = self._rank_memories(self.shards)
+        self.num_places = 0
+        if spec.recurrent is not None:
+            self._add_states()
+
+    def _add_states(self) -> None:
+        """Choose the places of recurrent states, and fewer requests at once if theirs would take too much."""
+        size, asked = state_bytes(self.spec, self.dtype), self.config.max_num_seqs
+        length = self._least_context
+        left = self.budgets[0] - self.ranks[0].fixed_bytes(length)
+        left = left if self.gpu else int(left * CPU_KV_SHARE)
+        num_blocks = self._num_blocks(self.config.max_model_len or self.spec.max_position)
+        found = state_places(left, size, asked, num_blocks, caches_prefixes=self.config.enable_prefix_caching)
+        if found.max_num_seqs < asked:
+            self.config = replace(self.config, max_num_seqs=found.max_num_seqs)
+            self.notes.append(
+                f"{found.max_num_seqs} requests at once instead of {asked}: the recurrent state of one takes "
+                f"{format_bytes(size)}, and all states at most a quarter of the memory beside the weights."
+            )
+        self.num_places = found.num_places
+        self.split = self.split._replace(max_num_seqs=found.max_num_seqs)
+        self.inputs = self.inputs._replace(config=self.config, split=self.split, state_bytes=found.num_places * size)
+        self.ranks = self._rank_memories(self.shards)
+
+    @property
+    def _least_context(self) -> int:
+        return min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
+
+    def _first_notes(self) -> list[str]:
+        spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
+        family = families().get(spec.architecture)
+        if family is not None and family.note and (spec.drafter is None or spec.drafter.method != "mtp"):
+            notes.append(family.note)
+        if spec.context_limit:
+            notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
+        if config.trust_remote_code and spec.implementation != "remote":
+            notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
+        if self.gpu is None and config.device == "auto":
+            notes += [f"{too_old(each)} The model runs on the CPU." for each in self.hardware.gpus[:1]]
+        return notes
+
+    def plan(self) -> MemoryPlan:
+        self._require_weights()
+        max_model_len = self._choose_context()
+        plan = self._plan_for(max_model_len, self._num_blocks(max_model_len))
+        return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
+
+    def _plan_for(self, max_model_len: int, num_blocks: int) -> MemoryPlan:
+        """Return the plan for this context and cache, whether it fits or not."""
+        ranks, inputs = self.ranks, self.inputs
+        places = self.places if self.gpu else self.places[:1]  # on a CPU all ranks share the memory
+        return MemoryPlan(
+            device=ranks[0].device,
+            dtype=self.dtype,
+            kv_dtype=inputs.kv_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=inputs.batched_tokens,
+            long_prefill_token_threshold=self._long_prefill_threshold(),
+            num_blocks=self.split.blocks(num_blocks),
+            windows=self.split.windows,
+            block_size=inputs.block_size,
+            weights_bytes=sum(rank.weights(max_model_len) for rank in ranks),
+            kv_bytes=self._kv(num_blocks),
+            activation_bytes=sum(rank.activations(max_model_len, num_blocks) for rank in ranks),
+            reserve_bytes=sum(reserve for _, reserve in places),
+            free_bytes=sum(free for free, _ in places),
+            async_depth=self._async_depth(),
+            graph_bytes=sum(rank.graphs for rank in ranks),
+            num_places=self.num_places,
+            state_bytes=inputs.state_bytes,
+            sampler_bytes=sum(rank.sampler_bytes(max_model_len, num_blocks) for rank in ranks),
+            is_measured=bool(self.measured),
+            quantization=quantization_in_words(
+                self.spec.quantization, self.config.quantization, ranks[0].device, self.config.cpu_weights
+            ),
+            comm_bytes=sum(rank.comm for rank in ranks),
+            target_step_s=TARGET_STEP_S if self._is_paced() else 0.0,
+            fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
+            ranks=self._rank_plans(max_model_len, num_blocks),
+        )
+
+    # -- ranks
+
+    def _rank_memories(self, shards: Sequence[Shard]) -> list[RankMemory]:
+        own: Sequence[Shard | None] = shards or [None] * len(self.gpus)
+        seen: Sequence[Measured | None] = self.measured or [None] * len(self.gpus)
+        return [RankMemory(self.inputs, *each) for each in zip(self.gpus, self.budgets, own, seen, strict=True)]
+
+    def _rank_plans(self, max_model_len: int, num_blocks: int) -> tuple[RankPlan, ...]:
+        if not self.shards:
+            return ()
+        stages = sorted({shard.layers.start for shard in self.shards})
+        return tuple(
+            rank.plan(stages.index(shard.layers.start), max_model_len, num_blocks, *place)
+            for rank, shard, place in zip(self.ranks, self.shards, self.places, strict=True)
+        )
+
+    def _split(self) -> list[Shard]:
+        """Divide the model by the memory that each rank has left, counted with even shares first."""
+        sizes, unit = self._sizes(), feature_unit(self.spec.quantization, self.config.quantization)
+        shares = self.budgets if self.gpu else [budget // len(self.gpus) for budget in self.budgets]
+        even = split_model(self.spec, [SplitDevice(1, 1)] * len(self.gpus), self.division, sizes, 0, unit)
+        length = self.config.max_model_len or min(self.spec.max_position, SPLIT_CONTEXT)
+        devices = [
+            SplitDevice(share - rank.activations(length, 0) - rank.graphs - rank.comm, speed)
+            for rank, share, speed in zip(self._rank_memories(even), shares, self._speeds(), strict=True)
+        ]
+        return split_model(self.spec, devices, self.division, sizes, length, unit)
+
+    def _speeds(self) -> list[float]:
+        """Return the memory bandwidth of each rank, or 1 for all of them if one is not known."""
+        speeds = [gpu.place.bandwidth if gpu else None for gpu in self.gpus]
+        return [1.0] * len(speeds) if None in speeds else [speed or 1.0 for speed in speeds]
+
+    def _sizes(self) -> ModelBytes:
+        device = f"cuda:{self.gpu.index}" if self.gpu else "cpu"
+        resident = self.resident_bytes(device, self.dtype, 1, self.config.quantization)
+        return model_bytes(self.spec, resident, DTYPE_BYTES[self.dtype], self.inputs.kv_dtype)
+
+    def _scaled(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
+        """Scale the stored bytes to the dtype, and to a rank's share by arithmetic."""
+        whole = math.ceil(self.stored_bytes * DTYPE_BYTES[dtype] / DTYPE_BYTES[self.spec.dtype])
+        if self.spec.drafter is not None:
+            whole += scaled_bytes(self.spec.drafter, dtype)
+        return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
+
+    def split_note(self) -> str:
+        """Return what the shares became, and what their exchanges cost."""
+        words = split_in_words(self.spec, self.shards)
+        weights = sum(rank.weights(1) for rank in self.ranks)
+        return " ".join(
+            filter(None, (f"{words}." if words else "", exchange_note(self.spec, self.gpus, weights, self.division)))
+        )
+
+    # -- dtype
+
+    def _choose_dtype(self) -> str:
+        asked = self.config.dtype
+        if self.gpu is None:
+            return self._cpu_dtype() if asked == "auto" else asked
+        if asked == "bfloat16" and not self.gpu.supports_bfloat16:
+            raise UnsupportedOption(
+                f"--dtype bfloat16 is not supported by {self.gpu.name}.",
+                f"It needs compute capability 8.0; this GPU has {_capability_name(self.gpu)}.",
+                "--dtype float16",
+                param="dtype",
+            )
+        if asked == "auto" and self.spec.dtype == "bfloat16" and not self.gpu.supports_bfloat16:
+            self.notes.append(
+                f"float16 instead of the checkpoint's bfloat16: {self.gpu.name} has compute capability "
+                f"{_capability_name(self.gpu)}, bfloat16 needs 8.0."
+            )
+            return "float16"
+        return self.spec.dtype if asked == "auto" else asked
+
+    def _refuse_latents(self) -> None:
+        """Refuse latent attention where its kernels cannot run: its long rows need 16-bit matrix units."""
+        if self.gpu is None or self.spec.latent is None:
+            return
+        if self.gpu.compute_capability < (8, 0):
+            raise UnsupportedOption(
+                f"Latent attention is not supported by {self.gpu.name}.",
+                f"Its kernels need compute capability 8.0; this GPU has {_capability_name(self.gpu)}.",
+                "--device cpu",
+                param="device",
+            )
+        if self.dtype == "float32":
+            raise UnsupportedOption(
+                "Latent attention does not run in float32 on a GPU.",
+                "A float32 tile of the keys takes more shared memory and registers than most GPUs have.",
+                "--dtype bfloat16",
+                param="dtype",
+            )
+
+    def _refuse_prompt_embeds(self) -> None:
+        if self.config.enable_prompt_embeds and self.spec.per_layer_input is not None:
+            raise UnsupportedOption(
+                f"--enable-prompt-embeds is not supported for {self.spec.architecture}.",
+                "Each of its layers has a further embedding of every token, which needs the token's id.",
+                "Leave the flag out.",
+                param="enable_prompt_embeds",
+            )
+
+    def _cpu_dtype(self) -> str:
+        """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit
+        weights 16 bits wide whatever the type of the activations."""
+        count, quantization = self.resident_bytes, self.config.quantization
+        as_float32, as_bfloat16 = (count("cpu", dtype, MIN_CONTEXT, quantization) for dtype in ("float32", "bfloat16"))
+        if 2 * as_float32 <= self.budgets[0] or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
+            return "float32"
+        self.notes.append(
+            f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "
+            f"half of the usable {format_bytes(self.budgets[0])}. --dtype float32 forces float32."
+        )
+        return "bfloat16"
+
+    # -- sizes
+
+    def _kv(self, num_blocks: int) -> int:
+        """Return the bytes of the KV caches of all ranks with `num_blocks` blocks of the main group."""
+        return sum(rank.kv(num_blocks) for rank in self.ranks)
+
+    def _within(self, kv_bytes: int) -> int:
+        """Return how many blocks of the main group fit into a KV cache of `kv_bytes` bytes."""
+        return most_blocks(lambda num_blocks: self._kv(num_blocks) <= kv_bytes)
+
+    def _blocks_left(self, max_model_len: int) -> int:
+        """Return the blocks of the main group that fit on every rank. On a CPU ranks share one budget."""
+        if self.gpu is not None or len(self.ranks) == 1:
+            return min(rank.blocks_within(rank.budget, max_model_len) for rank in self.ranks)
+        needs = [rank.needs_with(max_model_len) for rank in self.ranks]
+        return most_blocks(lambda n: sum(each(n) for each in needs) <= self.budgets[0])
+
+    def _num_blocks(self, max_model_len: int) -> int:
+        left = self._blocks_left(max_model_len)
+        if self.config.kv_cache_memory_bytes is not None:
+            return min(left, self._within(self.config.kv_cache_memory_bytes))
+        return left if self.gpu else self._default_blocks(max_model_len, left)
+
+    def _default_blocks(self, max_model_len: int, left: int) -> int:
+        """Return a CPU's default KV blocks: one full or several modest contexts, within a share of the memory left."""
+        contexts = min(self.config.max_num_seqs, CPU_CONTEXTS)
+        tokens = max(max_model_len, contexts * min(max_model_len, CPU_CONTEXT_LEN))
+        return min(self._within(int(self._kv(left) * CPU_KV_SHARE)), 1 + -(-tokens // self.inputs.block_size))
+
+    def _context_fits(self, max_model_len: int) -> bool:
+        """Return whether this context fits, together with the requested size of the cache if there is one."""
+        asked = self.config.kv_cache_memory_bytes or 0
+        has_blocks = self._num_blocks(max_model_len) >= self.split.needs(max_model_len)
+        return has_blocks and (not asked or asked <= self._kv(self._blocks_left(max_model_len)))
+
+    def _largest_context(self) -> int:
+        """Return the longest context that fits, 0 if none does, by bisection (fitting is monotone)."""
+        if self._context_fits(self.spec.max_position):
+            return self.spec.max_position
+        low, high = 0, math.ceil(self.spec.max_position / self.inputs.block_size)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._context_fits(middle * self.inputs.block_size) else (low, middle)
+        return low * self.inputs.block_size
+
+    # -- decisions and refusals
+
+    def _require_weights(self) -> None:
+        least = self._least_context
+        blocks = self.split.needs(least)
+        needs = [rank.needs(least, blocks) for rank in self.ranks]
+        if self.gpu is None:
+            needs = [sum(needs)] * len(needs)
+        short = [index for index, need in enumerate(needs) if need > self.budgets[index]]
+        if not short:
+            return
+        error = self._rank_too_small(short[0], needs) if self.gpu and self.shards else self._too_small(needs[0], least)
+        error.plan = self._plan_for(least, blocks)
+        raise error
+
+    def _too_small(self, need: int, least: int) -> DoesNotFit:
+        weights = sum(rank.weights(least) for rank in self.ranks)
+        states = f", the recurrent states of {self.config.max_num_seqs} requests and their checkpoints "
+        states += format_bytes(self.inputs.state_bytes)
+        return DoesNotFit(
+            f"The model does not fit {self._place()}.",
+            f"Weights need {format_bytes(weights)} in {self.dtype}{states if self.num_places else ''}, with one short "
+            f"request and a step of "
+            f"{format_count(self.inputs.batched_tokens)} tokens {format_bytes(need)}; the budget is "
+            f"{format_bytes(self.budgets[0])} ({self._budget_in_words()}).",
+            self._room_hint(need),
+        )
+
+    def _rank_too_small(self, index: int, needs: Sequence[int]) -> DoesNotFit:
+        rank, (free, reserve) = self.ranks[index], self.places[index]
+        assert rank.gpu is not None
+        return DoesNotFit(
+            f"Rank {index} ({rank.device}, {rank.gpu.name}) has {format_bytes(rank.budget)} and needs "
+            f"{format_bytes(needs[index])}.",
+            f"{format_bytes(free)} are free, {format_bytes(reserve)} kept in reserve, utilisation "
+            f"{self.config.gpu_memory_utilization:g}; weights take {format_bytes(rank.weights(1))}.",
+            self._rank_hint(needs),
+            param="tensor_parallel_size",
+        )
+
+    def _rank_hint(self, needs: Sequence[int]) -> str:
+        """Return what would give each rank a share that it holds: other shares, a pipeline, a smaller model."""
+        division, hints = self.division, []
+        whole, budget = sum(needs), sum(self.budgets)
+        if division.shares:
+            gib = [max(1, round(own / 1024**3)) for own in self.budgets[: division.tensor]]
+            hints.append(f"--tensor-split {','.join(map(str, gib))}")
+        if division.layers:
+            hints.append("leave out --pipeline-layer-partition")
+        if division.tensor > 1 and whole <= budget:
+            hints.append(f"-pp {division.num_ranks}")
+        hints += ["more GPUs"] if whole > budget else []
+        return f"{', '.join([*hints, 'a smaller model'])} or a higher --gpu-memory-utilization."
+
+    def _room_hint(self, need: int) -> str:
+        usable = max(1, self.places[0][0] - self.places[0][1])
+        if self.gpu is not None and need <= usable:
+            return f"--gpu-memory-utilization {math.ceil(need / usable * 100) / 100:.2f} is the smallest that works."
+        half = "--dtype bfloat16, " if self.dtype == "float32" else ""
+        cpu = " or --device cpu" if self.gpu is not None else ""
+        return f"{half}a smaller model, fewer --max-num-seqs or --max-num-batched-tokens{cpu}."
+
+    def _choose_context(self) -> int:
+        asked, largest = self.config.max_model_len, self._largest_context()
+        self._require_kv_budget()
+        if asked is not None and asked > largest:
+            self._refuse_context(asked, largest)
+        if asked is None and largest < min(MIN_CONTEXT, self.spec.max_position):
+            self._refuse_context(min(MIN_CONTEXT, self.spec.max_position), largest)
+        if asked is None and largest < self.spec.max_position:
+            self.notes.append(
+                f"Context {format_count(largest)} of the model's {format_count(self.spec.max_position)} tokens: "
+                "the KV cache holds no more."
+            )
+        return asked if asked is not None else largest
+
+    def _require_kv_budget(self) -> None:
+        length = self.config.max_model_len or MIN_CONTEXT
+        asked, left = self.config.kv_cache_memory_bytes, self._kv(self._blocks_left(length))
+        if asked is not None and asked > left:
+            raise DoesNotFit(
+                f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit {self._place()}.",
+                f"{format_bytes(left)} are left ({self._budget_in_words()}) after the weights, "
+                f"which take {format_bytes(sum(rank.weights(length) for rank in self.ranks))}.",
+                "Leave out the flag, or set a smaller size.",
+                param="kv_cache_memory_bytes",
+            )
+
+    def _refuse_context(self, asked: int, largest: int) -> None:
+        need, planned = map(self._kv, (self.split.needs(asked), self._num_blocks(asked)))
+        options = [f"--max-model-len {largest}"] if largest else []
+        place, budget, cache = self._place(), self._budget_in_words(), self.config.kv_cache_memory_bytes
+        if cache is not None and need > cache:
+            place, budget = "into the requested KV cache", f"--kv-cache-memory-bytes {format_bytes(cache)}"
+            left = self._kv(self._blocks_left(asked))
+            options.append(f"--kv-cache-memory-bytes {need}" if need <= left else "a larger --kv-cache-memory-bytes")
+        elif cache is not None:
+            options.append("a larger --kv-cache-memory-bytes")
+        elif self.gpu is not None and self.config.gpu_memory_utilization < 0.95:
+            options.append("a higher --gpu-memory-utilization")
+        elif self.gpu is None and self._kv(self._blocks_left(asked)) >= need:
+            options.append(f"--kv-cache-memory-bytes {need}")
+        steps, windowed = self.inputs.batched_tokens, any(self.split.windows)
+        fewer = f"less than --max-num-batched-tokens {steps}"
+        fewer += ", whose blocks layers with a window hold besides their windows" if windowed else ""
+        options += ["fewer --max-num-seqs", fewer]
+        options += ["--dtype bfloat16"] if self.dtype == "float32" else []
+        auto = (
+            " Without --max-model-len the largest length is chosen automatically." if self.config.max_model_len else ""
+        )
+        error = DoesNotFit(
+            f"A context of {format_count(asked)} tokens does not fit {place}.",
+            f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
+            f"({budget}); the largest length that works with steps of {format_count(steps)} tokens is "
+            f"{format_count(largest)}.",
+            f"{', or '.join(options)}.{auto}",
+            param="max_model_len",
+        )
+        error.plan = self._plan_for(asked, self.split.needs(asked))
+        raise error
+
+    def _long_prefill_threshold(self) -> int:
+        asked = self.config.long_prefill_token_threshold
+        if asked is None:
+            return self.inputs.batched_tokens if self._is_paced() else max(1, self.inputs.batched_tokens // 4)
+        return min(asked, self.inputs.batched_tokens)
+
+    def _is_paced(self) -> bool:
+        """Return whether times of steps limit prompts beside decodes. Not with ranks: a pipeline's steps overlap."""
+        return self.gpu is None and not self.shards and self.config.long_prefill_token_threshold is None
+
+    def _async_depth(self) -> int:
+        asked = self.config.async_scheduling
+        return 2 if (self.gpu is not None if asked is None else asked) else 1
+
+    # -- words
+
+    def _place(self) -> str:
+        if self.gpu and self.shards:
+            return f"on {len(self.gpus)} GPUs"
+        return f"on {self.gpu.name}" if self.gpu else "in this machine's memory"
+
+    def _budget_in_words(self) -> str:
+        places = self.places if self.gpu else self.places[:1]
+        free, reserve = (sum(numbers) for numbers in zip(*places, strict=True))
+        words = f"{format_bytes(free)} free, {format_bytes(reserve)} kept in reserve"
+        return f"{words}, utilisation {self.config.gpu_memory_utilization:g}" if self.gpu else words
+
+    def _closing_notes(self, plan: MemoryPlan) -> list[str]:
+        notes = []
+        if plan.max_num_batched_tokens < plan.max_num_seqs:
+            notes.append(
+                f"A step holds {plan.max_num_batched_tokens} tokens, so no more of the {plan.max_num_seqs} "
+                "requests can decode together."
+            )
+        timid = self.config.kv_cache_memory_bytes is not None or (
+            self.gpu is not None and self.config.gpu_memory_utilization < 0.85
+        )
+        more = (self._within(plan.kv_bytes + plan.unused_bytes) - max(plan.num_blocks)) * plan.block_size
+        if timid and more >= plan.max_model_len:
+            notes.append(
+                f"{format_bytes(plan.unused_bytes)} stay unused; as KV cache they would hold "
+                f"{format_count(more)} more tokens."
+            )
+        return notes
+
+
+def _capability_name(gpu: Gpu) -> str:
+    return ".".join(map(str, gpu.compute_capability))

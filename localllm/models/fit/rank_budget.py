@@ -1,0 +1,239 @@
+"""The memory of one rank: its weights, its part of the KV cache, its step, and how many blocks its budget holds.
+
+A model in one process is the case of a single rank that holds the whole model.
+Does not know: how ranks share a machine's memory, which context is chosen (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from localllm.config.settings import EngineConfig
+from localllm.machine.hardware import Gpu
+from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
+from localllm.models.fit.cache_sizes import KVSplit, most_blocks
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
+from localllm.models.spec.shard import Shard, local_spec
+from localllm.units import format_bytes
+
+MIB = 1024**2
+GRAPH_BYTES = 256 * MIB  # the driver's memory for the CUDA graphs of all step shapes
+GRAPH_PROMPTS = 32  # most prompts of a recorded step, beside max_num_seqs decodes (runner/graphs.py)
+NCCL_BYTES = 512 * MIB  # of a rank's communicators; NCCL takes 0.2 to 1 GiB, outside of torch's counters
+CPU_RANK_BYTES = 256 * MIB  # of a rank's process on a CPU: interpreter, torch, gloo's buffers
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The memory of one rank of several. Its number is its place in `MemoryPlan.ranks`."""
+
+    device: str  # cpu, cuda:0, ...
+    name: str  # name of the GPU, or CPU
+    stage: int
+    shard: Shard
+    weights_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    comm_bytes: int  # of the exchange between ranks; on a CPU mostly the rank's process
+    free_bytes: int  # of the device; on a CPU all ranks share it
+    reserve_bytes: int
+    numa_node: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the rank is expected to use."""
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Memory of a loaded model or of one rank of it, from the allocator's counters."""
+
+    weights_bytes: int
+    activation_bytes: int  # the most that one full step held besides weights and KV cache, the runner's state included
+    comm_bytes: int | None = None  # of the exchange between ranks; None: not measured
+
+
+class ResidentBytes(Protocol):
+    """Bytes that the loader will hold (see loader.py); linear in `max_model_len`, due to rotary tables."""
+
+    def __call__(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int: ...
+
+
+def scaled_bytes(drafter: DrafterPlan, dtype: str) -> int:
+    """Return the bytes of a drafter's tensors in another type than they are stored in."""
+    return -(-drafter.stored_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[drafter.spec.dtype])
+
+
+def drafter_note(drafter: DrafterPlan, dtype: str, kv_dtype: str) -> str:
+    """Return what a drafter adds to the numbers of a plan, as a sentence."""
+    kv = kv_bytes_per_token(drafter.spec, kv_dtype)
+    return (
+        f"Drafter ({drafter.method}): about {format_bytes(scaled_bytes(drafter, dtype))} of the weights, and "
+        f"{format_bytes(kv)} of KV cache per token beside the model's own."
+    )
+
+
+class PlanInputs(NamedTuple):
+    """The settings and sizes that all ranks have in common."""
+
+    config: EngineConfig
+    spec: ModelSpec  # of the whole model
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    batched_tokens: int
+    resident_bytes: ResidentBytes
+    split: KVSplit
+    state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
+
+
+class RankMemory:
+    """The memory of one rank. shard None: one rank holds the whole model."""
+
+    def __init__(
+        self,
+        inputs: PlanInputs,
+        gpu: Gpu | None,
+        budget: int,
+        shard: Shard | None = None,
+        measured: Measured | None = None,
+    ) -> None:
+        self.inputs, self.gpu, self.budget, self.shard, self.measured = inputs, gpu, budget, shard, measured
+        self.device = "cpu" if gpu is None else f"cuda:{gpu.index}"
+        whole = inputs.spec
+        spec = whole if shard is None else local_spec(whole, shard)
+        is_last = shard is None or shard.layers.stop == whole.num_layers
+        self._spec = spec
+        config = inputs.config
+        self.step = StepMemory(
+            spec, inputs.dtype, inputs.kv_dtype, gpu is not None, config.max_num_seqs, inputs.batched_tokens,
+            inputs.block_size,
+            is_quantized=whole.quantization is not None or config.quantization is not None,
+            prompt_embeds=config.enable_prompt_embeds,
+            samples=is_last and (shard is None or shard.index == 0),
+            own_logits=len(shard.vocab) if shard is not None and is_last and shard.size > 1 else 0,
+        )  # fmt: skip
+        self.graphs = self._graph_bytes() if gpu and not config.enforce_eager else 0
+
+    # -- parts
+
+    @cached_property
+    def _weights_line(self) -> tuple[int, int]:
+        """Bytes of the weights without rotary tables, and of the tables per position."""
+        one, two = (self._resident(length) for length in (1, 2))
+        return 2 * one - two, two - one
+
+    def _resident(self, max_model_len: int) -> int:
+        inputs, shard = self.inputs, self.shard
+        quantization = inputs.config.quantization
+        if shard is None:
+            return inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization)
+        return inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization, shard)
+
+    def weights(self, max_model_len: int) -> int:
+        """Return the bytes of the weights, with the tables for this context."""
+        if self.measured is not None:
+            return self.measured.weights_bytes
+        at_none, each = self._weights_line
+        return at_none + each * max_model_len
+
+    @cached_property
+    def _block_bytes(self) -> tuple[tuple[int, ...], int]:
+        """Bytes of a block of each group, and of a drafter's block."""
+        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        own = block_bytes(self._spec, inputs.block_size, inputs.kv_dtype)
+        return own, inputs.block_size * kv_bytes_per_token(drafter.spec, inputs.kv_dtype) if drafter else 0
+
+    def kv(self, num_blocks: int) -> int:
+        """Return the bytes of the rank's KV cache with `num_blocks` blocks of the main group."""
+        sizes, drafter = self._block_bytes
+        own = zip(self.inputs.split.blocks(num_blocks), sizes, strict=True)
+        return sum(count * size for count, size in own) + num_blocks * drafter
+
+    def activations(self, max_model_len: int, num_blocks: int) -> int:
+        """Return the most that a step holds with this context and cache."""
+        if self.measured is not None:
+            return self.measured.activation_bytes
+        return self.step.bytes_at(max_model_len, num_blocks) + self._features
+
+    def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
+        """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""
+        return 0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks)
+
+    @property
+    def _features(self) -> int:
+        """Bytes of the features of a step that a drafter reads."""
+        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
+        return inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
+
+    def _graph_bytes(self) -> int:
+        """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
+        rows = self.inputs.config.max_num_seqs + GRAPH_PROMPTS
+        logits = self.inputs.spec.vocab_size if self.step.samples else self.step.own_logits
+        return GRAPH_BYTES + rows * logits * 4 + self.activations(0, 0)
+
+    @property
+    def comm(self) -> int:
+        """Bytes of the exchange with other ranks."""
+        if self.shard is None:
+            return 0
+        if self.measured is not None and self.measured.comm_bytes is not None:
+            return self.measured.comm_bytes
+        stream = 2 * self.inputs.batched_tokens * self.inputs.spec.hidden_size * DTYPE_BYTES[self.inputs.dtype]
+        is_stage = len(self.shard.layers) < self.inputs.spec.num_layers
+        return (CPU_RANK_BYTES if self.gpu is None else NCCL_BYTES) + (stream if is_stage else 0)
+
+    # -- sizes
+
+    def fixed_bytes(self, max_model_len: int) -> int:
+        """Return the bytes that do not depend on the size of the KV cache."""
+        step = (
+            self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len) + self._features
+        )
+        return self.weights(max_model_len) + self.graphs + self.comm + step + self.inputs.state_bytes
+
+    def blocks_within(self, budget: int, max_model_len: int) -> int:
+        """Return how many blocks of the main group fit into `budget` bytes besides everything else."""
+        needs = self.needs_with(max_model_len)
+        return most_blocks(lambda num_blocks: needs(num_blocks) <= budget)
+
+    def needs(self, max_model_len: int, num_blocks: int) -> int:
+        """Return all bytes of the rank with this context and cache."""
+        return self.needs_with(max_model_len)(num_blocks)
+
+    def needs_with(self, max_model_len: int) -> Callable[[int], int]:
+        """Return the function from the size of the cache to all bytes of the rank with this context. A search for the
+        largest cache calls it often, so what the cache does not change is summed once.
+        """
+        rest = self.weights(max_model_len) + self.inputs.state_bytes + self.graphs + self.comm
+        if self.measured is not None:
+            rest += self.measured.activation_bytes
+            return lambda num_blocks: rest + self.kv(num_blocks)
+        step, rest = self.step.at(max_model_len), rest + self._features
+        return lambda num_blocks: rest + self.kv(num_blocks) + step.with_cache(num_blocks)
+
+    def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:
+        """Return the plan of a rank of several."""
+        assert self.shard is not None
+        return RankPlan(
+            device=self.device,
+            name=self.gpu.name if self.gpu else "CPU",
+            stage=stage,
+            shard=self.shard,
+            weights_bytes=self.weights(max_model_len),
+            kv_bytes=self.kv(num_blocks),
+            activation_bytes=self.activations(max_model_len, num_blocks),
+            graph_bytes=self.graphs,
+            comm_bytes=self.comm,
+            free_bytes=free_bytes,
+            reserve_bytes=reserve_bytes,
+            numa_node=self.gpu.place.numa_node if self.gpu else None,
+        )

@@ -1,0 +1,293 @@
+"""The shares of a model's ranks: its bytes by head, feature, expert and row, divided by the solver into shards.
+
+Bytes of one element come from the size of the whole model, so a quantised model needs no rules of its own here; the
+plan then counts each rank's weights exactly.
+Does not know: devices' names, flags (devices.py), how a good division is found (balance.py), torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from localllm.models.fit.activation_bytes import DTYPE_BYTES, group_token_bytes
+from localllm.models.fit.balance import Part, SplitDevice, StageBytes, proportional, sizes_of, solve_layers, solve_stage
+from localllm.models.formats.registry import method_of
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
+from localllm.models.spec.shard import VOCAB_UNIT, Shard, shards_of
+from localllm.units import format_count
+
+PLAIN_UNIT = 32  # features per unit where nothing is quantised
+BLOCKS = {"gguf": 256, "bitsandbytes": 64, "mxfp4": 32, "compressed-tensors": 128, "modelopt": 128}
+UNITS_PER_RANK = 4  # fewer units than these per rank are made smaller: a cut inside a block is exact too
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The number of ranks, and the shares that the user fixed."""
+
+    tensor: int = 1  # ranks that share each layer
+    pipeline: int = 1  # stages
+    shares: tuple[float, ...] = ()  # per rank of a stage; empty: by memory and bandwidth
+    layers: tuple[int, ...] = ()  # per stage; empty: by memory and bandwidth
+    whole_experts: bool | None = None  # None: where slices would be too narrow
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+
+class ModelBytes(NamedTuple):
+    """Bytes per element of a model's weights and per token of its KV cache."""
+
+    matrix: float  # element of a matrix in the layers
+    table: float  # element of the embedding and the head
+    kv_dtype: str
+
+
+def model_bytes(spec: ModelSpec, resident_bytes: float, table_bytes: float, kv_dtype: str) -> ModelBytes:
+    """Return the bytes per element, from the bytes of the whole model and of one element of its unquantised tables."""
+    tables = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    matrices = sum(_layer_elements(spec, layer) for layer in range(spec.num_layers))
+    left = resident_bytes - tables * table_bytes
+    if left <= 0:  # the tables are quantised as well
+        return ModelBytes(resident_bytes / (tables + matrices), resident_bytes / (tables + matrices), kv_dtype)
+    return ModelBytes(left / matrices, table_bytes, kv_dtype)
+
+
+def feature_unit(quantization: Mapping[str, Any] | None, at_load: str | None = None) -> int:
+    """Return how many inputs of `down` one stored block holds, so that a cut between blocks repeats none."""
+    if quantization is None:
+        return 128 if at_load == "int4" else PLAIN_UNIT
+    method = method_of(quantization)
+    blocks = quantization.get("weight_block_size")
+    group = blocks[-1] if isinstance(blocks, list | tuple) and blocks else quantization.get("group_size")
+    if isinstance(group, int) and group > 0:
+        return group
+    return BLOCKS.get(method or "", PLAIN_UNIT)
+
+
+def split_model(
+    spec: ModelSpec,
+    devices: Sequence[SplitDevice],
+    division: Division,
+    sizes: ModelBytes,
+    context: int,
+    unit: int = PLAIN_UNIT,
+) -> list[Shard]:
+    """Return the shard of each rank, stage after stage. devices: one per rank in the same order.
+
+    Each size must be possible (devices.py refuses others by name).
+    """
+    size = division.tensor
+    stages = [devices[first : first + size] for first in range(0, division.num_ranks, size)]
+    layers = _layers(spec, stages, division, sizes, context)
+    return [
+        shard
+        for own, ranks in zip(layers, stages, strict=True)
+        for shard in _split_stage(spec, own, ranks, division, sizes, context, unit)
+    ]
+
+
+def count_shard(spec: ModelSpec, shard: Shard, resident_bytes: float, dtype: str) -> int:
+    """Return a shard's weights by arithmetic from the whole model's, where no headers are at hand."""
+    sizes = model_bytes(spec, resident_bytes, DTYPE_BYTES[dtype], dtype)
+    repeats = _repeats_kv(spec, shard.size)
+    head, fixed = _head_elements(spec, repeats_kv=repeats)
+    dense, own = _dense_layers(spec, shard.layers), len(shard.layers)
+    heads = len(shard.heads) if repeats or spec.latent is not None else len(shard.kv_heads)
+    experts = len(shard.experts) * len(shard.expert_features) + len(shard.shared_features)
+    features = dense * len(shard.features) + (own - dense) * experts
+    tables = _count_tables(spec, shard.layers)
+    elements = own * (heads * head + fixed) + features * _feature_elements(spec)
+    return math.ceil(elements * sizes.matrix + tables * len(shard.vocab) * spec.hidden_size * sizes.table)
+
+
+def takes_whole_experts(spec: ModelSpec, division: Division, unit: int) -> bool:
+    """Return whether each rank gets whole experts: as asked, or where slices have fewer than 4 units per rank."""
+    mixture = spec.mixture
+    if mixture is None or division.tensor == 1 or mixture.num_experts < division.tensor:
+        return False
+    narrow = mixture.intermediate_size < UNITS_PER_RANK * division.tensor * unit
+    return narrow if division.whole_experts is None else division.whole_experts
+
+
+def split_in_words(spec: ModelSpec, shards: Sequence[Shard]) -> str:
+    """Describe what the shards became: "6 + 2 of 8 KV heads, 10,752 + 3,584 of 14,336 features"."""
+    first = [shard for shard in shards if shard.layers == shards[0].layers]
+    stages = [shard for shard in shards if shard.index == 0]
+    words = []
+    if len(stages) > 1:
+        words.append(f"{_sum([len(s.layers) for s in stages])} of {spec.num_layers} layers")
+    if len(first) > 1:
+        repeated = spec.latent is not None or len(first) > spec.num_kv_heads
+        kind, whole = ("heads", spec.num_heads) if repeated else ("KV heads", spec.num_kv_heads)
+        words.append(f"{_sum([len(s.heads if repeated else s.kv_heads) for s in first])} of {whole} {kind}")
+        words += _fine_words(spec, first)
+    return ", ".join(words)
+
+
+def _fine_words(spec: ModelSpec, shards: Sequence[Shard]) -> list[str]:
+    mixture, words = spec.mixture, []
+    if _dense_layers(spec, range(spec.num_layers)):
+        words.append(f"{_sum([len(s.features) for s in shards])} of {format_count(spec.intermediate_size)} features")
+    if mixture is not None and len(shards[0].experts) < mixture.num_experts:
+        words.append(f"{_sum([len(s.experts) for s in shards])} of {mixture.num_experts} experts")
+    elif mixture is not None:
+        width = format_count(mixture.intermediate_size)
+        words.append(f"{_sum([len(s.expert_features) for s in shards])} of {width} features of every expert")
+    return words
+
+
+def _sum(counts: Sequence[int]) -> str:
+    return " + ".join(map(format_count, counts))
+
+
+# ---- the elements of a layer -----------------------------------------------------------------------------------------
+
+
+def _layer_elements(spec: ModelSpec, layer: int) -> float:
+    head, fixed = _head_elements(spec, repeats_kv=False)
+    attention = fixed + head * (spec.num_heads if spec.latent is not None else spec.num_kv_heads)
+    mixture = spec.mixture
+    if mixture is None or not mixture.is_in(layer):
+        return attention + spec.intermediate_size * _feature_elements(spec)
+    experts = mixture.num_experts * mixture.intermediate_size + mixture.shared_size
+    return attention + experts * _feature_elements(spec)
+
+
+def _feature_elements(spec: ModelSpec) -> int:
+    return (3 if spec.mlp_gated or spec.mixture is not None else 2) * spec.hidden_size
+
+
+def _head_elements(spec: ModelSpec, *, repeats_kv: bool) -> tuple[float, float]:
+    """Return the elements of the attention's matrices per head to divide, and those that every rank holds."""
+    hidden, latent = spec.hidden_size, spec.latent
+    if latent is not None:
+        query = (latent.q_latent_size or hidden) * (latent.nope_size + latent.rope_size)
+        key_value = latent.latent_size * (latent.nope_size + latent.value_size)
+        fixed = hidden * latent.cached_size + hidden * (latent.q_latent_size or 0)
+        return query + key_value + latent.value_size * hidden, fixed
+    row = spec.head_dim * hidden
+    if repeats_kv:
+        return 2 * row, 2 * row
+    return 2 * row * spec.num_heads / spec.num_kv_heads + 2 * row, 0
+
+
+def _dense_layers(spec: ModelSpec, layers: range) -> int:
+    return sum(spec.mixture is None or not spec.mixture.is_in(layer) for layer in layers)
+
+
+def _count_tables(spec: ModelSpec, layers: range) -> int:
+    """Return how many tables of the vocabulary a stage holds: the embedding, the head, or one for both."""
+    is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+    return 1 if is_first and is_last and spec.tie_word_embeddings else is_first + is_last
+
+
+# ---- layers among stages ---------------------------------------------------------------------------------------------
+
+
+def _layers(
+    spec: ModelSpec, stages: Sequence[Sequence[SplitDevice]], division: Division, sizes: ModelBytes, context: int
+) -> list[range]:
+    counts = list(division.layers) or [spec.num_layers]
+    if not division.layers and len(stages) > 1:
+        whole = [SplitDevice(sum(d.free_bytes for d in own), sum(d.bandwidth for d in own)) for own in stages]
+        table = spec.vocab_size * spec.hidden_size * sizes.table
+        kv = _layer_token_bytes(spec, sizes)
+        kv = kv if spec.latent is None else [own * division.tensor for own in kv]
+        layers = [_layer_elements(spec, layer) * sizes.matrix for layer in range(spec.num_layers)]
+        counts = solve_layers(whole, layers, kv, table, table, context)
+    return [range(a, b) for a, b in pairwise([0, *accumulate(counts)])]
+
+
+def _layer_token_bytes(spec: ModelSpec, sizes: ModelBytes) -> list[float]:
+    """Return the bytes of each layer's K and V of one token."""
+    kept = [0.0] * spec.num_layers
+    for group in kv_groups(spec):
+        for layer in group.layers:
+            kept[layer] = group_token_bytes(group, sizes.kv_dtype) / len(group.layers)
+    return kept
+
+
+# ---- one stage among ranks -------------------------------------------------------------------------------------------
+
+
+def _split_stage(
+    spec: ModelSpec,
+    layers: range,
+    devices: Sequence[SplitDevice],
+    division: Division,
+    sizes: ModelBytes,
+    context: int,
+    unit: int,
+) -> list[Shard]:
+    size = division.tensor
+    if size == 1:
+        heads = spec.num_heads if spec.latent is not None else spec.num_kv_heads
+        return shards_of(spec, [heads], layers=layers)
+    parts = _parts(spec, layers, division, sizes, unit)
+    stage = _stage_bytes(spec, layers, size, sizes, tuple(parts.values()))
+    if division.shares:
+        heads_of = _division_of_heads(spec, size, division.shares)
+        counts = [sizes_of(part, proportional(part.num_units, division.shares)) for part in stage.parts]
+    else:
+        repeats = _repeats_kv(spec, size)
+        divisions = [_division_of_heads(spec, size, [d.bandwidth for d in devices])] if repeats else None
+        heads_of, counts, _, _ = solve_stage(devices, stage, context, divisions)
+    return shards_of(spec, heads_of, layers=layers, **dict(zip(parts, counts, strict=True)))
+
+
+def _repeats_kv(spec: ModelSpec, size: int) -> bool:
+    return spec.latent is None and size > spec.num_kv_heads
+
+
+def _division_of_heads(spec: ModelSpec, size: int, weights: Sequence[float]) -> list[int]:
+    """Return heads in proportion to the weights; with more ranks than KV heads, query heads within each group."""
+    if spec.latent is not None:
+        return proportional(spec.num_heads, weights)
+    if not _repeats_kv(spec, size):
+        return proportional(spec.num_kv_heads, weights)
+    copies, group = size // spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    groups = [weights[first : first + copies] for first in range(0, size, copies)]
+    return [count for own in groups for count in proportional(group, own)]
+
+
+def _parts(spec: ModelSpec, layers: range, division: Division, sizes: ModelBytes, unit: int) -> dict[str, Part]:
+    """Return what can be divided finely, by the name that `shards_of` has for it; the vocabulary comes last."""
+    size, mixture = division.tensor, spec.mixture
+    dense = _dense_layers(spec, layers)
+    each = _feature_elements(spec) * sizes.matrix
+    parts = {}
+    if mixture is not None and takes_whole_experts(spec, division, unit):
+        width = mixture.intermediate_size
+        parts["experts"] = Part(mixture.num_experts, 1, (len(layers) - dense) * width * each)
+    elif mixture is not None:
+        per_feature = (len(layers) - dense) * mixture.num_experts * each
+        parts["expert_features"] = _part(mixture.intermediate_size, unit, size, per_feature)
+    if mixture is not None and mixture.shared_size:
+        parts["shared_features"] = _part(mixture.shared_size, unit, size, (len(layers) - dense) * each)
+    if dense:
+        parts["features"] = _part(spec.intermediate_size, unit, size, dense * each)
+    tables = _count_tables(spec, layers)
+    if tables:
+        parts["vocab"] = Part(spec.vocab_size, VOCAB_UNIT, tables * spec.hidden_size * sizes.table)
+    return parts
+
+
+def _part(count: int, unit: int, size: int, bytes_each: float) -> Part:
+    while unit > 1 and -(-count // unit) < UNITS_PER_RANK * size:
+        unit //= 2
+    return Part(count, unit, bytes_each)
+
+
+def _stage_bytes(spec: ModelSpec, layers: range, size: int, sizes: ModelBytes, parts: tuple[Part, ...]) -> StageBytes:
+    repeats = _repeats_kv(spec, size)
+    head, fixed = (n * len(layers) * sizes.matrix for n in _head_elements(spec, repeats_kv=repeats))
+    token = sum(_layer_token_bytes(spec, sizes)[layers.start : layers.stop])
+    if spec.latent is not None or repeats:
+        return StageBytes(spec.num_heads, head, 0.0, fixed, token / spec.num_kv_heads, parts)
+    return StageBytes(spec.num_kv_heads, head, token / spec.num_kv_heads, fixed, 0.0, parts)

@@ -1,0 +1,126 @@
+"""The names of GGUF files: which quantisation, which part of how many, and which file a request means.
+
+There is no standard, only habits: `Qwen3-0.6B-Q4_K_M.gguf`, `model.q8_0.gguf`, `Q2_K/x-Q2_K-00001-of-00003.gguf`.
+Does not know: what is inside a file, where the names come from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from localllm.errors import CorruptModel, ModelNotFound
+
+PREFERRED = (
+    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4_MOE", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M",
+    "Q5_K_S", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "BF16", "F16",
+)  # fmt: skip
+"""Default order of preference: about 4 bits, best first; then more bits, then fewer."""
+
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_[A-Z0-9]+)*|NVFP4|BF16|FP16|F16|FP32|F32))(?=$|[-._/])",
+    re.IGNORECASE,
+)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+_BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)|^mtp-", re.IGNORECASE)
+"""Names of files beside a model: its projector, its importance matrix, its small model for drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """One model in GGUF: a single file, or all parts of a split one in order."""
+
+    stem: str  # the name without folder, part number and extension
+    quant: str  # in capitals, as Q4_K_M; empty if the name does not contain one
+    files: tuple[str, ...]  # the files that exist, in order
+    num_parts: int  # the number of files that there should be
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the missing parts."""
+        if self.num_parts == len(self.files):
+            return []
+        return [name for name in parts_of(self.files[0]) if name not in self.files]
+
+
+def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
+    """Return the models among file names, sorted by name. Projectors, importance matrices and the small models that
+    write drafts (mtp-*) are left out."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
+            groups.setdefault(whole_stem(name), []).append(name)
+    return [
+        GGUFModel(whole.rpartition("/")[2], quant_of(files[0]), tuple(files), len(parts_of(files[0])))
+        for whole, files in groups.items()
+    ]
+
+
+def quant_of(name: str) -> str:
+    """Return the quantisation in a file's name, else in its folder's name; empty if neither has one."""
+    for part in (whole_stem(name.rpartition("/")[2]), name.rpartition("/")[0]):
+        found = _QUANT.findall(part)
+        if found:
+            return str(found[-1]).upper()
+    return ""
+
+
+def parts_of(name: str) -> list[str]:
+    """Return all parts of the split model that `name` belongs to; just `name` if it is not split."""
+    stem, ending = name[:-5], name[-5:]
+    match = _PART.search(stem)
+    if match is None:
+        return [name]
+    count = int(match[2])
+    return [f"{stem[: match.start()]}-{number:05d}-of-{match[2]}{ending}" for number in range(1, count + 1)]
+
+
+def require_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: str) -> GGUFModel:
+    """Return the complete model in `where` that is meant.
+
+    Raises `ModelNotFound` with the available ones and `hint`; `CorruptModel` for missing parts.
+    """
+    meant = choose(models, asked)
+    if not meant:
+        offers = ", ".join(dict.fromkeys(model.quant or model.stem for model in models)) or "no GGUF file"
+        raise ModelNotFound(f"{where} has no {asked}.", f"It has {offers}.", hint, param="model")
+    if len(meant) > 1:
+        raise ModelNotFound(
+            f"{where} has {len(meant)} models named {asked}.",
+            f"They are {', '.join(model.stem for model in meant)}.",
+            f"{where}:{meant[0].stem}",
+            param="model",
+        )
+    if meant[0].missing:
+        raise CorruptModel(
+            f"{meant[0].stem} of {where} is incomplete.",
+            f"{len(meant[0].missing)} of its {meant[0].num_parts} parts are missing, {meant[0].missing[0]} among them.",
+            hint,
+        )
+    return meant[0]
+
+
+def choose(models: Sequence[GGUFModel], asked: str | None) -> list[GGUFModel]:
+    """Return the models that `asked` can mean: a quantisation, or a file's name with or without its extension.
+
+    Without `asked`, return the one that suits most machines. Empty: no match; several: the name is ambiguous.
+    """
+    if asked is None:
+        return [_default([model for model in models if not model.missing] or models)] if models else []
+    wanted = asked.lower()
+    return (
+        [m for m in models if wanted in (m.stem.lower(), f"{m.stem.lower()}.gguf", *map(str.lower, m.files))]
+        or [m for m in models if wanted == m.quant.lower()]
+        or [m for m in models if f"ud-{wanted}" == m.quant.lower()]
+    )
+
+
+def whole_stem(name: str) -> str:
+    """Return a file's name without extension and part number; the same for all parts of one model."""
+    return _PART.sub("", name[:-5] if name.lower().endswith(".gguf") else name)
+
+
+def _default(models: Sequence[GGUFModel]) -> GGUFModel:
+    rank = {quant: position for position, quant in enumerate(PREFERRED)}
+    return min(models, key=lambda model: (rank.get(model.quant, len(rank)), model.stem))

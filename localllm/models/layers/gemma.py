@@ -1,0 +1,148 @@
+"""The parts of Gemma 3n and Gemma 4: AltUp, LAuReL and per-layer embeddings.
+
+AltUp (Gemma 3n) has several residual streams, of which a layer computes one and predicts the others (arXiv:2301.13310);
+LAuReL is a low-rank matrix beside attention (arXiv:2411.07501). The streams of a step are one tensor
+[T, streams, hidden].
+With per-layer embeddings every layer adds a small vector of the token to the stream, behind a gate:
+
+    given  = (norm(projection(embeds)) + table[token] * sqrt(size)) / sqrt(2)      once per step, [T, layers, size]
+    stream = stream + norm(up(act(gate(stream)) * given[:, layer]))                at the end of each layer
+
+The table is a model's largest tensor and is only read by rows, so it keeps its stored type.
+Does not know: where tensors come from, what the computed part of a layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.linear import Linear
+from localllm.models.layers.mlp import UNGATED
+from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.spec.gemma import PerLayerInputSpec
+
+LEAST_SQUARE = 1e-5
+"""Least mean of squares of a stream whose magnitude is changed."""
+
+
+class AltUp:
+    """One layer's prediction of all streams, and their correction once the layer has computed one."""
+
+    __slots__ = ("active", "correction", "output_scale", "prediction", "router", "router_norm")
+
+    def __init__(
+        self,
+        active: int,
+        router: Tensor,
+        router_norm: RMSNorm,
+        prediction: Tensor,
+        correction: Tensor,
+        output_scale: Tensor | None,
+    ) -> None:
+        """active: index of the computed stream. router [streams, hidden], prediction [streams * streams, streams],
+        correction [streams, streams] and output_scale [hidden] in the model's type; router_norm: its output is already
+        scaled for the router."""
+        self.active, self.router, self.router_norm = active, router, router_norm
+        self.prediction, self.correction, self.output_scale = prediction, correction, output_scale
+
+    def predict(self, streams: Tensor) -> Tensor:
+        """Return a fresh [T, streams, hidden]: stream j plus a mixture of all streams."""
+        count = streams.shape[1]
+        mixture = F.linear(self._modalities(streams[:, self.active]), self.prediction).view(-1, count, count)
+        return torch.baddbmm(streams, mixture, streams)
+
+    def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
+        """Correct the predicted streams in place, by how `computed` [T, hidden] differs from its prediction."""
+        factors = F.linear(self._modalities(computed), self.correction).add_(1.0)
+        innovation = computed - predicted[:, self.active]
+        return predicted.add_(factors[:, :, None] * innovation[:, None])
+
+    def output(self, streams: Tensor) -> Tensor:
+        """Return the computed stream as the per-layer embedding's gate reads it."""
+        active = streams[:, self.active]
+        return active.contiguous() if self.output_scale is None else active * self.output_scale
+
+    def _modalities(self, x: Tensor) -> Tensor:
+        """Return the router's outputs [T, streams] in the model's type."""
+        return F.linear(self.router_norm(x), self.router).float().tanh_().to(x.dtype)
+
+
+class AltUpEnds:
+    """The streams made of the embeddings, and joined again after the last layer."""
+
+    __slots__ = ("embed", "unembed")
+
+    def __init__(self, embed: Sequence[Linear], unembed: Sequence[Linear]) -> None:
+        """Matrices [hidden, hidden] of all streams but the first, which is the embeddings themselves."""
+        self.embed, self.unembed = list(embed), list(unembed)
+
+    def spread(self, embeds: Tensor) -> Tensor:
+        """Map [T, hidden] to streams [T, streams, hidden], all as long as the first."""
+        wanted = _magnitude(embeds)
+        return torch.stack([embeds, *(_resized(matrix(embeds), wanted) for matrix in self.embed)], dim=1)
+
+    def join(self, streams: Tensor) -> Tensor:
+        """Map streams [T, streams, hidden] to their mean [T, hidden]."""
+        first, *others = streams.unbind(1)
+        wanted = _magnitude(first)
+        changed = [
+            _resized(matrix(each.contiguous()), wanted) for matrix, each in zip(self.unembed, others, strict=True)
+        ]
+        return torch.stack([first, *changed]).mean(0)
+
+
+class Laurel:
+    """x plus the normed product of two low-rank matrices with x."""
+
+    __slots__ = ("left", "norm", "right")
+
+    def __init__(self, left: Linear, right: Linear, norm: RMSNorm | LayerNorm) -> None:
+        self.left, self.right, self.norm = left, right, norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, hidden] to a fresh tensor [T, hidden]."""
+        return self.norm(self.right(self.left(x))).add_(x)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    return x.float().square().mean(-1, keepdim=True).sqrt_()
+
+
+def _resized(x: Tensor, magnitude: Tensor) -> Tensor:
+    wide = x.float()
+    own = wide.square().mean(-1, keepdim=True).clamp_min_(LEAST_SQUARE).sqrt_()
+    return (wide * magnitude / own).to(x.dtype)
+
+
+class PerLayerInputs:
+    """The vectors of a step's tokens for all layers."""
+
+    __slots__ = ("norm", "projection", "sizes", "table")
+
+    def __init__(self, table: EmbeddingTable, projection: Linear, norm: RMSNorm, sizes: PerLayerInputSpec) -> None:
+        """projection: [layers * size, hidden]. norm: of each layer's part of its output."""
+        self.table, self.projection, self.norm, self.sizes = table, projection, norm, sizes
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, embeds: Tensor) -> Tensor:
+        """Return [T, layers, size]. embeds [T, hidden]: the tokens' embeddings as the first layer reads them."""
+        known: Tensor = token_ids.masked_fill(token_ids >= self.sizes.vocab_size, 0)
+        given: Tensor = self.table(known, positions).unflatten(1, (-1, self.sizes.size))
+        return given.add_(self.norm(self.projection(embeds).view(given.shape))).mul_(2**-0.5)
+
+
+class PerLayerGate:
+    """One layer's use of its vector; returns what is added to the stream."""
+
+    __slots__ = ("activation", "gate", "norm", "up")
+
+    def __init__(self, gate: Linear, up: Linear, norm: RMSNorm | LayerNorm, activation: str) -> None:
+        self.gate, self.up, self.norm, self.activation = gate, up, norm, UNGATED[activation]
+
+    def __call__(self, stream: Tensor, given: Tensor) -> Tensor:
+        """Map the stream [T, hidden], and the layer's vectors [T, size], to a fresh tensor [T, hidden]."""
+        return self.norm(self.up(self.activation(self.gate(stream)).mul_(given)))

@@ -1,0 +1,161 @@
+"""Recurrent layers: project, convolve, run the recurrence, gate and norm, project.
+
+    ShortConv       LFM2: y = out(C * conv(B * x)), where B, C and x come from one matrix
+    GatedDeltaNet   Qwen3-Next, Qwen3.5: the delta rule, norm, gate
+    Mamba2          Granite 4 H, Nemotron-H, Bamba, Falcon-H1: scan, gate, norm
+
+Does not know: which request owns which state (the step's `StateStep` does).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.causal_conv import causal_conv
+from localllm.kernels.gated_delta import gated_delta
+from localllm.kernels.gated_norm import gated_norm
+from localllm.kernels.layer_cache import LayerState, StateStep
+from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
+from localllm.models.layers.group import Projection
+from localllm.models.layers.linear import Linear
+
+
+class ShortConv:
+    """The state has a conv tensor of hidden-size channels, and no matrix."""
+
+    __slots__ = ("bias", "in_proj", "out", "weight")
+
+    def __init__(self, in_proj: Linear, weight: Tensor, bias: Tensor | None, out: Projection) -> None:
+        """in_proj: outputs [B | C | x]. weight [channels, K] or [channels, 1, K], and bias [channels]: as stored."""
+        self.in_proj, self.out = in_proj, out
+        self.weight = as_taps(weight)
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        assert state.conv is not None
+        before, after, inputs = self.in_proj(x).chunk(3, dim=1)
+        y = causal_conv(before * inputs, self.weight, self.bias, state.conv, step, silu=False)
+        return self.out(y.mul_(after))
+
+
+def as_taps(weight: Tensor) -> Tensor:
+    """Return the weight of a depthwise convolution, [channels, K] or [channels, 1, K], as [K, channels] in fp32."""
+    return weight.reshape(weight.shape[0], -1).t().float().contiguous()
+
+
+class DeltaHeads(NamedTuple):
+    """Heads of a gated delta net, of a shard where it is one."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    tiled: bool = False  # value head j uses key head j % key_heads, as GGUF files store it; else j // (their ratio)
+
+    @property
+    def parts(self) -> list[int]:
+        """Outputs of in_proj: the convolution's channels [q | k | v], z, b, a."""
+        values = self.value_heads * self.value_dim
+        return [2 * self.key_heads * self.key_dim + values, values, self.value_heads, self.value_heads]
+
+
+class GatedDeltaNet:
+    """The state has a conv tensor of the channels [q | k | v], and a matrix [value_heads, key_dim, value_dim]."""
+
+    __slots__ = ("dt_bias", "eps", "heads", "in_proj", "norm", "out", "rate", "weight")
+
+    def __init__(
+        self, in_proj: Linear, weight: Tensor, rate: Tensor, dt_bias: Tensor, norm: Tensor, eps: float,
+        out: Projection, heads: DeltaHeads,
+    ) -> None:  # fmt: skip
+        """in_proj: outputs [q | k | v | z | b | a], each part's heads one after the other; the matrices of a checkpoint
+        are stacked, and those that it groups by key head (Qwen3-Next's qkvz and ba) reordered.
+
+        weight [channels, K] or [channels, 1, K]: the convolution's, as stored. rate [value_heads]: -exp(A_log) in fp32.
+        norm [value_dim]: the weight of the norm before the gate, which is stored as it is applied (not minus 1).
+        """
+        self.in_proj, self.out, self.heads, self.eps = in_proj, out, heads, eps
+        self.weight = as_taps(weight)
+        self.rate, self.dt_bias, self.norm = (each.float().contiguous() for each in (rate, dt_bias, norm))
+
+    def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        assert state.conv is not None
+        assert state.matrix is not None
+        heads, tokens = self.heads, len(x)
+        inputs, z, b, a = self.in_proj(x).split(heads.parts, dim=1)
+        mixed = causal_conv(inputs, self.weight, None, state.conv, step, silu=True)
+        keys = heads.key_heads * heads.key_dim
+        q, k, v = mixed.split([keys, keys, heads.value_heads * heads.value_dim], dim=1)
+        q, k = (each.view(tokens, heads.key_heads, heads.key_dim) for each in (q, k))
+        v, z = (each.view(tokens, heads.value_heads, heads.value_dim) for each in (v, z))
+        y = gated_delta(q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step, tiled=heads.tiled)
+        return self.out(gated_norm(y, z, self.norm, self.eps, gate_first=False).view(tokens, -1))
+
+
+class ScanHeads(NamedTuple):
+    """Heads of a Mamba-2 layer, of a shard where it is one."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of B and C, and of the norm
+    state_size: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def parts(self) -> list[int]:
+        """Outputs of in_proj: z, the convolution's channels [x | B | C], dt."""
+        return [self.width, self.width + 2 * self.groups * self.state_size, self.heads]
+
+
+class Mamba2:
+    """The state has a conv tensor of the channels [x | B | C], and a matrix [heads, head_dim, state_size]."""
+
+    __slots__ = (
+        "bias", "dt_bias", "eps", "gate_first", "heads", "in_proj", "limits", "norm", "out", "rate", "skip", "weight",
+    )  # fmt: skip
+
+    def __init__(
+        self, in_proj: Projection, weight: Tensor, bias: Tensor | None, rate: Tensor, dt_bias: Tensor, skip: Tensor,
+        norm: Tensor | None, eps: float, out: Projection, heads: ScanHeads, *,
+        limits: tuple[float, float] = NO_LIMITS, gate_first: bool = True,
+    ) -> None:  # fmt: skip
+        """in_proj: outputs [z | x | B | C | dt].
+
+        weight [channels, K] or [channels, 1, K], bias [channels]: the convolution's, as stored. rate [heads]:
+        -exp(A_log) in fp32. skip [heads]: D. norm [width]: the weight of the norm; None: there is a gate only. limits:
+        of the time step after its softplus, `time_step_limit`. gate_first: the gate comes before the norm.
+        """
+        self.in_proj, self.out, self.heads, self.eps, self.limits = in_proj, out, heads, eps, limits
+        self.gate_first, self.norm = gate_first, None if norm is None else norm.float().contiguous()
+        self.weight = as_taps(weight)
+        self.bias = None if bias is None else bias.float()
+        self.rate, self.dt_bias, self.skip = (each.float().contiguous() for each in (rate, dt_bias, skip))
+
+    def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        assert state.conv is not None
+        assert state.matrix is not None
+        heads, tokens = self.heads, len(x)
+        z, inputs, dt = self.in_proj(x).split(heads.parts, dim=1)
+        mixed = causal_conv(inputs, self.weight, self.bias, state.conv, step, silu=True)
+        columns = heads.groups * heads.state_size
+        values, b, c = mixed.split([heads.width, columns, columns], dim=1)
+        y = selective_scan(
+            values.view(tokens, heads.heads, heads.head_dim), dt,
+            b.view(tokens, heads.groups, heads.state_size), c.view(tokens, heads.groups, heads.state_size),
+            self.rate, self.dt_bias, self.skip, state.matrix, step, limits=self.limits,
+        )  # fmt: skip
+        y, z = (each.view(tokens, heads.groups, -1) for each in (y, z))
+        if self.norm is None:
+            gated = y.mul_(F.silu(z.float()))
+        else:
+            gated = gated_norm(y, z, self.norm, self.eps, gate_first=self.gate_first)
+        return self.out(gated.view(tokens, -1))

@@ -1,0 +1,156 @@
+"""Modules of `transformers`: load them, build them from shapes alone, put their matrices into our layouts.
+
+Does not know: attention, caches, steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.families.bamba import time_step_limits
+from localllm.models.layers.linear import Linear
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.transformers_backend.config_class import first_line, load_config
+
+
+def load_module(
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
+) -> Any:
+    """Load the causal language model of folder `path` with eager attention onto the device."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
+    attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
+    module = read_module(
+        AutoModelForCausalLM, path, config, dtype, attention=attention, trust_remote_code=trust_remote_code
+    )
+    _remove_floor_of_time_steps(module)
+    return module.to(device)
+
+
+def _remove_floor_of_time_steps(module: nn.Module) -> None:
+    """Set the limits of Mamba-2's time step to the config's; missing: none.
+
+    transformers 5.23 gives some classes config.time_step_min, which is the range of an initialisation, as a floor that
+    their scan of several tokens has and their single step has not: a state would depend on how a token was computed.
+    """
+    for part in module.modules():
+        config = getattr(part, "config", None) or module.config
+        floor = (getattr(config, "time_step_min", None), float("inf"))
+        if tuple(getattr(part, "time_step_limit", None) or ()) == floor:
+            limits: Any = time_step_limits({"time_step_limit": getattr(config, "time_step_limit", None)})
+            part.time_step_limit = limits
+
+
+def read_module(
+    auto: Any,
+    path: Path,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str,
+    trust_remote_code: bool,
+    unused: tuple[str, ...] = (),
+) -> Any:
+    """Load a transformers module from folder `path` onto the CPU.
+
+    Raises `CorruptModel` if the module and the checkpoint do not have the same tensors, `UnsupportedModel` if the
+    class fails. unused: prefixes of names that
+    may differ.
+    """
+    try:
+        with _quiet():
+            module, report = auto.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except Exception as error:  # the class may raise anything
+        raise _translated(path, config, error) from error
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(name for name in map(str, report.get(kind) or ()) if not name.startswith(unused))
+        if names:
+            raise CorruptModel(
+                f"The checkpoint in {path} does not match {type(module).__name__}.",
+                f"{kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
+            )
+    return module.eval().requires_grad_(False)
+
+
+def _translated(path: Path, config: Any, error: Exception) -> Exception:
+    """Return the error to raise for what transformers raised while it loaded a model."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return error
+    if isinstance(error, OSError | SafetensorError) or "mismatch" in str(error):
+        return CorruptModel(f"transformers cannot load {path}.", first_line(error))
+    return UnsupportedModel(
+        f"transformers cannot build the model in {path}.",
+        f"Its code for the type {config.model_type!r} fails: {type(error).__name__}: {first_line(error)}",
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Turn off transformers' progress bars and tables; relevant problems are raised as errors."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def module_on_meta(path: Path, *, trust_remote_code: bool) -> Any:
+    """Build the same model on `meta`: tensors have shapes only."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+class _DeviceLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def code_names(module: nn.Module) -> set[str]:
+    """Return the names that the code of a module's forward function uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set() if code is None else {*code.co_names, *code.co_varnames}
+
+
+def use_device_layouts(module: nn.Module, unchanged: Sequence[nn.Module] = ()) -> None:
+    """Replace every plain Linear by one in the layout that the device reads fastest.
+
+    unchanged: modules that keep theirs. So do modules whose own code reads a weight by name.
+    """
+    kept = {id(part) for each in unchanged for part in each.modules()}
+    for parent in list(module.modules()):
+        if id(parent) in kept or "weight" in code_names(parent):
+            continue
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _DeviceLinear(child))

@@ -1,0 +1,193 @@
+"""Fields of a ModelSpec from a checkpoint's config class, for models that `transformers` computes.
+
+The class fills in what config.json omits, so no family needs to be known here. Refused by name: models that are not
+causal language models, layers of other kinds than attention and recurrence, models that need the checkpoint's own code.
+Does not know: weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import CorruptModel, ModelError, UnsupportedModel
+from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
+from localllm.models.transformers_backend.config_class import first_line, load_config
+
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "model_max_length")
+_PARTS: dict[str, LayerPart] = {
+    "full_attention": "attention",
+    "sliding_attention": "attention",
+    "attention": "attention",
+    "linear_attention": "recurrent",
+    "conv": "recurrent",
+    "mamba": "recurrent",
+    "hybrid": "both",
+    "hybrid_sliding": "both",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+"""What mixes tokens in a layer, by the kinds of layers that configs name. Others are not supported."""
+_WINDOWED = ("sliding_attention", "hybrid_sliding")
+_FROM_PADDING = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Types that number positions from after the padding token."""
+
+
+def transformers_fields(path: Path, architecture: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Return sizes, layers and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    try:
+        _refuse(config, architecture, trust_remote_code=trust_remote_code)
+        fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
+        fields["max_position"] -= first_position(config)
+        if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
+            fields["recurrent"] = _recurrent(path, architecture, trust_remote_code=trust_remote_code)
+        return fields
+    except ModelError:
+        raise
+    except Exception as error:  # config classes raise many kinds of errors
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            f"Its config cannot be read through transformers: {type(error).__name__}: {first_line(error)}",
+        ) from error
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of the text part; of a model of text alone the config itself."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Return the sizes in a `PreTrainedConfig` by ModelSpec's names.
+
+    Raises `CorruptModel` for sizes that are not whole numbers above 0, `UnsupportedModel` for sizes that it lacks.
+    """
+    text = text_part(config)
+    heads = _whole(text, "num_attention_heads")
+    hidden = _whole(text, "hidden_size")
+    shapes = tuple(_kv_shape(layer) for layer in _layer_configs(text))
+    return {
+        "num_layers": _whole(text, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": _whole(text, "intermediate_size", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": shapes[0][0],
+        "head_dim": shapes[0][1],
+        "layer_kv_shapes": shapes if len(set(shapes)) > 1 else (),
+        "vocab_size": _whole(text, "vocab_size"),
+        "max_position": next(value for name in (*_LENGTHS, None) if (value := _length(text, name))),
+        "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+    }
+
+
+def first_position(config: Any) -> int:
+    """Return the number that the class gives to the first position of a text."""
+    return 1 + (config.pad_token_id or 0) if config.model_type in _FROM_PADDING else 0
+
+
+def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    names = [kind.__name__ for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None]
+    if architecture not in names and not is_remote:
+        kind = getattr(config, "model_type", "?")
+        instead = f"of type {kind!r} it has {', '.join(names)}" if names else f"it has none of type {kind!r}"
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            f"localllm has no decoder for it, and among the causal language models of transformers {instead}.",
+            "docs/reference/models.md lists the families.",
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{architecture} is not supported.", "It has an encoder; only decoders are supported.")
+
+
+def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
+    """Return what mixes tokens in each layer, and which layers are windowed."""
+    count = _whole(config, "num_hidden_layers")
+    kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"] * count]
+    if other := sorted(set(kinds) - set(_PARTS)):
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            f"It has layers of type {', '.join(other)}; supported: {', '.join(_PARTS)}.",
+        )
+    if len(kinds) != count:
+        raise CorruptModel(f"config.json describes {len(kinds)} layers in layer_types and {count} elsewhere.")
+    parts = tuple(_PARTS[kind] for kind in kinds)
+    if not any(part in ("attention", "both") for part in parts):
+        raise UnsupportedModel(f"{architecture} is not supported.", "None of its layers has attention.")
+    windowed = tuple(kind in _WINDOWED for kind in kinds)
+    return {
+        "layer_kinds": () if set(parts) == {"attention"} else parts,
+        "layer_is_windowed": windowed if any(windowed) else (),
+        "sliding_window": _window(config, architecture, windowed) if any(windowed) else None,
+    }
+
+
+def _window(config: Any, architecture: str, windowed: tuple[bool, ...]) -> int:
+    """Return the tokens that windowed layers see."""
+    layers = zip(_layer_configs(config), windowed, strict=True)
+    found = [getattr(layer, "sliding_window", None) for layer, own in layers if own]
+    window = found[0]
+    if len(set(map(repr, found))) > 1:
+        raise UnsupportedModel(f"{architecture} is not supported.", f"Its layers have windows of {found} tokens.")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise CorruptModel(
+            f"config.json has sliding_window = {window!r}, and layers that use it.", "It must be above 0."
+        )
+    return window
+
+
+def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> RecurrentSpec:
+    """Return the sizes of the states that the class keeps, from a model without data. Only this needs torch."""
+    from localllm.models.transformers_backend.mixers import find_mixers
+    from localllm.models.transformers_backend.module import module_on_meta
+
+    mixers = find_mixers(module_on_meta(path, trust_remote_code=trust_remote_code), architecture)
+    if not mixers:
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            "It has recurrent layers, and none of its modules asks the cache of transformers for its states.",
+        )
+    conv, matrix = (max(mixer.numbers(kind) for mixer in mixers) for kind in ("conv", "matrix"))
+    return RecurrentSpec("module", held=(conv, matrix))
+
+
+def _kv_shape(layer: Any) -> tuple[int, int]:
+    heads = _whole(layer, "num_attention_heads")
+    if getattr(layer, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
+        return heads, _whole(layer, "qk_nope_head_dim") + _whole(layer, "qk_rope_head_dim")
+    width = _whole(layer, "head_dim", _whole(layer, "hidden_size") // heads)
+    return _whole(layer, "num_key_value_heads", heads), width
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    """Return a config for each layer, as they may differ in any field (Gemma 4)."""
+    count = _whole(config, "num_hidden_layers")
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * count
+
+
+def _whole(config: Any, name: str, default: int | None = None) -> int:
+    differs = name in (getattr(config, "per_layer_attributes", None) or ())
+    value = getattr(config.per_layer_config[0] if differs else config, name, None)
+    if isinstance(value, list) and value:
+        value = max(value)  # layers of different widths: use an upper bound
+    value = default if value is None else value
+    if value is None:
+        kind = getattr(config, "model_type", "?")
+        raise UnsupportedModel(
+            f"Models of type {kind!r} are not supported.", f"Their config has no {name}, as decoders with attention do."
+        )
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
+    return value
+
+
+def _length(config: Any, name: str | None) -> int:
+    if name is None:
+        return 2048
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
