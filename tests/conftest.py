@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -41,6 +43,16 @@ def left_for_other_days(cases: list[pytest.Item], day: int) -> list[pytest.Item]
     assert marker is not None
     days = min(marker.args[0], len(cases))
     return [item for number, item in enumerate(cases) if (number + day) % days]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -85,20 +85,17 @@ def test_an_engine_that_ends_by_itself_tells_everybody_and_says_why(error: BaseE
             loop.submit([tokens(1, 3)])
 
 
-def test_a_client_hears_that_its_engine_has_ended() -> None:
-    async def main() -> None:
-        loop = PoolingLoop(Fails(DeviceLost("The GPU is gone.")), max_num_seqs=1, max_num_batched_tokens=9,
-                           max_num_queued=9)  # fmt: skip
-        client = PoolingClient(loop, None, PoolingLimits(9, 1, 9), 2)  # type: ignore[arg-type]
-        await client.start()
-        assert client.why_ended is None
-        with pytest.raises(DeviceLost):
-            await client.embed([[0, 0]])
-        assert isinstance(await asyncio.wait_for(client.ended(), 10), DeviceLost)
-        assert isinstance(client.why_ended, DeviceLost)
-        await client.stop()
-
-    asyncio.run(main())
+async def test_a_client_hears_that_its_engine_has_ended() -> None:
+    loop = PoolingLoop(Fails(DeviceLost("The GPU is gone.")), max_num_seqs=1, max_num_batched_tokens=9,
+                       max_num_queued=9)  # fmt: skip
+    client = PoolingClient(loop, None, PoolingLimits(9, 1, 9), 2)  # type: ignore[arg-type]
+    await client.start()
+    assert client.why_ended is None
+    with pytest.raises(DeviceLost):
+        await client.embed([[0, 0]])
+    assert isinstance(await asyncio.wait_for(client.ended(), 10), DeviceLost)
+    assert isinstance(client.why_ended, DeviceLost)
+    await client.stop()
 
 
 def test_a_batch_that_fails_ends_its_own_requests() -> None:
