@@ -18,7 +18,7 @@ with contextlib.suppress(ImportError):
 
 from tests.tiny import make_tiny_model
 
-thaw = gc.unfreeze
+freeze, thaw = gc.freeze, gc.unfreeze
 
 DAY = os.environ.get("LOCALLLM_TEST_DAY", "")
 """The number of the day, set by scripts/check for its quick run; empty: every case runs."""
@@ -56,11 +56,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish() -> None:
-    """A server under test collects garbage at each load and unload: let it not walk over a million objects of pytest
-    and of imported modules. Where servers freeze and unfreeze objects themselves, that would undo it."""
-    gc.collect()
-    gc.freeze()
+    """Servers under test freeze and unfreeze objects themselves, which would undo `freeze_older_objects`."""
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_older_objects() -> None:
+    """Hide from the garbage collector what is older than this file of tests. A server collects garbage at each load and
+    unload, and would walk over a million objects of pytest, torch and transformers for half a second."""
+    gc.collect()
+    freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.web.live_server import LiveServer, settings
-from tests.web.pages_stub import StubModel
+from tests.web.pages_stub import REPLY, StubModel
 
 
 def connect(server: LiveServer) -> socket.socket:
@@ -141,24 +141,7 @@ def chips(html: str) -> list[str]:
 
 
 def pdf(text: str) -> bytes:
-    """One page, one line, as pypdf writes it."""
-    pypdf = pytest.importorskip("pypdf")
-    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
-
-    writer = pypdf.PdfWriter()
-    page = writer.add_blank_page(300, 300)
-    font = DictionaryObject({
-        NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-        NameObject("/BaseFont"): NameObject("/Helvetica"),
-    })  # fmt: skip
-    fonts = DictionaryObject({NameObject("/F1"): font})
-    page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
-    stream = DecodedStreamObject()
-    stream.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
-    page[NameObject("/Contents")] = stream
-    out = io.BytesIO()
-    writer.write(out)
-    return out.getvalue()
+    return pdf_of([text])
 
 
 def new_project(browser: httpx.Client, name: str) -> str:
@@ -232,8 +215,13 @@ class Pages:
 
     def __init__(self) -> None:
         self.model = StubModel()
-        self.model.client.every_s, self.model.client.chars = 0.0, 20
+        self.reset()
         self.live = LiveServer(self.model, settings(ui=True))  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        client = self.model.client
+        client.every_s, client.chars, client.reply = 0.0, 20, REPLY
+        client.gate = client.failure = None
 
     def browser(self, **options: Any) -> httpx.Client:
         return browser_of(self.live, **options)

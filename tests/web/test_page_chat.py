@@ -39,21 +39,6 @@ from tests.web.pages_stub import StubModel
 pytestmark = pytest.mark.usefixtures("own_data")
 
 
-@pytest.fixture
-def fresh_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder for one test; the file in it."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.setattr(database, "BUSY_S", 0.05)
-    return chats_path()
-
-
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-    served.model.client.every_s = 0.0
-
-
 def new_chat_id(browser: httpx.Client) -> str:
     """The id that a new page has chosen for its chat."""
     found = re.search(r'name="begins" value="([^"]+)"', browser.get("/").text)

@@ -29,13 +29,6 @@ LONG = "b" * 700
 pytestmark = pytest.mark.usefixtures("own_data")
 
 
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-    served.model.client.failure = None
-
-
 def texts(page: str) -> list[str]:
     """What the person's messages say, in order."""
     return re.findall(r'<div class="message__text" dir="auto">([^<]*)</div>', page)

@@ -15,14 +15,6 @@ from tests.web.harness import SCRIPTED, Pages, message_urls, new_project, new_pr
 pytestmark = pytest.mark.usefixtures("own_data")
 
 
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-        client.post("/chats/wipe", data={"sure": "1"})
-    served.model.client.every_s, served.model.client.gate = 0.0, None
-
-
 # Prompts ------------------------------------------------------------------------------------------------------------
 
 

@@ -21,21 +21,6 @@ from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        with LiveServer(StubModel(), settings(ui=True)) as live:  # type: ignore[arg-type]
-            yield live
-
-
-@pytest.fixture
-def browser(server: LiveServer) -> Iterator[httpx.Client]:
-    with browser_of(server) as client:
-        client.post("/chats/wipe", data={"sure": "1"})
-        yield client
-
-
 # Exports of other programs, as they write them ----------------------------------------------------------------------
 
 

@@ -27,14 +27,6 @@ pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    before = served.model.client.reply
-    with served.browser() as client:
-        yield client
-    served.model.client.reply, served.model.client.gate, served.model.client.every_s = before, None, 0.0
-
-
-@pytest.fixture
 def second(served: Pages) -> Iterator[StubModel]:
     """Another model, loaded as well."""
     other = StubModel(name="second")

@@ -18,21 +18,6 @@ from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings,
 from tests.web.pages_stub import StubModel
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
-
-
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-    served.model.client.failure = None
-    served.model.client.every_s = 0.0
-
-
 def test_pages_answer_with_a_strict_policy(browser: httpx.Client) -> None:
     for path in ("/", "/dashboard", "/dev/patterns", "/c/unknown"):
         answer = browser.get(path)
