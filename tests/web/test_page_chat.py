@@ -8,7 +8,6 @@ import html
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.replies import active, claims
 from localllm.web.pages.chat.store import Chats, database
-from localllm.web.pages.chat.store.database import chats_path
 from tests.web.harness import (
     SCRIPTED,
     Pages,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import html
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,10 +15,7 @@ from localllm.web.pages.chat.imports import elements
 from localllm.web.pages.chat.imports.elements import MAX_NESTING
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import Imported, NotAChat, without_reasoning
-from tests.web.harness import SCRIPTED, browser_of, lm_studio, open_webui
-from tests.web.live_server import LiveServer, settings
-from tests.web.pages_stub import StubModel
-
+from tests.web.harness import SCRIPTED, lm_studio, open_webui
 
 # Exports of other programs, as they write them ----------------------------------------------------------------------
 
