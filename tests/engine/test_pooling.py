@@ -9,12 +9,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.pooling import PooledValues, PoolingInput, PoolingLoop, PoolingRunner
 from localllm.engine.pooling_client import PoolingClient, PoolingLimits
 from localllm.errors import DeviceLost, EngineCrashed, EngineStopped, QueueFull, StepFailed
+from tests.draws import draws
 
 
 def tokens(first: int, length: int) -> PoolingInput:
@@ -106,7 +107,7 @@ def test_a_batch_that_fails_ends_its_own_requests() -> None:
         assert loop.why_ended is None
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     requests=st.lists(st.lists(st.integers(1, 40), max_size=6), max_size=8),
     seqs=st.integers(1, 5),
