@@ -32,6 +32,7 @@ PROMPTS = ["The quick brown fox", "Paris is", "def add(a, b):"]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
 IDS = itertools.count()
 PLACES: dict[str, dict[str, Any]] = {
+    "tp 2": {"tensor_parallel_size": 2},
     "tp 3": {"tensor_parallel_size": 3},
     "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
@@ -55,7 +56,7 @@ def texts(llm: LLM) -> list[tuple[list[int], float]]:
     return [(list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob or 0.0) for each in outputs]
 
 
-@pytest.mark.parametrize("place", [pytest.param("tp 3", marks=pytest.mark.slow), "tp 2 x pp 2"])
+@pytest.mark.parametrize("place", ["tp 2", *(pytest.param(each, marks=pytest.mark.slow) for each in list(PLACES)[1:])])
 def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SMALL) as alone:
         wanted = texts(alone)

@@ -57,7 +57,7 @@ def upload_route(config: ServerConfig) -> HTTPRouteHandler:
         "/v1/files",
         status_code=200,
         request_max_body_size=config.largest_batch_file_bytes + FORM_BYTES,
-        operation=Operation(shapes.FileObject, also=(507,), guide="batches"),
+        operation=Operation(shapes.FileObject, also=(413, 415, 507), guide="batches"),
     )
     async def upload_file(request: ApiRequest) -> ASGIResponse:
         """Upload a file of requests for a batch.
