@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
@@ -19,6 +19,7 @@ from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.models.spec.model_spec import ModelSpec
+from tests.draws import draws
 from tests.tiny import FAMILIES, tiny_config
 
 LLAMA: dict[str, Any] = {
@@ -244,7 +245,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@draws(400)
 @given(
     base=st.sampled_from([*FAMILY_OF]),
     name=st.sampled_from(FIELDS),

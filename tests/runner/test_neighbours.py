@@ -26,7 +26,7 @@ from localllm.runner.step_parts import NativeSteps
 from tests.adapters import make_tiny_adapter
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import save_quantised
-from tests.models.formats.test_junk import FORMATS
+from tests.models.formats.stores import FORMATS
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(native() is None, reason="this machine has no native library")
