@@ -19,8 +19,6 @@ from tests.models.formats.stores import BLOCKS, DYNAMIC, GPTQ, STATIC, gptq, per
 from tests.tiny import make_tiny_model
 
 PathOf = Callable[[str], Path]
-
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -62,8 +62,6 @@ def knowing_on_device(texts: Sequence[Sequence[int]], errors: float) -> Callable
 
 
 CPU = torch.device("cpu")
-
-
 NUM_DRAFTS = 4
 
 
@@ -140,8 +138,6 @@ def knowing(texts: Sequence[Sequence[int]], errors: float) -> Callable[[HostDraf
 
 
 VOCAB = 700  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
-
-
 cases = st.builds(
     lambda asked, seed, prompt, output, eos, bad: Case(SamplingParams(seed=seed, **asked), prompt, output, eos, bad),
     st.fixed_dictionaries(
@@ -168,11 +164,7 @@ cases = st.builds(
     st.tuples(st.integers(0, VOCAB - 1)),
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
 )
-
-
 BLOCK, MAX_LEN = 8, 160
-
-
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},

@@ -20,6 +20,7 @@ from localllm.web.pages.chat.store.database import chats_path
 from tests.text.templates import CHATML
 from tests.web.harness import Pages
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
+from tests.web.scripted import tool_servers
 from tests.web.terminal import Terminal
 
 
@@ -65,6 +66,19 @@ def paced_runner() -> PacedRunner:
 def session_server(tmp_path_factory: pytest.TempPathFactory, paced_runner: PacedRunner) -> Iterator[LiveServer]:
     with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), paced_runner)) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LiveServer]]:
+    """Starts a server whose chats may use these tool servers."""
+    with tool_servers(tmp_path_factory) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which the server of a changing tool counts."""
+    return tmp_path_factory.mktemp("changing") / "n"
 
 
 @pytest.fixture(scope="session")

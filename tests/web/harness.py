@@ -72,6 +72,10 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
 def quick() -> StubModel:
     model = StubModel()
     model.client.every_s, model.client.chars = 0.0, 40
@@ -246,8 +250,6 @@ def listen(browser: httpx.Client, url: str, seconds: float = 10.0) -> str:
 
 
 TOWNS = ("Varnholm", "Estrel", "Quibury", "Norlund", "Tamsk", "Ocre", "Pellow", "Grindale", "Ashvik", "Ilmora")
-
-
 FACTS: tuple[tuple[str, str], ...] = tuple(
     fact
     for number, town in enumerate(TOWNS)
@@ -278,8 +280,6 @@ FACTS: tuple[tuple[str, str], ...] = tuple(
         ),
     )
 )
-
-
 FILLER = (
     "The town was quiet in winter, and the people who lived there spoke about the weather, the harbour and the price "
     "of bread. Ships came and went. In the evening the library closed early, and the mayor walked home by the sea. "
@@ -298,26 +298,14 @@ def book() -> str:
 
 
 USER: list[Any] = [{"role": "user", "content": "How warm is it in Paris?"}]
-
-
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", "f"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": PARAMETERS}}
-
-
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-
-
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-
-
 CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-
-
 THOUGHT = "<think>\nWarm?\n</think>\n\nIt is warm."

@@ -25,8 +25,6 @@ CALL = (
     "<think>\nThey want the *weather*.\n</think>\n\n"
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 )
-
-
 pytestmark = pytest.mark.usefixtures("own_data")
 
 

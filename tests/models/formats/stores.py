@@ -85,14 +85,8 @@ def gptq(bits: int, group: int, *, sym: bool = False, order: str = "", v2: bool 
 
 
 E4M3 = torch.float8_e4m3fn
-
-
 DYNAMIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
-
-
 STATIC = {**DYNAMIC, "activation_scheme": "static"}
-
-
 BLOCKS = {**DYNAMIC, "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
@@ -155,8 +149,6 @@ TABLES = {
         -0.0, -0.005208333333, -0.66666667, -1.0, -0.33333333, -0.5, -0.16666667, -0.25,
     ],
 }  # fmt: skip
-
-
 NF4: dict[str, Any] = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
