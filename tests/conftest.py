@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import inspect
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +15,10 @@ import pytest
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401  before any kernel is defined: without a GPU kernels/launch.py would not import it
 
+from tests.draws import DAY
 from tests.tiny import make_tiny_model
 
 freeze, thaw = gc.freeze, gc.unfreeze
-
-DAY = os.environ.get("LOCALLLM_TEST_DAY", "")
-"""The number of the day, set by scripts/check for its quick run; empty: every case runs."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: all of them with `scripts/check --slow`, a quarter in its quick run."""
+"""The day of a quick run, and how many examples a test draws: all with `scripts/check --slow`, else a quarter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 DAY = os.environ.get("LOCALLLM_TEST_DAY", "")
+"""The number of the day, set by scripts/check for its quick run; empty: every case and every example runs."""
 QUICK = bool(DAY)
 LEAST = 10
 
