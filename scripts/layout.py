@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -73,16 +72,20 @@ def imports() -> tuple[Import, ...]:
     )
 
 
-def imported_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield each imported name, dotted, with its line; those of other packages too."""
+@cache
+def imported_names(path: Path) -> tuple[tuple[str, int], ...]:
+    """Return each imported name, dotted, with its line; those of other packages too."""
+    found: list[tuple[str, int]] = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            found += ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    return tuple(found)
 
 
+@cache
 def place_of(module: str) -> str | None:
     """Return the entry of `ORDER` that the module belongs to; None if it has none."""
     parts = module.split(".")[1:] or ["__init__"]

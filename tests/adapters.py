@@ -15,6 +15,19 @@ from tests.tiny import load_reference
 SKIPPED = ("lm_head", "embed_out", "gate", "wg", "experts")
 """By the last word: the head, and what chooses between experts, which take no adapters here."""
 
+_DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LORA_TARGETS = {
+    "deepseek_v3": (
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "shared_experts.gate_proj", "shared_experts.down_proj",
+    ),
+    "gemma3n": (
+        *_DENSE, "laurel.linear_left", "laurel.linear_right", "per_layer_input_gate", "per_layer_projection",
+        "per_layer_model_projection",
+    ),
+    "gemma4_moe": _DENSE,
+}  # fmt: skip
+"""Matrices that adapters may change; of the other families all of them."""
+
 
 def make_tiny_adapter(
     path: Path, base: Path, *, seed: int = 0, rank: int = 4, alpha: float = 8, targets: tuple[str, ...] = (),

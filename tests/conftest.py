@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
-import os
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,10 @@ import pytest
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401  before any kernel is defined: without a GPU kernels/launch.py would not import it
 
+from tests.draws import DAY
 from tests.tiny import make_tiny_model
 
-thaw = gc.unfreeze
-
-DAY = os.environ.get("LOCALLLM_TEST_DAY", "")
-"""The number of the day, set by scripts/check for its quick run; empty: every case runs."""
+freeze, thaw = gc.freeze, gc.unfreeze
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,12 +42,27 @@ def left_for_other_days(cases: list[pytest.Item], day: int) -> list[pytest.Item]
     return [item for number, item in enumerate(cases) if (number + day) % days]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
+
+
 def pytest_collection_finish() -> None:
-    """A server under test collects garbage at each load and unload: let it not walk over a million objects of pytest
-    and of imported modules. Where servers freeze and unfreeze objects themselves, that would undo it."""
-    gc.collect()
-    gc.freeze()
+    """Servers under test freeze and unfreeze objects themselves, which would undo `freeze_older_objects`."""
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_older_objects() -> None:
+    """Hide from the garbage collector what is older than this file of tests. A server collects garbage at each load and
+    unload, and would walk over a million objects of pytest, torch and transformers for half a second."""
+    gc.collect()
+    freeze()
 
 
 def pytest_sessionfinish() -> None:

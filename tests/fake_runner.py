@@ -36,8 +36,6 @@ from localllm.engine.step import (
 from localllm.text.grammar import OutputGrammar
 
 Bits = npt.NDArray[np.int32]
-
-
 NO_DRAFTS = DraftSupport(why_none="the model is made of memory")
 
 

@@ -61,6 +61,25 @@ _NOT_QUANTISED = "ffn_gate_inp|exp_probs_b|altup_|laurel_|per_layer_model_proj"
 _PERMUTED = ("llama", "smollm3", "granitemoe")
 _TINY = 0.1  # how large weights are
 
+GGUF_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "smollm": {},
+    "smollm3": {},
+    "mixtral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {"query_pre_attn_scalar": 24},
+    "gemma3n": {"hidden_size_per_layer_input": 256},
+    "gemma4": {"hidden_size_per_layer_input": 256},
+    "gemma4_moe": {"moe_intermediate_size": 64},
+    "phi3": {},
+    "stablelm": {},
+    "glm4": {},
+    **gguf_mixtures.SIZES,
+}
+
 
 def write_gguf(
     source: Path,

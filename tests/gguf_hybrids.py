@@ -36,6 +36,34 @@ ARCHITECTURES = {
 _FLOATS = re.compile(r"norm|ssm_(a|d|dt|conv1d)|shortconv\.conv\b|ffn_gate_inp|exp_probs|bias")
 """Tensors that are never quantised."""
 
+_MOE = {"moe_intermediate_size": 64}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"intermediate_size": 144, "block_multiple_of": 32}),
+    "lfm2moe": ("lfm2_moe", {"conv_bias": False, **_MOE}),
+    "qwen35, 2 value heads for a key head": ("qwen3_5", {"linear_value_head_dim": 32}),
+    "qwen35, 3 value heads for a key head": (
+        "qwen3_5",
+        {"linear_num_value_heads": 6, "linear_value_head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "qwen35moe": ("qwen3_5_moe", {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 32, **_MOE}),
+    "qwen3next": (
+        "qwen3_next",
+        {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 32, "mlp_only_layers": [], **_MOE},
+    ),
+    "granitehybrid": ("granite_hybrid", {}),
+    "granitehybrid with experts": ("granite_hybrid_moe", {"shared_intermediate_size": 64}),
+    "bamba": ("bamba", {}),
+    "nemotron_h": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "num_hidden_layers": 4,
+        "head_dim": 32,
+    }),
+    "nemotron_h_moe": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": 4,
+        "moe_shared_expert_intermediate_size": 64, "head_dim": 32, "n_group": 1, "topk_group": 1, **_MOE,
+    }),
+    "falcon-h1": ("falcon_h1", {}),
+}  # fmt: skip
+
 
 def write_hybrid(
     source: Path,

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from localllm import LLM, LoRARequest, SamplingParams
 from localllm.config.lora_modules import LoraModule
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.adapter import Adapter
+from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request, RequestOptions
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
+from localllm.llm import LLM, LoRARequest
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
@@ -262,43 +263,37 @@ def test_unloading_waits_for_the_last_request(adapters: Adapters, folders: dict[
     assert adapters.find("a") is None
 
 
-def test_unloading_holds_no_thread_and_no_lock_while_it_waits(adapters: Adapters, folders: dict[str, Path]) -> None:
-    adapter = adapters.load("a", str(folders["a"])).adapter
-    adapter.begin()
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        unloading = asyncio.create_task(adapters.unload_async("a"))
-        await asyncio.sleep(0)
-        assert adapter._ended is not None
-        loaded = await asyncio.wait_for(asyncio.to_thread(adapters.load, "b", str(folders["b"])), 30)
-        assert loaded.adapter.slot == 1
-        with pytest.raises(AdapterBusy, match="is being unloaded"):
-            await adapters.unload_async("a")
-        assert not unloading.done()
-        adapter.end()
-        await asyncio.wait_for(unloading, 30)
-
-    asyncio.run(main())
-    assert [each.name for each in adapters.loaded] == ["b"]
-
-
-def test_an_unload_that_is_late_or_cancelled_leaves_the_adapter_open(
+async def test_unloading_holds_no_thread_and_no_lock_while_it_waits(
     adapters: Adapters, folders: dict[str, Path]
 ) -> None:
     adapter = adapters.load("a", str(folders["a"])).adapter
     adapter.begin()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    unloading = asyncio.create_task(adapters.unload_async("a"))
+    await asyncio.sleep(0)
+    assert adapter._ended is not None
+    loaded = await asyncio.wait_for(asyncio.to_thread(adapters.load, "b", str(folders["b"])), 30)
+    assert loaded.adapter.slot == 1
+    with pytest.raises(AdapterBusy, match="is being unloaded"):
+        await adapters.unload_async("a")
+    assert not unloading.done()
+    adapter.end()
+    await asyncio.wait_for(unloading, 30)
+    assert [each.name for each in adapters.loaded] == ["b"]
 
-    async def main() -> None:
-        with pytest.raises(AdapterBusy, match="in use"):
-            await adapters.unload_async("a", wait_s=0.01)
-        unloading = asyncio.create_task(adapters.unload_async("a"))
-        await asyncio.sleep(0.01)
-        unloading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await unloading
 
-    asyncio.run(main())
+async def test_an_unload_that_is_late_or_cancelled_leaves_the_adapter_open(
+    adapters: Adapters, folders: dict[str, Path]
+) -> None:
+    adapter = adapters.load("a", str(folders["a"])).adapter
+    adapter.begin()
+    with pytest.raises(AdapterBusy, match="in use"):
+        await adapters.unload_async("a", wait_s=0.01)
+    unloading = asyncio.create_task(adapters.unload_async("a"))
+    await asyncio.sleep(0.01)
+    unloading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unloading
     adapter.begin()
     adapter.end()
     adapter.end()
@@ -382,38 +377,34 @@ async def tokens(manager: ModelManager, name: str, count: Callable[[], int]) -> 
         return [token async for event in seen.generator.generate(request) for token in event.token_ids]
 
 
-def test_adapters_sleep_and_wake_with_their_model(tiny_llama_path: Path, folders: dict[str, Path]) -> None:
+async def test_adapters_sleep_and_wake_with_their_model(tiny_llama_path: Path, folders: dict[str, Path]) -> None:
     ids = iter(range(100))
     wanted = {name: reference_greedy(merged(tiny_llama_path, folders[name]), prompt(30), 6) for name in "ab"}
-
-    async def scenario() -> None:
-        manager = ModelManager()
-        modules = (LoraModule("a", str(folders["a"])),)
-        model = await manager.start(settings_for(tiny_llama_path, lora_modules=modules))
-        assert [each.name for each in model.require_adapters().loaded] == ["a"]
-        await manager.load_adapter("b", str(folders["b"]))
-        for taken in ("a", "base"):
-            with pytest.raises(AdapterRefused, match="is taken"):
-                await manager.load_adapter(taken, str(folders["c"]))
-        for name in "ab":
-            assert await tokens(manager, name, ids.__next__) == wanted[name]
-        for change in (manager.unload, manager.sleep, manager.wake):  # done to a model, never by way of an adapter
-            with pytest.raises(ModelNotLoaded, match="'a' is not loaded"):
-                await change("a")
-        await manager.sleep("base")
-        for name in "ab":  # the first of them wakes it
-            assert await tokens(manager, name, ids.__next__) == wanted[name]
-        await manager.sleep("base")
-        await manager.unload_adapter("b")
-        with pytest.raises(ModelNotFound):
-            await manager.acquire("b")
-        await manager.unload("base")  # what was loaded by hand is gone; what it is loaded with comes back
-        with pytest.raises(ModelNotFound):
-            await manager.unload_adapter("a")
-        assert await tokens(manager, "a", ids.__next__) == wanted["a"]
-        await manager.close()
-
-    asyncio.run(scenario())
+    manager = ModelManager()
+    modules = (LoraModule("a", str(folders["a"])),)
+    model = await manager.start(settings_for(tiny_llama_path, lora_modules=modules))
+    assert [each.name for each in model.require_adapters().loaded] == ["a"]
+    await manager.load_adapter("b", str(folders["b"]))
+    for taken in ("a", "base"):
+        with pytest.raises(AdapterRefused, match="is taken"):
+            await manager.load_adapter(taken, str(folders["c"]))
+    for name in "ab":
+        assert await tokens(manager, name, ids.__next__) == wanted[name]
+    for change in (manager.unload, manager.sleep, manager.wake):  # done to a model, never by way of an adapter
+        with pytest.raises(ModelNotLoaded, match="'a' is not loaded"):
+            await change("a")
+    await manager.sleep("base")
+    for name in "ab":  # the first of them wakes it
+        assert await tokens(manager, name, ids.__next__) == wanted[name]
+    await manager.sleep("base")
+    await manager.unload_adapter("b")
+    with pytest.raises(ModelNotFound):
+        await manager.acquire("b")
+    await manager.unload("base")  # what was loaded by hand is gone; what it is loaded with comes back
+    with pytest.raises(ModelNotFound):
+        await manager.unload_adapter("a")
+    assert await tokens(manager, "a", ids.__next__) == wanted["a"]
+    await manager.close()
 
 
 def test_an_adapter_that_cannot_be_loaded_fails_the_load(tiny_llama_path: Path, tmp_path: Path) -> None:
@@ -422,13 +413,10 @@ def test_an_adapter_that_cannot_be_loaded_fails_the_load(tiny_llama_path: Path, 
         build_engine(settings_for(tiny_llama_path, lora_modules=modules))
 
 
-def test_a_model_without_room_says_how_to_get_it(tiny_llama_path: Path, folders: dict[str, Path]) -> None:
-    async def scenario() -> None:
-        manager = ModelManager()
-        await manager.start(settings_for(tiny_llama_path))
-        with pytest.raises(UnsupportedOption) as caught:
-            await manager.load_adapter("a", str(folders["a"]))
-        assert caught.value.hint == "localllm up base --enable-lora"
-        await manager.close()
-
-    asyncio.run(scenario())
+async def test_a_model_without_room_says_how_to_get_it(tiny_llama_path: Path, folders: dict[str, Path]) -> None:
+    manager = ModelManager()
+    await manager.start(settings_for(tiny_llama_path))
+    with pytest.raises(UnsupportedOption) as caught:
+        await manager.load_adapter("a", str(folders["a"]))
+    assert caught.value.hint == "localllm up base --enable-lora"
+    await manager.close()

@@ -13,9 +13,11 @@ import httpx
 import pytest
 import torch
 
-from localllm import LLM, BeamSearchParams, SamplingParams
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.engine.beam_search import BeamSearchParams
+from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.llm import LLM
 from localllm.serving.build import build_engine
 from tests.engine.harness import all_the_way
 from tests.tiny import load_reference

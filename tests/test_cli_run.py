@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from localllm import LLM, SamplingParams
 from localllm.cli import main
 from localllm.cli.run import InProcess
 from localllm.cli.talk import Talk, chat
+from localllm.engine.params import SamplingParams
+from localllm.llm import LLM
 from tests.tiny import make_tiny_model
 
 GREEDY = ["--temperature", "0", "--max-tokens", "8"]

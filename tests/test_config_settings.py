@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from localllm import LLM
 from localllm.cli import build_parser, main
 from localllm.config.resolve import resolve, unknown_variables
 from localllm.config.settings import SETTINGS, EngineConfig, ServerConfig
 from localllm.errors import ConfigError
+from localllm.llm import LLM
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -6,7 +6,6 @@ transformers.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -54,47 +53,40 @@ async def answer(manager: ModelManager, tokens: list[int], name: str | None = No
 @pytest.mark.parametrize(
     "family", ["lfm2", *[pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5", "falcon_h1")]]
 )
-def test_a_sleeping_hybrid_forgets_its_states(family: str, tiny_model_path: PathOf) -> None:
+async def test_a_sleeping_hybrid_forgets_its_states(family: str, tiny_model_path: PathOf) -> None:
     path, first = tiny_model_path(family), prompt(50)
 
     def expected(tokens: list[int]) -> list[int]:
         return reference_greedy(reference(path), tokens, 8)
 
-    async def scenario() -> None:
-        manager = ModelManager()
-        model = await manager.start(settings_for(path, dtype="float32"))
-        said, _ = await answer(manager, first)
-        second = [*first, *said, *prompt(20, seed=2)]
-        assert said == expected(first)
-        again, cached = await answer(manager, second)
-        assert again == expected(second)
-        assert cached >= 48
-        assert (await manager.sleep(model.name)).state == "sleeping"
-        assert await answer(manager, second, model.name) == (expected(second), 0)
-        third = [*second, *expected(second), 5]
-        again, cached = await answer(manager, third)
-        assert again == expected(third)
-        assert cached >= len(second) // 16 * 16
-        await manager.close()
-
-    asyncio.run(scenario())
+    manager = ModelManager()
+    model = await manager.start(settings_for(path, dtype="float32"))
+    said, _ = await answer(manager, first)
+    second = [*first, *said, *prompt(20, seed=2)]
+    assert said == expected(first)
+    again, cached = await answer(manager, second)
+    assert again == expected(second)
+    assert cached >= 48
+    assert (await manager.sleep(model.name)).state == "sleeping"
+    assert await answer(manager, second, model.name) == (expected(second), 0)
+    third = [*second, *expected(second), 5]
+    again, cached = await answer(manager, third)
+    assert again == expected(third)
+    assert cached >= len(second) // 16 * 16
+    await manager.close()
 
 
 @pytest.mark.slow
-def test_hybrids_take_turns(tiny_model_path: PathOf) -> None:
+async def test_hybrids_take_turns(tiny_model_path: PathOf) -> None:
     """Two models with unlike states, of which one is in memory at a time."""
     paths = {"": tiny_model_path("qwen3_5"), "other": tiny_model_path("lfm2")}
     table = ModelTable("other", {"model": str(paths["other"]), "max_model_len": 256, "dtype": "float32"}, ())
     engine = EngineConfig(model=str(paths[""]), max_model_len=256, kv_cache_memory_bytes=1 << 20, dtype="float32")
     settings, tokens = Settings(engine, ServerConfig(models_max=1), models={"other": table}), prompt(40)
     expected = {name: reference_greedy(reference(path), tokens, 8) for name, path in paths.items()}
-
-    async def scenario() -> None:
-        manager = ModelManager()
-        first = await manager.start(settings)
-        for name in ("", "other", "", "other"):
-            assert await answer(manager, tokens, name or first.name) == (expected[name], 0)
-            assert len(manager.ready) == 1
-        await manager.close()
-
-    asyncio.run(scenario())
+    manager = ModelManager()
+    first = await manager.start(settings)
+    for name in ("", "other", "", "other"):
+        assert await answer(manager, tokens, name or first.name) == (expected[name], 0)
+        assert len(manager.ready) == 1
+    await manager.close()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm import LLM, SamplingParams
+from localllm.engine.params import SamplingParams
+from localllm.llm import LLM
 from tests.gguf_hybrids import write_hybrid
 from tests.models.harness import prompt, reference, reference_greedy
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from localllm import LLM, SamplingParams, StructuredOutputsParams
 from localllm.engine.admission import GenerationRequest
+from localllm.engine.params import SamplingParams
 from localllm.errors import (
     ConfigError,
     ContextTooLong,
@@ -25,9 +25,11 @@ from localllm.errors import (
     ModelNotFound,
     UnsupportedOption,
 )
+from localllm.llm import LLM
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.reasoning_budget import ReasoningBudgets
+from localllm.text.structured import StructuredOutputsParams
 from tests.text.templates import CHATML
 from tests.tiny import make_tiny_model
 

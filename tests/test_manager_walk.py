@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -31,6 +31,7 @@ from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.served import LoadLimits, ModelCard
 from localllm.serving.sleep import SleepingModel
+from tests.draws import draws
 from tests.web.pages_stub import stub_plan, stub_spec
 
 SIZES = {"one": 3, "two": 3, "big": 6, "small": 2, "huge": 9}
@@ -349,9 +350,7 @@ class ManagerWalk(RuleBasedStateMachine):
 def test_any_order_of_events() -> None:
     run_state_machine_as_test(
         ManagerWalk,
-        settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=draws(40, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )
 
 

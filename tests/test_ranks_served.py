@@ -14,12 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm import LLM, SamplingParams
 from localllm.config.lora_modules import LoraModule
 from localllm.config.settings import Settings
 from localllm.engine.client import GenerationRequest
+from localllm.engine.params import SamplingParams
 from localllm.engine.request import RequestOptions
 from localllm.errors import RanksLost
+from localllm.llm import LLM
 from localllm.ranks.executor import RankExecutor
 from localllm.serving import manager as managing
 from localllm.serving.manager import ModelManager
@@ -32,6 +33,7 @@ PROMPTS = ["The quick brown fox", "Paris is", "def add(a, b):"]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
 IDS = itertools.count()
 PLACES: dict[str, dict[str, Any]] = {
+    "tp 2": {"tensor_parallel_size": 2},
     "tp 3": {"tensor_parallel_size": 3},
     "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
@@ -55,7 +57,7 @@ def texts(llm: LLM) -> list[tuple[list[int], float]]:
     return [(list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob or 0.0) for each in outputs]
 
 
-@pytest.mark.parametrize("place", [pytest.param("tp 3", marks=pytest.mark.slow), "tp 2 x pp 2"])
+@pytest.mark.parametrize("place", ["tp 2", *(pytest.param(each, marks=pytest.mark.slow) for each in list(PLACES)[1:])])
 def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SMALL) as alone:
         wanted = texts(alone)
@@ -91,60 +93,58 @@ def ranks_of(manager: ModelManager) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_manager_keeps_a_model_over_ranks(checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_manager_keeps_a_model_over_ranks(
+    checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One story, since each start of ranks takes seconds: adapters, sleep, tuning, and deaths at any time."""
     monkeypatch.setattr(managing, "STABLE_S", 0.0)
+    manager = ModelManager()
+    one = settings_for(checkpoint, device="cpu", lora_modules=(LoraModule("taught", str(adapter)),))
+    await manager.start(replace(one, engine=replace(one.engine, max_model_len=512)))
+    wanted, taught = await tokens(manager), await tokens(manager, "taught")
+    assert wanted != taught
+    await manager.close()
 
-    async def scenario() -> None:
-        manager = ModelManager()
-        one = settings_for(checkpoint, device="cpu", lora_modules=(LoraModule("taught", str(adapter)),))
-        await manager.start(replace(one, engine=replace(one.engine, max_model_len=512)))
-        wanted, taught = await tokens(manager), await tokens(manager, "taught")
-        assert wanted != taught
-        await manager.close()
+    manager = ModelManager()
+    await manager.start(replace(one, engine=replace(one.engine, max_model_len=512, tensor_parallel_size=2)))
+    assert await tokens(manager) == wanted
+    assert await tokens(manager, "taught") == taught
 
-        manager = ModelManager()
-        await manager.start(replace(one, engine=replace(one.engine, max_model_len=512, tensor_parallel_size=2)))
-        assert await tokens(manager) == wanted
-        assert await tokens(manager, "taught") == taught
+    pids = ranks_of(manager)
+    await manager.sleep("tiny")
+    assert await tokens(manager) == wanted
+    assert ranks_of(manager) == pids
 
-        pids = ranks_of(manager)
-        await manager.sleep("tiny")
-        assert await tokens(manager) == wanted
-        assert ranks_of(manager) == pids
+    def work(bare: BareModel, settings: Settings) -> int:
+        served = open_engine(bare, replace(settings.engine, max_num_seqs=2))
+        served.close_engine()
+        return served.plan.max_num_seqs
 
-        def work(bare: BareModel, settings: Settings) -> int:
-            served = open_engine(bare, replace(settings.engine, max_num_seqs=2))
-            served.close_engine()
-            return served.plan.max_num_seqs
+    assert await manager.lending.lend("tiny", work, lambda: None) == 2
+    assert await tokens(manager) == wanted
 
-        assert await manager.lending.lend("tiny", work, lambda: None) == 2
-        assert await tokens(manager) == wanted
+    lost = manager.ready[0].executor
+    open_request = asyncio.create_task(tokens(manager, count=500))
+    while not manager.ready[0].client.stats().num_running:
+        await asyncio.sleep(0.01)
+    died_s = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RanksLost, match=r"Rank 1 .*SIGKILL"):
+        await open_request
+    assert time.monotonic() - died_s < 5  # scripts/bench_ranks measures how long it takes
+    while manager.ready and manager.ready[0].executor is lost:  # until the manager hears of it
+        await asyncio.sleep(0.01)
+    assert await tokens(manager) == wanted
+    assert await tokens(manager, "taught") == taught
+    ranks = manager.ready[0].client.stats().runner.ranks
+    assert [(each.is_up, each.restarts) for each in ranks] == [(True, 1), (True, 1)]
+    assert "SIGKILL" in ranks[1].last_words
 
-        lost = manager.ready[0].executor
-        open_request = asyncio.create_task(tokens(manager, count=500))
-        while not manager.ready[0].client.stats().num_running:
-            await asyncio.sleep(0.01)
-        died_s = time.monotonic()
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(RanksLost, match=r"Rank 1 .*SIGKILL"):
-            await open_request
-        assert time.monotonic() - died_s < 5  # scripts/bench_ranks measures how long it takes
-        while manager.ready and manager.ready[0].executor is lost:  # until the manager hears of it
-            await asyncio.sleep(0.01)
-        assert await tokens(manager) == wanted
-        assert await tokens(manager, "taught") == taught
-        ranks = manager.ready[0].client.stats().runner.ranks
-        assert [(each.is_up, each.restarts) for each in ranks] == [(True, 1), (True, 1)]
-        assert "SIGKILL" in ranks[1].last_words
+    await manager.sleep("tiny")
+    os.kill(ranks[0].pid or 0, signal.SIGKILL)
+    assert await tokens(manager) == wanted
 
-        await manager.sleep("tiny")
-        os.kill(ranks[0].pid or 0, signal.SIGKILL)
-        assert await tokens(manager) == wanted
-
-        pids = ranks_of(manager)
-        await manager.unload("tiny")
-        assert not any(psutil.pid_exists(pid) for pid in pids)
-        await manager.close()
-
-    asyncio.run(scenario())
+    pids = ranks_of(manager)
+    await manager.unload("tiny")
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    await manager.close()

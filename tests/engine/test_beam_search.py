@@ -7,13 +7,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.beam_search import BeamSearch, BeamSearchParams
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import InvalidParameter
+from tests.draws import draws
 from tests.engine.harness import Letters, Scores, all_the_way
 
 VOCAB = 6
@@ -48,7 +49,7 @@ def asked(width: int, max_tokens: int, penalty: float = 1.0, **more: bool) -> Ge
     return BeamSearchParams(width, max_tokens, length_penalty=penalty, **more).request("b", [1, 2, 3])
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(
     st.integers(0, 10**6), st.integers(1, VOCAB), st.integers(1, 7), st.sampled_from([None, 0]),
     st.sampled_from([-1.0, 0.0, 0.6, 1.0, 2.0, 6.0]),

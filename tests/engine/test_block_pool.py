@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
+from tests.draws import draws
 from tests.engine.harness import check_pool
 
 
@@ -76,7 +76,7 @@ class PoolWalk(RuleBasedStateMachine):
         check_pool(self.pool, self.held)
 
 
-PoolWalk.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolWalk.TestCase.settings = draws(150, stateful_step_count=40)
 TestPoolWalk = PoolWalk.TestCase
 
 

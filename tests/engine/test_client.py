@@ -56,10 +56,6 @@ def ask(name, prompt, **params):
     return GenerationRequest(name, prompt, SamplingParams(temperature=0.0, **params))
 
 
-def run(main):
-    return asyncio.run(asyncio.wait_for(main, 30))
-
-
 async def collect(client, request):
     return [event async for event in client.generate(request)]
 
@@ -69,153 +65,128 @@ def ids(events, index=0):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_many_streams_at_once_each_get_their_own_tokens(tokenizer, depth):
-    async def main():
-        client, _ = make_client(tokenizer, depth=depth)
-        await client.start()
-        asked = {f"r{i}": list(range(1, 3 + i)) for i in range(20)}
-        answers = await asyncio.gather(*(collect(client, ask(n, p, max_tokens=9)) for n, p in asked.items()))
-        await client.stop()
-        for prompt, events in zip(asked.values(), answers, strict=True):
-            assert ids(events) == expected_output(prompt, 9)
-            assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
-            assert events[-1].usage.completion_tokens == 9
-            assert events[-1].usage.prompt_tokens == len(prompt)
-
-    run(main())
+async def test_many_streams_at_once_each_get_their_own_tokens(tokenizer, depth):
+    client, _ = make_client(tokenizer, depth=depth)
+    await client.start()
+    asked = {f"r{i}": list(range(1, 3 + i)) for i in range(20)}
+    answers = await asyncio.gather(*(collect(client, ask(n, p, max_tokens=9)) for n, p in asked.items()))
+    await client.stop()
+    for prompt, events in zip(asked.values(), answers, strict=True):
+        assert ids(events) == expected_output(prompt, 9)
+        assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
+        assert events[-1].usage.completion_tokens == 9
+        assert events[-1].usage.prompt_tokens == len(prompt)
 
 
-def test_closing_the_stream_frees_the_blocks(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer)
-        slow_down(engine)
-        await client.start()
-        async with aclosing(client.generate(ask("gone", [1, 2, 3], max_tokens=150))) as events:
-            await anext(events)
-            assert client.num_open == 1
-        assert client.num_open == 0
-        done = await collect(client, ask("next", [4], max_tokens=2))
-        assert ids(done) == expected_output([4], 2)
-        assert client.stats().used_blocks == 0
-        assert client.stats().finished == {"abort": 1, "length": 1}
-        await client.stop()
-
-    run(main())
+async def test_closing_the_stream_frees_the_blocks(tokenizer):
+    client, engine = make_client(tokenizer)
+    slow_down(engine)
+    await client.start()
+    async with aclosing(client.generate(ask("gone", [1, 2, 3], max_tokens=150))) as events:
+        await anext(events)
+        assert client.num_open == 1
+    assert client.num_open == 0
+    done = await collect(client, ask("next", [4], max_tokens=2))
+    assert ids(done) == expected_output([4], 2)
+    assert client.stats().used_blocks == 0
+    assert client.stats().finished == {"abort": 1, "length": 1}
+    await client.stop()
 
 
-def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer)
-        slow_down(engine)
-        await client.start()
-        whole = await collect(client, ask("whole", [1, 2], max_tokens=40))
-        text = "".join(event.text for event in whole)
-        stop = text[5:7]
-        cut = await collect(client, ask("cut", [1, 2], max_tokens=40, stop=[stop]))
-        assert "".join(event.text for event in cut) == text[: text.index(stop)]
-        assert (cut[-1].finish_reason, cut[-1].stop_reason) == ("stop", stop)
-        assert cut[-1].usage.completion_tokens < 40
-        await collect(client, ask("after", [5], max_tokens=1))
-        assert client.stats().used_blocks == 0
-        assert client.stats().finished == {"length": 2, "stop": 1}  # an abort is what a client gave up
-        await client.stop()
-
-    run(main())
+async def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
+    client, engine = make_client(tokenizer)
+    slow_down(engine)
+    await client.start()
+    whole = await collect(client, ask("whole", [1, 2], max_tokens=40))
+    text = "".join(event.text for event in whole)
+    stop = text[5:7]
+    cut = await collect(client, ask("cut", [1, 2], max_tokens=40, stop=[stop]))
+    assert "".join(event.text for event in cut) == text[: text.index(stop)]
+    assert (cut[-1].finish_reason, cut[-1].stop_reason) == ("stop", stop)
+    assert cut[-1].usage.completion_tokens < 40
+    await collect(client, ask("after", [5], max_tokens=1))
+    assert client.stats().used_blocks == 0
+    assert client.stats().finished == {"length": 2, "stop": 1}  # an abort is what a client gave up
+    await client.stop()
 
 
-def test_choices_come_interleaved_and_share_the_prompt(tokenizer):
-    async def main():
-        client, _ = make_client(tokenizer)
-        await client.start()
-        events = await collect(client, ask("n", list(range(16)), max_tokens=4, n=3))
-        await client.stop()
-        for index in range(3):
-            assert ids(events, index) == expected_output(range(16), 4)
-        cached = [event.usage.cached_tokens for event in events if event.usage]
-        assert sorted(cached) == [0, 12, 12]
-
-    run(main())
+async def test_choices_come_interleaved_and_share_the_prompt(tokenizer):
+    client, _ = make_client(tokenizer)
+    await client.start()
+    events = await collect(client, ask("n", list(range(16)), max_tokens=4, n=3))
+    await client.stop()
+    for index in range(3):
+        assert ids(events, index) == expected_output(range(16), 4)
+    cached = [event.usage.cached_tokens for event in events if event.usage]
+    assert sorted(cached) == [0, 12, 12]
 
 
-def test_refusal_comes_before_the_first_event(tokenizer):
-    async def main():
-        client, _ = make_client(tokenizer)
-        await client.start()
-        with pytest.raises(ContextTooLong):
-            await collect(client, ask("long", [1] * 300))
-        await client.stop()
-
-    run(main())
+async def test_refusal_comes_before_the_first_event(tokenizer):
+    client, _ = make_client(tokenizer)
+    await client.start()
+    with pytest.raises(ContextTooLong):
+        await collect(client, ask("long", [1] * 300))
+    await client.stop()
 
 
-def test_stopping_the_engine_ends_open_streams_with_an_error(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer)
-        slow_down(engine)
-        await client.start()
-        stream = client.generate(ask("open", [1, 2], max_tokens=190))
-        await anext(stream)
-        await client.stop()
-        last = [event async for event in stream][-1]
-        assert last.finish_reason == "error"
-        assert isinstance(last.error, EngineStopped)
-        with pytest.raises(EngineStopped):
-            await collect(client, ask("late", [1]))
-
-    run(main())
+async def test_stopping_the_engine_ends_open_streams_with_an_error(tokenizer):
+    client, engine = make_client(tokenizer)
+    slow_down(engine)
+    await client.start()
+    stream = client.generate(ask("open", [1, 2], max_tokens=190))
+    await anext(stream)
+    await client.stop()
+    last = [event async for event in stream][-1]
+    assert last.finish_reason == "error"
+    assert isinstance(last.error, EngineStopped)
+    with pytest.raises(EngineStopped):
+        await collect(client, ask("late", [1]))
 
 
-def test_idle_engine_sleeps(tokenizer):
+async def test_idle_engine_sleeps(tokenizer):
     """I30: no wake-ups without work."""
+    client, engine = make_client(tokenizer)
+    await client.start()
+    await collect(client, ask("r", [1], max_tokens=2))
+    steps = 0
+    step = engine.loop.step
 
-    async def main():
-        client, engine = make_client(tokenizer)
-        await client.start()
-        await collect(client, ask("r", [1], max_tokens=2))
-        steps = 0
-        step = engine.loop.step
+    def counted():
+        nonlocal steps
+        steps += 1
+        step()
 
-        def counted():
-            nonlocal steps
-            steps += 1
-            step()
-
-        engine.loop.step = counted
-        await asyncio.sleep(0.2)
-        assert steps == 0
-        await client.stop()
-
-    run(main())
+    engine.loop.step = counted
+    await asyncio.sleep(0.2)
+    assert steps == 0
+    await client.stop()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_lost_device_ends_every_stream_and_then_the_engine(tokenizer, depth):
-    async def main():
-        client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
-        slow_down(engine)
-        await client.start()
-        streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
-        for stream in streams:
-            await anext(stream)
-        lost = asyncio.create_task(client.ended())
-        touched = []
+async def test_a_lost_device_ends_every_stream_and_then_the_engine(tokenizer, depth):
+    client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
+    slow_down(engine)
+    await client.start()
+    streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
+    for stream in streams:
+        await anext(stream)
+    lost = asyncio.create_task(client.ended())
+    touched = []
 
-        def broken(plan):
-            raise DeviceLost("The GPU is gone.")
+    def broken(plan):
+        raise DeviceLost("The GPU is gone.")
 
-        engine.runner.forward, engine.runner.reset = broken, lambda: touched.append("reset")
-        for stream in streams:
-            last = [event async for event in stream][-1]
-            assert last.finish_reason == "error"
-            assert isinstance(last.error, DeviceLost)
-        assert str(await lost) == "The GPU is gone."
-        assert isinstance(client.why_ended, DeviceLost)
-        assert touched == []  # every further call on the device would fail as well
-        with pytest.raises(EngineStopped):
-            await collect(client, ask("late", [1]))
-        await client.stop()
-
-    run(main())
+    engine.runner.forward, engine.runner.reset = broken, lambda: touched.append("reset")
+    for stream in streams:
+        last = [event async for event in stream][-1]
+        assert last.finish_reason == "error"
+        assert isinstance(last.error, DeviceLost)
+    assert str(await lost) == "The GPU is gone."
+    assert isinstance(client.why_ended, DeviceLost)
+    assert touched == []  # every further call on the device would fail as well
+    with pytest.raises(EngineStopped):
+        await collect(client, ask("late", [1]))
+    await client.stop()
 
 
 def broken_stats(engine):
@@ -249,98 +220,86 @@ def failing(error):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("breaks", [broken_reset, broken_thread, broken_recovery])
-def test_an_engine_that_cannot_go_on_ends_every_stream_and_says_why(tokenizer, depth, breaks):
-    async def main():
-        client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
-        slow_down(engine)
-        await client.start()
-        streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
-        for stream in streams:
-            await anext(stream)
-        ended = asyncio.create_task(client.ended())
-        breaks(engine)
-        for stream in streams:
-            last = [event async for event in stream][-1]
-            assert last.finish_reason == "error"
-        error = await ended
-        assert isinstance(error, EngineCrashed)
-        assert client.why_ended is error
-        assert error.why
-        with pytest.raises(EngineStopped, match="crashed"):
-            await collect(client, ask("late", [1]))
-        await client.stop()
-        assert not engine.loop.is_running
-
-    run(main())
+async def test_an_engine_that_cannot_go_on_ends_every_stream_and_says_why(tokenizer, depth, breaks):
+    client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
+    slow_down(engine)
+    await client.start()
+    streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
+    for stream in streams:
+        await anext(stream)
+    ended = asyncio.create_task(client.ended())
+    breaks(engine)
+    for stream in streams:
+        last = [event async for event in stream][-1]
+        assert last.finish_reason == "error"
+    error = await ended
+    assert isinstance(error, EngineCrashed)
+    assert client.why_ended is error
+    assert error.why
+    with pytest.raises(EngineStopped, match="crashed"):
+        await collect(client, ask("late", [1]))
+    await client.stop()
+    assert not engine.loop.is_running
 
 
 @pytest.mark.parametrize("breaks", [broken_stats, broken_idle_time])
-def test_figures_and_idle_work_that_fail_harm_nobody(tokenizer, breaks):
-    async def main():
-        client, engine = make_client(tokenizer, fail_when=lambda plan: False)
-        slow_down(engine)
-        await client.start()
-        stream = client.generate(ask("r", [1, 2, 3], max_tokens=20))
-        seen = [await anext(stream)]
-        breaks(engine)
-        seen += [event async for event in stream]
-        assert ids(seen) == expected_output([1, 2, 3], 20)
+async def test_figures_and_idle_work_that_fail_harm_nobody(tokenizer, breaks):
+    client, engine = make_client(tokenizer, fail_when=lambda plan: False)
+    slow_down(engine)
+    await client.start()
+    stream = client.generate(ask("r", [1, 2, 3], max_tokens=20))
+    seen = [await anext(stream)]
+    breaks(engine)
+    seen += [event async for event in stream]
+    assert ids(seen) == expected_output([1, 2, 3], 20)
+    await asyncio.sleep(0.01)
+    assert ids(await collect(client, ask("next", [4], max_tokens=5))) == expected_output([4], 5)
+    assert engine.loop.is_running
+    assert client.why_ended is None
+    await client.stop()
+
+
+async def test_outputs_that_are_not_taken_are_offered_again_and_then_the_engine_gives_up(tokenizer):
+    client, engine = make_client(tokenizer, fail_when=lambda plan: False)
+    await client.start()
+    deliver, refused = engine.loop.deliver, []
+
+    def refuse_twice(outputs):
+        refused.append(len(outputs))
+        if len(refused) < 3:
+            raise MemoryError("no room")
+        deliver(outputs)
+
+    engine.loop.deliver = refuse_twice
+    assert ids(await collect(client, ask("r", [1, 2], max_tokens=9))) == expected_output([1, 2], 9)
+    engine.loop.deliver = failing(MemoryError("no room"))
+    last = (await collect(client, ask("s", [1, 2], max_tokens=9)))[-1]
+    assert isinstance(last.error, EngineCrashed)
+    assert "no room" in str(await client.ended())
+    await client.stop()
+
+
+async def test_text_that_cannot_be_made_ends_its_own_stream(tokenizer):
+    client, engine = make_client(tokenizer)
+    slow_down(engine)
+    await client.start()
+    process = client._processor.process
+
+    def fails(output):
+        if output.request_id == "bad":
+            raise ZeroDivisionError("no text")
+        return process(output)
+
+    client._processor.process = fails
+    bad, good = await asyncio.gather(*(collect(client, ask(n, [1, 2], max_tokens=9)) for n in ("bad", "good")))
+    assert isinstance(bad[-1].error, StepFailed)
+    assert "no text" in str(bad[-1].error)
+    assert ids(good) == expected_output([1, 2], 9)
+    while client.stats().num_running:
         await asyncio.sleep(0.01)
-        assert ids(await collect(client, ask("next", [4], max_tokens=5))) == expected_output([4], 5)
-        assert engine.loop.is_running
-        assert client.why_ended is None
-        await client.stop()
-
-    run(main())
-
-
-def test_outputs_that_are_not_taken_are_offered_again_and_then_the_engine_gives_up(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer, fail_when=lambda plan: False)
-        await client.start()
-        deliver, refused = engine.loop.deliver, []
-
-        def refuse_twice(outputs):
-            refused.append(len(outputs))
-            if len(refused) < 3:
-                raise MemoryError("no room")
-            deliver(outputs)
-
-        engine.loop.deliver = refuse_twice
-        assert ids(await collect(client, ask("r", [1, 2], max_tokens=9))) == expected_output([1, 2], 9)
-        engine.loop.deliver = failing(MemoryError("no room"))
-        last = (await collect(client, ask("s", [1, 2], max_tokens=9)))[-1]
-        assert isinstance(last.error, EngineCrashed)
-        assert "no room" in str(await client.ended())
-        await client.stop()
-
-    run(main())
-
-
-def test_text_that_cannot_be_made_ends_its_own_stream(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer)
-        slow_down(engine)
-        await client.start()
-        process = client._processor.process
-
-        def fails(output):
-            if output.request_id == "bad":
-                raise ZeroDivisionError("no text")
-            return process(output)
-
-        client._processor.process = fails
-        bad, good = await asyncio.gather(*(collect(client, ask(n, [1, 2], max_tokens=9)) for n in ("bad", "good")))
-        assert isinstance(bad[-1].error, StepFailed)
-        assert "no text" in str(bad[-1].error)
-        assert ids(good) == expected_output([1, 2], 9)
-        while client.stats().num_running:
-            await asyncio.sleep(0.01)
-        assert client.stats().used_blocks == 0
-        assert client.num_open == 0
-        await client.stop()
-
-    run(main())
+    assert client.stats().used_blocks == 0
+    assert client.num_open == 0
+    await client.stop()
 
 
 def test_a_rank_that_is_lost_while_the_engine_is_idle_is_seen(tokenizer):
@@ -356,94 +315,82 @@ def test_a_rank_that_is_lost_while_the_engine_is_idle_is_seen(tokenizer):
     assert after.num_steps == before.num_steps
 
 
-def test_an_id_belongs_to_one_running_request(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer)
-        slow_down(engine)
-        await client.start()
-        first = client.generate(ask("same", [1, 2], max_tokens=30))
-        seen = [await anext(first)]
-        with pytest.raises(InvalidParameter, match="'same' is already running"):
-            await collect(client, ask("same", [3]))
-        seen += [event async for event in first]
-        assert ids(seen) == expected_output([1, 2], 30)
-        await client.stop()
-
-    run(main())
+async def test_an_id_belongs_to_one_running_request(tokenizer):
+    client, engine = make_client(tokenizer)
+    slow_down(engine)
+    await client.start()
+    first = client.generate(ask("same", [1, 2], max_tokens=30))
+    seen = [await anext(first)]
+    with pytest.raises(InvalidParameter, match="'same' is already running"):
+        await collect(client, ask("same", [3]))
+    seen += [event async for event in first]
+    assert ids(seen) == expected_output([1, 2], 30)
+    await client.stop()
 
 
-def test_a_grammar_that_waits_to_be_compiled_hears_of_the_stop(tokenizer):
-    async def main():
-        client, _ = make_client(tokenizer)
-        await client.start()
-        may_go_on = threading.Event()
-        client.admission.prepare = lambda params: may_go_on.wait(20)
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-        compiling = [asyncio.create_task(client.prepare(params)) for _ in range(3)]  # by two threads
-        given_up = asyncio.create_task(client.prepare(params))
-        await asyncio.sleep(0.05)
-        given_up.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        await client.stop()
-        with pytest.raises(EngineStopped):
-            await compiling[-1]
-        may_go_on.set()
-        await asyncio.gather(*compiling[:-1])
-        with pytest.raises(EngineStopped):
-            await client.prepare(params)
-
-    run(main())
+async def test_a_grammar_that_waits_to_be_compiled_hears_of_the_stop(tokenizer):
+    client, _ = make_client(tokenizer)
+    await client.start()
+    may_go_on = threading.Event()
+    client.admission.prepare = lambda params: may_go_on.wait(20)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    compiling = [asyncio.create_task(client.prepare(params)) for _ in range(3)]  # by two threads
+    given_up = asyncio.create_task(client.prepare(params))
+    await asyncio.sleep(0.05)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    await client.stop()
+    with pytest.raises(EngineStopped):
+        await compiling[-1]
+    may_go_on.set()
+    await asyncio.gather(*compiling[:-1])
+    with pytest.raises(EngineStopped):
+        await client.prepare(params)
 
 
-def test_idle_time_is_used_until_nothing_is_left_and_requests_come_first(tokenizer):
-    async def main():
-        client, engine = make_client(tokenizer)
-        pieces = []
+async def test_idle_time_is_used_until_nothing_is_left_and_requests_come_first(tokenizer):
+    client, engine = make_client(tokenizer)
+    pieces = []
 
-        def piece():
-            pieces.append(engine.scheduler.has_work)
-            time.sleep(0.002)
-            return len(pieces) < 40
+    def piece():
+        pieces.append(engine.scheduler.has_work)
+        time.sleep(0.002)
+        return len(pieces) < 40
 
-        engine.runner.use_idle_time = piece
-        await client.start()
-        await asyncio.sleep(0.02)
-        assert ids(await collect(client, ask("r", [1], max_tokens=3))) == expected_output([1], 3)
-        assert len(pieces) < 40  # it came in between
-        while len(pieces) < 40:
-            await asyncio.sleep(0.01)
-        assert not any(pieces)
-        await client.stop()
-
-    run(main())
+    engine.runner.use_idle_time = piece
+    await client.start()
+    await asyncio.sleep(0.02)
+    assert ids(await collect(client, ask("r", [1], max_tokens=3))) == expected_output([1], 3)
+    assert len(pieces) < 40  # it came in between
+    while len(pieces) < 40:
+        await asyncio.sleep(0.01)
+    assert not any(pieces)
+    await client.stop()
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_reader_that_falls_behind_finds_each_choice_in_one_event(tokenizer, n):
-    async def main():
-        client, _ = make_client(tokenizer)
-        await client.start()
-        prompt = ask("slow", [1, 2, 3], max_tokens=30, n=n, logprobs=0, prompt_logprobs=0)
-        whole = await collect(client, prompt)
-        async with aclosing(client.generate_batches(prompt)) as batches:
-            seen = await anext(batches)
-            while client.stats().finished["length"] < 2 * n:
-                await asyncio.sleep(0.01)
-            seen += [event for batch in [batch async for batch in batches] for event in batch]
-        await client.stop()
-        for index in range(n):
-            events = [event for event in seen if event.index == index]
-            asked = [event for event in whole if event.index == index]
-            assert len(events) <= 2
-            assert ids(events, index) == ids(asked, index) == expected_output([1, 2, 3], 30)
-            assert "".join(event.text for event in events) == "".join(event.text for event in asked)
-            assert sum(len(event.logprobs) for event in events) == 30
-            assert [event.prompt_logprobs for event in events if event.prompt_logprobs] == [asked[0].prompt_logprobs]
-            assert events[-1].finish_reason == "length"
-            assert events[-1].usage.completion_tokens == 30
-
-    run(main())
+async def test_a_reader_that_falls_behind_finds_each_choice_in_one_event(tokenizer, n):
+    client, _ = make_client(tokenizer)
+    await client.start()
+    prompt = ask("slow", [1, 2, 3], max_tokens=30, n=n, logprobs=0, prompt_logprobs=0)
+    whole = await collect(client, prompt)
+    async with aclosing(client.generate_batches(prompt)) as batches:
+        seen = await anext(batches)
+        while client.stats().finished["length"] < 2 * n:
+            await asyncio.sleep(0.01)
+        seen += [event for batch in [batch async for batch in batches] for event in batch]
+    await client.stop()
+    for index in range(n):
+        events = [event for event in seen if event.index == index]
+        asked = [event for event in whole if event.index == index]
+        assert len(events) <= 2
+        assert ids(events, index) == ids(asked, index) == expected_output([1, 2, 3], 30)
+        assert "".join(event.text for event in events) == "".join(event.text for event in asked)
+        assert sum(len(event.logprobs) for event in events) == 30
+        assert [event.prompt_logprobs for event in events if event.prompt_logprobs] == [asked[0].prompt_logprobs]
+        assert events[-1].finish_reason == "length"
+        assert events[-1].usage.completion_tokens == 30
 
 
 def test_an_error_does_not_swallow_the_text_before_it():
@@ -470,7 +417,7 @@ class StuckGrammars:
 
 
 @pytest.mark.parametrize("stuck", ["large", "small"])
-def test_compilers_that_are_stuck_harm_only_those_who_need_them(tokenizer, monkeypatch, stuck):
+async def test_compilers_that_are_stuck_harm_only_those_who_need_them(tokenizer, monkeypatch, stuck):
     monkeypatch.setattr("localllm.engine.client.COMPILE_S", 0.5)
     monkeypatch.setattr("localllm.engine.client.LARGE_COMPILE_S", 0.5)
     engine = make_engine()
@@ -481,14 +428,10 @@ def test_compilers_that_are_stuck_harm_only_those_who_need_them(tokenizer, monke
     def prepared(choice):
         return client.prepare(SamplingParams(structured_outputs=StructuredOutputsParams(choice=[choice])))
 
-    async def main():
-        await client.start()
-        refusals = await asyncio.gather(*[prepared(stuck) for _ in range(4)], return_exceptions=True)
-        easy = await asyncio.gather(prepared("easy"), return_exceptions=True)
-        await client.stop()
-        return refusals, easy
-
-    refusals, [easy] = run(main())
+    await client.start()
+    refusals = await asyncio.gather(*[prepared(stuck) for _ in range(4)], return_exceptions=True)
+    [easy] = await asyncio.gather(prepared("easy"), return_exceptions=True)
+    await client.stop()
     free = 1 if stuck == "large" else 2
     assert [type(each) for each in refusals] == [InvalidParameter] * free + [QueueFull] * (4 - free)
     assert refusals[-1].status == 503

@@ -10,12 +10,13 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from localllm.engine.fixed_chunks import chunk_length, num_sharable_tokens, whole_chunks
 from localllm.engine.step import Row
+from tests.draws import draws
 from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import FakeRunner, _Slot, expected_output
@@ -90,9 +91,7 @@ class Walk(EngineMachine):
         self.engine.add(name, prompt, max_tokens=max_tokens, priority=priority, **scores)
 
 
-Walk.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Walk.TestCase.settings = draws(60, stateful_step_count=40)
 TestWalk = Walk.TestCase
 
 

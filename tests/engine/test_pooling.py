@@ -9,12 +9,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.pooling import PooledValues, PoolingInput, PoolingLoop, PoolingRunner
 from localllm.engine.pooling_client import PoolingClient, PoolingLimits
 from localllm.errors import DeviceLost, EngineCrashed, EngineStopped, QueueFull, StepFailed
+from tests.draws import draws
 
 
 def tokens(first: int, length: int) -> PoolingInput:
@@ -85,20 +86,17 @@ def test_an_engine_that_ends_by_itself_tells_everybody_and_says_why(error: BaseE
             loop.submit([tokens(1, 3)])
 
 
-def test_a_client_hears_that_its_engine_has_ended() -> None:
-    async def main() -> None:
-        loop = PoolingLoop(Fails(DeviceLost("The GPU is gone.")), max_num_seqs=1, max_num_batched_tokens=9,
-                           max_num_queued=9)  # fmt: skip
-        client = PoolingClient(loop, None, PoolingLimits(9, 1, 9), 2)  # type: ignore[arg-type]
-        await client.start()
-        assert client.why_ended is None
-        with pytest.raises(DeviceLost):
-            await client.embed([[0, 0]])
-        assert isinstance(await asyncio.wait_for(client.ended(), 10), DeviceLost)
-        assert isinstance(client.why_ended, DeviceLost)
-        await client.stop()
-
-    asyncio.run(main())
+async def test_a_client_hears_that_its_engine_has_ended() -> None:
+    loop = PoolingLoop(Fails(DeviceLost("The GPU is gone.")), max_num_seqs=1, max_num_batched_tokens=9,
+                       max_num_queued=9)  # fmt: skip
+    client = PoolingClient(loop, None, PoolingLimits(9, 1, 9), 2)  # type: ignore[arg-type]
+    await client.start()
+    assert client.why_ended is None
+    with pytest.raises(DeviceLost):
+        await client.embed([[0, 0]])
+    assert isinstance(await asyncio.wait_for(client.ended(), 10), DeviceLost)
+    assert isinstance(client.why_ended, DeviceLost)
+    await client.stop()
 
 
 def test_a_batch_that_fails_ends_its_own_requests() -> None:
@@ -109,7 +107,7 @@ def test_a_batch_that_fails_ends_its_own_requests() -> None:
         assert loop.why_ended is None
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     requests=st.lists(st.lists(st.integers(1, 40), max_size=6), max_size=8),
     seqs=st.integers(1, 5),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.prefill_shares import prefill_shares
+from tests.draws import draws
 
 WANTED = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 BUDGET = st.integers(1, 2500)
 
 
-@settings(max_examples=500, deadline=None)
+@draws(500)
 @given(wanted=WANTED, budget=BUDGET, data=st.data())
 def test_shares_fit_the_budget_and_leave_nothing_over(wanted, budget, data):
     classes = sorted(data.draw(st.lists(st.integers(0, 2), min_size=len(wanted), max_size=len(wanted))))
@@ -25,7 +26,7 @@ def test_shares_fit_the_budget_and_leave_nothing_over(wanted, budget, data):
             assert all(shares[j] == wanted[j] for j in urgent)
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(wanted=st.lists(st.integers(1000, 1999), min_size=1, max_size=9), budget=BUDGET)
 def test_prompts_of_like_length_are_served_in_order(wanted, budget):
     left, expected = budget, []

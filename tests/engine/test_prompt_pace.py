@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.prompt_pace import FIRST, LEAST, PromptPace
 from localllm.engine.step import StepPlan, StepTimings, TokenMasks
+from tests.draws import draws
 from tests.engine.harness import SmallEngine, make_engine
 from tests.fake_runner import FakeRunner, _Ready
 
@@ -59,7 +60,7 @@ def run_streams_and_prompt(engine: SmallEngine, num_streams: int, prompt_len: in
 machines = st.builds(Machine, st.floats(0.001, 0.2), st.floats(0.0001, 0.02), st.floats(0.00005, 0.02))
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(machine=machines, num_streams=st.integers(1, 6), prompt_len=st.sampled_from([90, 400, 900]))
 def test_steps_stay_within_their_time_and_the_prompt_gets_its_half(
     machine: Machine, num_streams: int, prompt_len: int

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.text.reasoning_budget import ReasoningBudget, ReasoningMarks
+from tests.draws import draws
 from tests.engine.harness import EveryOther, check_invariants, make_engine
 from tests.fake_runner import expected_output
 
@@ -21,7 +22,7 @@ def bounded(tokens, is_inside, marks, length):
     return ReasoningBudget(marks, tokens, is_inside=is_inside, inner=length and EveryOther(length))
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(
     seed=st.integers(0, 10_000),
     depth=st.sampled_from([1, 2, 3]),

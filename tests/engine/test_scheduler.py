@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -19,6 +19,7 @@ from localllm.engine.request import State
 from localllm.engine.scheduler import _Draft
 from localllm.engine.step import RowResult, RunnerStats
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
+from tests.draws import draws
 from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import expected_output
@@ -94,13 +95,11 @@ class EngineWalk(EngineMachine):
             assert free == list(range(len(free)))
 
 
-EngineWalk.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+EngineWalk.TestCase.settings = draws(200, stateful_step_count=50)
 TestEngineWalk = EngineWalk.TestCase
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     seed=st.integers(0, 10_000),
     depth=st.sampled_from([1, 2, 3]),
@@ -1055,7 +1054,7 @@ def test_a_waiting_long_prompt_does_not_starve_either():
     engine.run()
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=8), budget=st.sampled_from([8, 16, 32]))
 def test_nobody_overtakes_a_prompt_that_needs_no_more_than_it_does(lengths, budget):
     """I18 by length: an earlier prompt enters later only where the other needs at most half of an earlier one."""

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -16,6 +16,7 @@ from localllm.engine.acceptance import Acceptance
 from localllm.engine.speculation import LOOK_BACK, LOOK_EVERY, Speculation, StepCosts
 from localllm.engine.stats import OFF_REASONS
 from localllm.engine.step import DraftSupport
+from tests.draws import draws
 from tests.engine.harness import EveryOther, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import expected_output, next_token
@@ -129,9 +130,7 @@ class DraftWalk(EngineMachine):
             assert not (stats.last_width and stats.last_reason)
 
 
-DraftWalk.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+DraftWalk.TestCase.settings = draws(120, stateful_step_count=40)
 TestDraftWalk = DraftWalk.TestCase
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.state_pool import FoundState, StatePool
+from tests.draws import draws
 
 NUM_PLACES = 6
 
@@ -130,7 +130,7 @@ class StateWalk(RuleBasedStateMachine):
         assert all(name in self.kv for names in self.named for name in names)
 
 
-StateWalk.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+StateWalk.TestCase.settings = draws(200, stateful_step_count=50)
 TestStateWalk = StateWalk.TestCase
 
 

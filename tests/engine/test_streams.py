@@ -29,53 +29,44 @@ class Reader:
             self.times_s.append(asyncio.get_running_loop().time())
 
 
-def test_a_small_load_is_never_held() -> None:
-    async def main() -> None:
-        wakes, readers = Wakes(per_s=1000, burst=8), [Reader() for _ in range(8)]
-        for number in range(20):
-            await asyncio.sleep(0.01)
-            for reader in readers:
-                wakes.put(reader.stream, event(number, last=number == 19))
-        await asyncio.gather(*(reader.task for reader in readers))
-        assert all(reader.takes == 20 for reader in readers)
-
-    asyncio.run(main())
-
-
-def test_a_large_load_travels_together_and_whoever_waited_longest_goes_first() -> None:
-    async def main() -> None:
-        wakes, readers = Wakes(per_s=200, burst=4), [Reader() for _ in range(8)]
-        await asyncio.sleep(0)
-        started_s = asyncio.get_running_loop().time()
-        for number in range(100):
-            for reader in readers:
-                wakes.put(reader.stream, event(number, last=number == 99))
-            await asyncio.sleep(0.002)
-        await asyncio.gather(*(reader.task for reader in readers))
-        took_s = asyncio.get_running_loop().time() - started_s
-        takes = [reader.takes for reader in readers]
-        assert all(reader.numbers == list(range(100)) for reader in readers)
-        assert sum(takes) <= 200 * took_s + 4 + 2 * len(readers) + 1  # first and last are not counted
-        assert max(takes) - min(takes) <= 2
-        assert all(reader.times_s[0] - started_s < 0.05 for reader in readers)
-
-    asyncio.run(main())
-
-
-def test_what_is_held_comes_although_nothing_follows() -> None:
-    async def main() -> None:
-        wakes, readers = Wakes(per_s=100, burst=1), [Reader() for _ in range(4)]
-        await asyncio.sleep(0)
-        for number in range(2):
-            for reader in readers:
-                wakes.put(reader.stream, event(number))
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.2)
-        assert [reader.numbers for reader in readers] == [[0, 1]] * 4
+async def test_a_small_load_is_never_held() -> None:
+    wakes, readers = Wakes(per_s=1000, burst=8), [Reader() for _ in range(8)]
+    for number in range(20):
+        await asyncio.sleep(0.01)
         for reader in readers:
-            reader.task.cancel()
+            wakes.put(reader.stream, event(number, last=number == 19))
+    await asyncio.gather(*(reader.task for reader in readers))
+    assert all(reader.takes == 20 for reader in readers)
 
-    asyncio.run(main())
+
+async def test_a_large_load_travels_together_and_whoever_waited_longest_goes_first() -> None:
+    wakes, readers = Wakes(per_s=200, burst=4), [Reader() for _ in range(8)]
+    await asyncio.sleep(0)
+    started_s = asyncio.get_running_loop().time()
+    for number in range(100):
+        for reader in readers:
+            wakes.put(reader.stream, event(number, last=number == 99))
+        await asyncio.sleep(0.002)
+    await asyncio.gather(*(reader.task for reader in readers))
+    took_s = asyncio.get_running_loop().time() - started_s
+    takes = [reader.takes for reader in readers]
+    assert all(reader.numbers == list(range(100)) for reader in readers)
+    assert sum(takes) <= 200 * took_s + 4 + 2 * len(readers) + 1  # first and last are not counted
+    assert max(takes) - min(takes) <= 2
+    assert all(reader.times_s[0] - started_s < 0.05 for reader in readers)
+
+
+async def test_what_is_held_comes_although_nothing_follows() -> None:
+    wakes, readers = Wakes(per_s=100, burst=1), [Reader() for _ in range(4)]
+    await asyncio.sleep(0)
+    for number in range(2):
+        for reader in readers:
+            wakes.put(reader.stream, event(number))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.2)
+    assert [reader.numbers for reader in readers] == [[0, 1]] * 4
+    for reader in readers:
+        reader.task.cancel()
 
 
 def test_no_event_is_lost_or_out_of_order_whatever_readers_do() -> None:

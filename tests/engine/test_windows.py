@@ -7,7 +7,6 @@ anything but the request's own prefix; the harness checks before each step that 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -18,6 +17,7 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.models.spec.model_spec import held_blocks, main_group
+from tests.draws import draws
 from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import FakeRunner, expected_output
@@ -64,9 +64,7 @@ class Walk(EngineMachine):
         self.engine.add(name, prompt, max_tokens=max_tokens, priority=priority)
 
 
-Walk.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Walk.TestCase.settings = draws(80, stateful_step_count=30)
 TestWalk = Walk.TestCase
 
 

@@ -188,8 +188,6 @@ class Harness(ModelHarness):
 
 
 BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 4, 2, 16
-
-
 TAPS = [1, 2, 3]
 
 
@@ -251,25 +249,17 @@ class Crank:
 
 
 GIB = 1024**3
-
-
 QWEN_05B = ModelSpec(
     architecture="Qwen2ForCausalLM", num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14,
     num_kv_heads=2, head_dim=64, vocab_size=151_936, max_position=32_768, hidden_act="silu",
     tie_word_embeddings=True, dtype="bfloat16", rope=RopeSpec(),
 )  # fmt: skip
-
-
 LLAMA_8B = ModelSpec(
     architecture="LlamaForCausalLM", num_layers=32, hidden_size=4096, intermediate_size=14_336, num_heads=32,
     num_kv_heads=8, head_dim=128, vocab_size=128_256, max_position=131_072, hidden_act="silu",
     tie_word_embeddings=False, dtype="bfloat16", rope=RopeSpec(),
 )  # fmt: skip
-
-
 WEIGHTS = {QWEN_05B.architecture: 988_097_536, LLAMA_8B.architecture: 16_060_522_496}
-
-
 NO_GPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
 
 

@@ -15,14 +15,10 @@ from torch import Tensor
 
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
 from tests.models.formats.quantised import Store
-from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, STATIC, per_block, per_tensor
-from tests.models.formats.test_gptq import CONFIG as GPTQ
-from tests.models.formats.test_gptq import gptq
+from tests.models.formats.stores import BLOCKS, DYNAMIC, GPTQ, STATIC, gptq, per_block, per_tensor
 from tests.tiny import make_tiny_model
 
 PathOf = Callable[[str], Path]
-
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

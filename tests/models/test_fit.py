@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.config.settings import EngineConfig
@@ -16,6 +16,7 @@ from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
+from tests.draws import draws
 from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
 
 
@@ -133,7 +134,7 @@ def test_graphs_have_their_share_unless_there_are_none() -> None:
     assert plan(QWEN_05B, NO_GPU).graph_bytes == 0
 
 
-@settings(deadline=None, max_examples=40)
+@draws(40)
 @given(weights=st.integers(14 * GIB, 16 * GIB), activations=st.integers(0, GIB))
 def test_a_measured_plan_takes_the_numbers_as_they_are(weights: int, activations: int) -> None:
     hardware = gpu_machine(23)
@@ -148,7 +149,7 @@ def test_a_measured_plan_takes_the_numbers_as_they_are(weights: int, activations
     assert made.total_bytes + block > budget - block  # nothing that fits is left out
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(free=st.floats(1.5, 80), block_size=st.sampled_from([8, 16, 32]), on_gpu=st.booleans())
 def test_auto_length_fits_and_one_block_more_does_not(free: float, block_size: int, on_gpu: bool) -> None:
     """I28, on paper."""
@@ -176,7 +177,7 @@ def test_a_refused_context_names_the_tokens_of_a_step() -> None:
         assert ("layers with a window" in caught.value.hint) == (spec is windowed)
 
 
-@settings(deadline=None, max_examples=40)
+@draws(40)
 @given(free=st.floats(18, 78), more=st.floats(0, 2))
 def test_more_memory_never_gives_a_smaller_plan(free: float, more: float) -> None:
     try:

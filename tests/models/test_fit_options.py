@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import cli
@@ -36,6 +36,7 @@ from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.runner.kv_cache import KVCache
+from tests.draws import draws
 from tests.hub.conftest import *  # noqa: F403  its fixtures: a hub on this machine
 from tests.kv import of_each
 from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
@@ -63,7 +64,7 @@ MACHINES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=10)
+@draws(10)
 @given(
     machine=MACHINES,
     spec=st.sampled_from([QWEN_05B, LLAMA_8B]),

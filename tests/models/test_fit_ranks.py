@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import cli
@@ -26,6 +26,7 @@ from localllm.models.fit.devices import NVLINK, PCIE, PEERS, UNKNOWN, choose_gpu
 from localllm.models.fit.rank_budget import PlanInputs, RankMemory
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.units import format_bytes
+from tests.draws import draws
 from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS
 
 LLAMA_70B = replace(LLAMA_8B, num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64)
@@ -54,7 +55,7 @@ def plan(spec: ModelSpec, hardware: Hardware, stored: int | None = None, **asked
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@draws(25)
 @given(
     st.lists(st.tuples(st.floats(5, 40), st.sampled_from((360, 936, None))), min_size=2, max_size=4),
     st.sampled_from(((0, 1), (1, 0), (2, 0))),

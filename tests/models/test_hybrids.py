@@ -28,8 +28,7 @@ from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter, merged
 from tests.models.formats.quantised import agrees, save_quantised
-from tests.models.formats.test_awq import CONFIG as AWQ
-from tests.models.formats.test_awq import awq
+from tests.models.formats.stores import AWQ, awq
 from tests.models.harness import CPU, Harness, ModelHarness, Sequence, assert_close, prompt, reference, reference_logits
 from tests.models.sharded import ShardedModel
 from tests.tiny import load_reference, make_tiny_model

@@ -35,11 +35,10 @@ from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import FINAL_HIDDEN
 from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
-from tests.adapters import make_tiny_adapter
+from tests.adapters import LORA_TARGETS, make_tiny_adapter
 from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
-from tests.models.test_lora import TARGETS as LORA_TARGETS
 from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]

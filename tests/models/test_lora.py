@@ -22,10 +22,10 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
-from tests.adapters import make_tiny_adapter, merged, write_config
+from tests.adapters import LORA_TARGETS, make_tiny_adapter, merged, write_config
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import SHAPE, save_quantised
-from tests.models.formats.test_awq import CONFIG, awq
+from tests.models.formats.stores import AWQ, awq
 from tests.models.harness import CPU, ModelHarness, Sequence, assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
@@ -66,24 +66,12 @@ FAMILIES = (
     "gemma4",  # layers without keys, per-layer embeddings
     "gemma4_moe",  # one matrix for keys and values
 )
-_DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-TARGETS = {
-    "deepseek_v3": (
-        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "shared_experts.gate_proj", "shared_experts.down_proj",
-    ),
-    "gemma3n": (
-        *_DENSE, "laurel.linear_left", "laurel.linear_right", "per_layer_input_gate", "per_layer_projection",
-        "per_layer_model_projection",
-    ),
-    "gemma4_moe": _DENSE,
-}  # fmt: skip
-"""Matrices that adapters may change; of the other families all of them."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapter_is_what_merging_it_would_be(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
     path, tokens = tiny_model_path(family), prompt(40)
-    targets = TARGETS.get(family, ())
+    targets = LORA_TARGETS.get(family, ())
     one = make_tiny_adapter(tmp_path / "one", path, seed=1, targets=targets)
     other = make_tiny_adapter(tmp_path / "other", path, seed=2, rank=8, targets=targets)
     model = load(path)
@@ -166,7 +154,7 @@ def test_over_a_quantised_base(quantization: str, tiny_llama_path: Path, tmp_pat
 def test_over_a_quantised_checkpoint(tmp_path: Path) -> None:
     """AWQ's matrices as they are stored, plus what the adapter adds."""
     source, tokens = make_tiny_model(tmp_path / "source", **SHAPE), prompt(20)
-    saved = save_quantised(source, tmp_path / "awq", CONFIG, awq(32))
+    saved = save_quantised(source, tmp_path / "awq", AWQ, awq(32))
     adapter = make_tiny_adapter(tmp_path / "a", source)
     model, wanted = load(saved.path, cpu_weights="exact"), merged(source, adapter)
     put(model, adapter, 1)

@@ -29,7 +29,7 @@ from localllm.models.spec.model_spec import kv_shape
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised
-from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, per_block, per_output
+from tests.models.formats.stores import BLOCKS, DYNAMIC, per_block, per_output
 from tests.models.harness import NO_GPU, prompt
 from tests.mtp_models import KINDS, MTPOracle, make_mtp_model
 

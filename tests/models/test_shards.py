@@ -32,11 +32,7 @@ from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import save_quantised
-from tests.models.formats.test_awq import CONFIG as AWQ
-from tests.models.formats.test_awq import awq
-from tests.models.formats.test_fp8 import BLOCKS, per_block
-from tests.models.formats.test_gptq import CONFIG as GPTQ
-from tests.models.formats.test_gptq import gptq
+from tests.models.formats.stores import AWQ, BLOCKS, GPTQ, awq, gptq, per_block
 from tests.models.harness import CPU, THOROUGH, ModelHarness, Sequence, assert_close, prompt
 from tests.models.sharded import STEPS, ShardedModel, even_shards, load_whole, run
 from tests.models.stored_experts import WAYS as STORED_EXPERTS

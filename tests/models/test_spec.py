@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.families.registry import FAMILY_OF
 from localllm.models.read_spec import read_spec, weights_bytes
 from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
+from tests.draws import draws
 from tests.tiny import FAMILIES, tiny_config
 
 LLAMA: dict[str, Any] = {
@@ -243,7 +244,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@draws(400)
 @given(
     base=st.sampled_from([*FAMILY_OF]),
     name=st.sampled_from(FIELDS),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.models.fit.balance import (
@@ -35,6 +35,7 @@ from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
+from tests.draws import draws
 from tests.models.harness import GIB, LLAMA_8B, QWEN_05B, WEIGHTS
 
 LLAMA_70B = replace(LLAMA_8B, num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64)
@@ -114,7 +115,7 @@ def test_as_good_as_trying_everything(seed: int) -> None:
         assert time <= 1.03 * best
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(st.integers(2, 4), st.integers(0, 2**32))
 def test_layers_are_divided_as_well_as_can_be(stages: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -176,7 +177,7 @@ def test_unequal_devices_take_the_same_time() -> None:
     assert max(times) / min(times) < 1.01
 
 
-@settings(deadline=None, max_examples=40)
+@draws(40)
 @given(st.lists(st.tuples(st.floats(1, 24), st.floats(100, 2000)), min_size=1, max_size=6), st.booleans(), st.data())
 def test_every_share_adds_up_and_is_whole_units(
     given_devices: list[tuple[float, float]], is_mixture: bool, data: st.DataObject

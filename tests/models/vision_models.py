@@ -15,20 +15,12 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
     "pad_token_id": 0,
 }  # fmt: skip
-
-
 _PATCHES: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
-
-
 _LAYERS: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
     "image_size": 8,
 }  # fmt: skip
-
-
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-
-
 VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLConfig": ("Qwen2VLForConditionalGeneration", {"rope_parameters": _SECTIONS}, {**_PATCHES, "embed_dim": 32}),
     "Qwen2_5_VLConfig": (

@@ -51,14 +51,8 @@ def make_run(
 
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
-
-
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc 12.2.0\n"
-
-
 PROC = "proc/driver/nvidia/version"
-
-
 RTX_3060 = "NVIDIA GeForce RTX 3060, {}"
 
 

@@ -24,7 +24,7 @@ import pytest
 from localllm.version import __version__
 from scripts.layout import ROOT
 from tests.packaging.harness import bundle as bundle
-from tests.packaging.harness import make_run
+from tests.packaging.harness import make_run, refusal
 
 
 @pytest.fixture
@@ -43,12 +43,6 @@ def unpack(file: Path, home: Path, *arguments: str, **environ: str) -> str:
     ended = run(file, home, *arguments, **environ)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
-
-
-def refusal(ended: subprocess.CompletedProcess[str]) -> str:
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "\nTry: " in ended.stderr
-    return ended.stderr
 
 
 def app(home: Path) -> Path:

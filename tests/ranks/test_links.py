@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.step import Row, RunnerStats, StepPlan
@@ -17,6 +17,7 @@ from localllm.ranks.links import Links
 from localllm.ranks.messages import PutAdapter, Report
 from localllm.ranks.remote import QUIET_S, RankRunner
 from localllm.ranks.wire import Kind, Record, encode, encode_plan, encode_record, encode_sample
+from tests.draws import draws
 from tests.engine.harness import EveryOther, SmallEngine, make_engine
 from tests.fake_runner import expected_output
 from tests.ranks.harness import ThreadGroup
@@ -67,7 +68,7 @@ def test_masks_reach_the_rank_that_draws_and_no_other() -> None:
 
 
 @given(st.integers(6, 40), st.integers(0, 1))
-@settings(max_examples=25, deadline=None)
+@draws(25)
 def test_every_request_ends_wherever_a_rank_dies(dies_at: int, rank: int) -> None:
     with group(2, dying_rank=rank, dies_at=dies_at) as ranks:
         engine = engine_on(ranks.open(), may_fail=True)

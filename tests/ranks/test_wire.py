@@ -9,7 +9,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
@@ -44,6 +44,7 @@ from localllm.ranks.wire import (
     encode_record,
     encode_sample,
 )  # fmt: skip
+from tests.draws import draws
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=4).map(tuple)
@@ -75,7 +76,7 @@ def test_records_have_every_field_of_a_plan() -> None:
 
 
 @given(plans)
-@settings(max_examples=20, deadline=None)
+@draws(20)
 def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
     assert decode_plan(encode_plan(plan)) == plan
 
@@ -135,7 +136,7 @@ def test_records_are_whole_whatever_arrives_at_once(chunk: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@draws(60)
 def test_a_changed_byte_never_gives_another_record(data: st.DataObject) -> None:
     plan = StepPlan(5, (Row(1, "a", 3, 1, ((9,),), True),), (), (2,))
     raw = bytearray(encode_record(Kind.FORWARD, 4, encode_plan(plan)))

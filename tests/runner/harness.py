@@ -23,6 +23,7 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
 from localllm.engine.step import Runner
+from localllm.kernels import launch
 from localllm.kernels.launch import LaunchOptions
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.spec.model_spec import ModelSpec
@@ -43,7 +44,7 @@ def knowing_on_device(texts: Sequence[Sequence[int]], errors: float) -> Callable
     """A source of drafts that knows every text, and gives a wrong token with probability `errors`."""
     dice = random.Random(9)
 
-    def launch(self: LookupOnDevice, slots: Tensor) -> Tensor:
+    def look_up(self: LookupOnDevice, slots: Tensor) -> Tensor:
         ids, known, valid = self._tokens
         out = torch.zeros(len(slots), 1 + 16, dtype=torch.int32)
         for row, slot in enumerate(slots.tolist()):
@@ -57,12 +58,10 @@ def knowing_on_device(texts: Sequence[Sequence[int]], errors: float) -> Callable
             ids[slot, count : count + len(drafts)] = out[row, 1 : 1 + len(drafts)] = torch.tensor(drafts)
         return out
 
-    return launch
+    return look_up
 
 
 CPU = torch.device("cpu")
-
-
 NUM_DRAFTS = 4
 
 
@@ -139,8 +138,6 @@ def knowing(texts: Sequence[Sequence[int]], errors: float) -> Callable[[HostDraf
 
 
 VOCAB = 700  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
-
-
 cases = st.builds(
     lambda asked, seed, prompt, output, eos, bad: Case(SamplingParams(seed=seed, **asked), prompt, output, eos, bad),
     st.fixed_dictionaries(
@@ -167,11 +164,7 @@ cases = st.builds(
     st.tuples(st.integers(0, VOCAB - 1)),
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
 )
-
-
 BLOCK, MAX_LEN = 8, 160
-
-
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
@@ -268,3 +261,31 @@ def make_requests() -> list[Request]:
         assert params.max_tokens is not None
         requests.append(Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens, eos_token_ids=(2,)))
     return requests
+
+
+def mixed_requests() -> list[Request]:
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=5),
+        SamplingParams(temperature=1.1, top_p=0.9, seed=3, max_tokens=4, repetition_penalty=1.2),
+        SamplingParams(temperature=0.9, top_k=9, seed=4, max_tokens=4),
+        SamplingParams(typical_p=0.8, dry_multiplier=0.8, dry_allowed_length=0, seed=5, max_tokens=3),
+    ]
+    prompts = [[7, 8, 9, *range(30, 50)], [5], [7, 8, 9, *range(30, 46), 3, 4], [7, 8, 7]]
+    return [
+        Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens or 1)
+        for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True))
+    ]
+
+
+def check_kernels(
+    model: Any, spec: ModelSpec, requests: Callable[[], list[Request]], way: str, monkeypatch: pytest.MonkeyPatch,
+    ledger: Ledger | None = None,
+) -> None:  # fmt: skip
+    """Assert that a whole engine gives through the kernels what it gives through their twins."""
+    through_kernels, scheduler = serve(model, spec, requests(), num_blocks=14, depth=2, step=24, way=way, ledger=ledger)
+    assert scheduler.recorder.num_failed_steps == 0
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    through_twins, _ = serve(model, spec, requests(), way="host")
+    for name, outputs in through_twins.items():
+        told = [token for output in through_kernels[name] for token in output.token_ids]
+        assert told == [token for output in outputs for token in output.token_ids], name

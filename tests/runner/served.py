@@ -99,8 +99,6 @@ LATENT = {
     "moe_intermediate_size": 128, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
     "norm_topk_prob": True,
 }  # fmt: skip
-
-
 SERVED = [
     Served("dense", samples_in_every_way=True, often=True),
     Served("int4", weights="int4", kv_dtype=torch.int8, often=True),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
@@ -16,6 +16,7 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.models.inputs import ForwardInputs
 from localllm.runner.batch import HostInputs, SlotState, StepBatch
 from localllm.runner.staging import StagedInputs, StepShape, row_places
+from tests.draws import draws
 
 BLOCK, SLOTS, MAX_LEN = 8, 6, 64
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=10 if INTERPRETED else 100, suppress_health_check=FIXTURE_IS_A_WORD)
+@draws(10 if INTERPRETED else 100, suppress_health_check=FIXTURE_IS_A_WORD)
 @given(st.lists(requests, min_size=1, max_size=SLOTS), st.randoms(use_true_random=False))
 def test_inputs_say_what_the_plan_says(
     maker: str, asked: list[tuple[int, int, int, int | None, int]], random: object

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.block_hash import BlockHasher
@@ -23,6 +23,7 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from scripts.random_weights import random_model, shape_spec
+from tests.draws import draws
 from tests.kv import ledger_of, of_each
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def alone(kind: str, number: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@draws(8)
 @given(
     seed=st.integers(0, 10**6),
     num_blocks=st.sampled_from([22, 30, 200]),

@@ -105,6 +105,7 @@ def often_right(texts: list[list[int]], share: float) -> Callable[..., Any]:
     return draw
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(
     ("way", "num_blocks", "depth"), [("native", 200, 1), ("native", 18, 2), ("torch", 200, 2), ("torch", 18, 1)],

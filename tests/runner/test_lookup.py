@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.runner.lookup import LONGEST_MATCH, find_drafts, find_predicted, longest_match
+from tests.draws import draws
 
 
 def by_hand(ids: Sequence[int], text: Sequence[int], least: int) -> tuple[int, int]:
@@ -36,7 +37,7 @@ def texts(draw: st.DrawFn) -> list[int]:
     return text
 
 
-@settings(max_examples=400, deadline=None)
+@draws(400)
 @given(text=texts(), least=st.integers(1, 4))
 def test_the_latest_of_the_longest_matches_is_found(text: list[int], least: int) -> None:
     """S16: the end of a text in the text before it, never itself."""
@@ -44,7 +45,7 @@ def test_the_latest_of_the_longest_matches_is_found(text: list[int], least: int)
     assert longest_match(ids, ids[:-1], least) == by_hand(text, text[:-1], least)
 
 
-@settings(max_examples=200, deadline=None)
+@draws(200)
 @given(text=texts(), other=texts(), least=st.integers(1, 4))
 def test_the_end_of_a_text_is_found_in_another(text: list[int], other: list[int], least: int) -> None:
     found = longest_match(np.array(text, np.int32), np.array(other, np.int32), least)

@@ -26,7 +26,7 @@ from localllm.runner.step_parts import NativeSteps
 from tests.adapters import make_tiny_adapter
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import save_quantised
-from tests.models.formats.test_junk import FORMATS
+from tests.models.formats.stores import FORMATS
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(native() is None, reason="this machine has no native library")
@@ -159,6 +159,7 @@ def test_neighbours_of_any_kind_change_no_bit(family: str, quantization: str, tm
     assert_no_difference(make_tiny_model(tmp_path / "model", family, **WIDE), quantization=quantization)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("own", [None, "one"])
 @pytest.mark.parametrize(("family", "weights"), [("llama", "int4"), ("llama", "16-bit"), ("gemma3", "int4")])
 def test_neighbours_with_adapters_change_no_bit(family: str, weights: str, own: str | None, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("depth", "num_blocks", "step", "way", "num_places"),
     [(1, 200, 64, "host", 30), (2, 18, 20, "replayed", 7)],

@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
 from localllm.runner.sampling import MAX_CANDIDATES
+from tests.draws import draws
 from tests.runner.harness import VOCAB, cases
 from tests.runner.naive import Case, naive_edits, naive_token, naive_weights, random_logits, run, tokens
 
 assert VOCAB > MAX_CANDIDATES
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(st.lists(cases, min_size=1, max_size=9), st.integers(0, 1000))
 def test_equals_the_definition_row_by_row(batch: list[Case], seed: int) -> None:
     logits = random_logits(len(batch), VOCAB, seed=seed)
@@ -31,7 +32,7 @@ def test_equals_the_definition_row_by_row(batch: list[Case], seed: int) -> None:
             assert got.token_ids[row] == naive_token(logits[row], case), case
 
 
-@settings(deadline=None, max_examples=25)
+@draws(25)
 @given(st.lists(cases, min_size=2, max_size=7), st.randoms(use_true_random=False))
 def test_same_seed_same_token_in_any_row_slot_and_company(batch: list[Case], random: Any) -> None:
     logits = random_logits(len(batch), VOCAB)

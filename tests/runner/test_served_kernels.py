@@ -45,8 +45,6 @@ EVERYWHERE = (
     "latent",
 )
 ON_HOPPER = (*EVERYWHERE, "convolution", "sinks", "latent-fp8", "int8", "windows-int8-cache", "deterministic", "rank-0")
-
-
 ON_TURING = tuple(name for name in EVERYWHERE if name != "latent")
 """Without latent attention: a tile of 576 numbers a head takes 128 KiB of shared memory, and Turing has 64."""
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.engine.ledger import Ledger
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.kernels import launch, linear
@@ -26,29 +25,15 @@ from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.runner.device_drafts import LookupOnDevice
 from tests.kv import windowed_ledger
 from tests.runner import harness
-from tests.runner.harness import BLOCK, serve, tokens_of
+from tests.runner.harness import BLOCK, check_kernels, mixed_requests, serve, tokens_of
 from tests.runner.harness import knowing_on_device as knowing
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
 
 
-def requests() -> list[Request]:
-    asked = [
-        SamplingParams(temperature=0.0, max_tokens=5),
-        SamplingParams(temperature=1.1, top_p=0.9, seed=3, max_tokens=4, repetition_penalty=1.2),
-        SamplingParams(temperature=0.9, top_k=9, seed=4, max_tokens=4),
-        SamplingParams(typical_p=0.8, dry_multiplier=0.8, dry_allowed_length=0, seed=5, max_tokens=3),
-    ]
-    prompts = [[7, 8, 9, *range(30, 50)], [5], [7, 8, 9, *range(30, 46), 3, 4], [7, 8, 7]]
-    return [
-        Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens or 1)
-        for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True))
-    ]
-
-
 @pytest.mark.parametrize("way", ["staged", "replayed"])
 def test_kernels_answer_as_their_twins(model: Any, spec: ModelSpec, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(model, spec, requests, way, monkeypatch)
+    check_kernels(model, spec, mixed_requests, way, monkeypatch)
 
 
 def test_products_that_finish_what_is_between_them(
@@ -67,7 +52,7 @@ def test_products_that_finish_what_is_between_them(
             return method(*args)
 
         monkeypatch.setattr(SkinnyProduct, name, record)
-    check(model, spec, requests, "replayed", monkeypatch)
+    check_kernels(model, spec, mixed_requests, "replayed", monkeypatch)
     assert {"gated", "add_and_norm"} <= set(finished)
 
 
@@ -81,7 +66,7 @@ def test_any_group_of_kernels_can_be_replaced(
         linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight, "products") and x.shape[0] <= 16
     )
     monkeypatch.setattr(harness, "LaunchOptions", partial(LaunchOptions, without=frozenset({kernel})))
-    check(model, spec, requests, "staged", monkeypatch)
+    check_kernels(model, spec, mixed_requests, "staged", monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "bloom", "cohere", "gpt2", "ministral3"])
@@ -97,7 +82,7 @@ def test_families_far_from_llama(
         greedy = SamplingParams(temperature=0.0, max_tokens=2)
         return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=2) for n in (1, 19)]
 
-    check(model, spec, two, "replayed", monkeypatch)
+    check_kernels(model, spec, two, "replayed", monkeypatch)
 
 
 def test_windowed_layers_that_give_blocks_back(
@@ -111,7 +96,7 @@ def test_windowed_layers_that_give_blocks_back(
         greedy = SamplingParams(temperature=0.0, max_tokens=3)
         return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=3) for n in (47, 2)]
 
-    check(model, spec, two, "replayed", monkeypatch, windowed_ledger(spec, sizes, BLOCK, 24))
+    check_kernels(model, spec, two, "replayed", monkeypatch, windowed_ledger(spec, sizes, BLOCK, 24))
 
 
 def drafted() -> list[Request]:
@@ -149,16 +134,3 @@ def test_drafts_through_the_kernels(
     assert (stats.num_accepted_tokens < stats.num_draft_tokens) == (source != "lookup")
     for name, outputs in plain.items():
         assert tokens_of(through_kernels[name]) == tokens_of(outputs), name
-
-
-def check(
-    model: Any, spec: ModelSpec, requests: Callable[[], list[Request]], way: str, monkeypatch: pytest.MonkeyPatch,
-    ledger: Ledger | None = None,
-) -> None:  # fmt: skip
-    through_kernels, scheduler = serve(model, spec, requests(), num_blocks=14, depth=2, step=24, way=way, ledger=ledger)
-    assert scheduler.recorder.num_failed_steps == 0
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    through_twins, _ = serve(model, spec, requests(), way="host")
-    for name, outputs in through_twins.items():
-        told = [token for output in through_kernels[name] for token in output.token_ids]
-        assert told == [token for output in outputs for token in output.token_ids], name

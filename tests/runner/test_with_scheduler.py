@@ -13,6 +13,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from tests.runner.harness import make_requests, serve
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("depth", "num_blocks", "step", "way"),
     [
@@ -76,6 +77,7 @@ class Follows:
         return False
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("way", "depth"), [("host", 2), ("staged", 2), ("replayed", 3)])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_refused_tokens_are_drawn_again(model: Any, spec: ModelSpec, way: str, depth: int, speculates: bool) -> None:

@@ -13,8 +13,6 @@ from localllm.text.grammar import Grammars, GrammarState
 from tests.text.vocabularies import tokenizer
 
 KINDS = ("byte_level", "sentencepiece")
-
-
 CLOSERS = (b'"', b"@", b"}", b"]", b",")
 
 

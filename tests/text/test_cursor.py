@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.text.cursor import TextCursor, TextDelta
 from localllm.text.tokenizer import Tokenizer
+from tests.draws import draws
 from tests.text.vocabularies import BYTE_RULE_KINDS, CORPUS, UNSEEN, tokenizer
 
 Kind = st.sampled_from(BYTE_RULE_KINDS)
-MORE = settings(max_examples=200, deadline=None)
+MORE = draws(200)
 
 
 @st.composite
@@ -121,7 +122,7 @@ def expected_stop(tok: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_
     return tok.decode(ids), None
 
 
-@settings(max_examples=400, deadline=None)
+@draws(400)
 @given(stop_cases())
 def test_text_ends_where_the_first_stop_string_completes(
     case: tuple[str, list[int], list[str], int, list[int]],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, UnsupportedModel
@@ -35,6 +35,7 @@ from localllm.text.gguf_tokenizer import (
 )
 from localllm.text.pretokenizers import PRE_TOKENIZERS
 from localllm.text.tokenizer import Tokenizer
+from tests.draws import draws
 from tests.text.vocabularies import CORPUS, SPECIALS, UNSEEN, raw_tokenizer
 
 TEXTS = st.lists(st.sampled_from([*" \n\t'.,09aéß你🙂", *CORPUS, UNSEEN, "don't ", "2024", "  x"]), max_size=8).map(
@@ -115,7 +116,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 @given(TEXTS)
-@settings(max_examples=100, deadline=None)
+@draws(100)
 def test_byte_level_ids_are_the_originals(text: str) -> None:
     ids = tokenizer("byte_level").encode(text, add_special_tokens=False)
     assert ids == raw_tokenizer("byte_level").encode(text, add_special_tokens=False).ids
@@ -123,7 +124,7 @@ def test_byte_level_ids_are_the_originals(text: str) -> None:
 
 
 @given(st.text(alphabet="helo wrdst\né", max_size=30))
-@settings(max_examples=150, deadline=None)
+@draws(150)
 def test_sentencepiece_ids_follow_from_scores(text: str) -> None:
     ids = tokenizer("sentencepiece").encode(text, add_special_tokens=False)
     assert ids == merged_by_score(text, sentencepiece())

@@ -14,12 +14,13 @@ import jsonschema
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import InvalidParameter, StepFailed
 from localllm.text.grammar import KEPT, Grammars, GrammarStuck, fill_along
 from localllm.text.structured import StructuredOutputsParams
+from tests.draws import draws
 from tests.text.harness import GRAMMARS, HOSTILE, KINDS, draw, grammars
 from tests.text.schemas import SCHEMAS
 from tests.text.vocabularies import tokenizer
@@ -63,7 +64,7 @@ def test_what_is_drawn_is_what_was_asked(name: str, kind: str) -> None:
     assert holds(text.lstrip(" ") if kind == "sentencepiece" else text), text
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(name=st.sampled_from(sorted(SCHEMAS)), seed=st.integers(0, 10_000))
 def test_any_draw_of_any_schema(name: str, seed: int) -> None:
     state = GRAMMARS["byte_level"].start(StructuredOutputsParams(json=SCHEMAS[name]))

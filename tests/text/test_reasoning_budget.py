@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import InvalidParameter
@@ -18,6 +18,7 @@ from localllm.text.grammar import Grammars, fill_along
 from localllm.text.reasoning_budget import ReasoningBudgets
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
+from tests.draws import draws
 from tests.text.vocabularies import raw_tokenizer, tokenizer
 
 THINK = AnswerFormat(None, PAIRS[0])
@@ -53,7 +54,7 @@ def draw(made: Tokenizer, state, rng: random.Random, wanted: list[int], longest:
     return drawn
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(budget=st.integers(0, 9), seed=st.integers(0, 9999), opened=st.booleans(), start=st.integers(0, 12))
 def test_masks_along_drafts_are_those_of_one_token_after_the_other(
     budget: int, seed: int, opened: bool, start: int
@@ -85,7 +86,7 @@ def said(made: Tokenizer, format: AnswerFormat, prompt: str, drawn: list[int]) -
     return tuple("".join(p.text for p in parts if isinstance(p, kind)) for kind in (Reasoning, Content))  # type: ignore[return-value]
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(kind=st.sampled_from(KINDS), budget=st.integers(0, 12), seed=st.integers(0, 9999), opened=st.booleans())
 def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(kind: str, budget: int, seed: int, opened: bool) -> None:
     """Neither marker is a token here: the closer is several that come one after the other."""

@@ -6,10 +6,11 @@ import string
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.text.stop_strings import START, StopMatch, StopStrings, stop_strings
+from tests.draws import draws
 
 LETTERS = st.text("ab", min_size=1, max_size=6)
 
@@ -30,7 +31,7 @@ def num_held(strings: Sequence[str], text: str) -> int:
     return max((n for each in strings for n in range(1, len(each)) if text.endswith(each[:n])), default=0)
 
 
-@settings(max_examples=1000, deadline=None)
+@draws(1000)
 @given(strings=st.lists(LETTERS, max_size=6), pieces=st.lists(st.text("abc", max_size=9), max_size=8))
 def test_reading_piece_by_piece_finds_what_the_definition_finds(strings: list[str], pieces: list[str]) -> None:
     stops, state, text = StopStrings(tuple(strings)), START, ""
@@ -44,7 +45,7 @@ def test_reading_piece_by_piece_finds_what_the_definition_finds(strings: list[st
         assert stops.num_held(state) == num_held(strings, text)
 
 
-@settings(max_examples=1000, deadline=None)
+@draws(1000)
 @given(strings=st.lists(LETTERS, max_size=6), skipped=st.text("abc", max_size=20), rest=st.text("abc", max_size=20))
 def test_matches_in_skipped_text_do_not_count_but_its_end_does(strings: list[str], skipped: str, rest: str) -> None:
     stops = StopStrings(tuple(strings))
@@ -55,7 +56,7 @@ def test_matches_in_skipped_text_do_not_count_but_its_end_does(strings: list[str
     assert match == (want and want._replace(begin=want.begin - len(skipped), end=want.end - len(skipped)))
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(strings=st.lists(LETTERS, max_size=4), text=st.text("abc", max_size=12))
 def test_absent_means_that_nothing_waits_and_nothing_matches(strings: list[str], text: str) -> None:
     stops = StopStrings(tuple(strings))

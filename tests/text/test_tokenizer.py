@@ -14,18 +14,19 @@ from typing import Any
 import psutil
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from localllm.text.pieces import read_rule
 from localllm.text.tokenizer import Tokenizer, load_tokenizer
+from tests.draws import draws
 from tests.text.vocabularies import BYTE_RULE_KINDS, CORPUS, SPECIALS, UNSEEN, raw_tokenizer, tokenizer
 
 ALL_KINDS = (*BYTE_RULE_KINDS, "wordpiece")
 
 
-@settings(max_examples=200, deadline=None)
+@draws(200)
 @given(st.data(), st.sampled_from(ALL_KINDS), st.booleans())
 def test_decode_equals_the_tokenizers_library(data: st.DataObject, kind: str, skip: bool) -> None:
     tok, raw = tokenizer(kind), raw_tokenizer(kind)

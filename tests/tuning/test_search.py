@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.tuning.search import FULL, Axis, Outcome, Point, SearchRanking, Space, search
+from tests.draws import draws
 from tests.tuning.landscapes import FULL_S, Landscape, hill
 
 SPACE = Space(
@@ -73,7 +74,7 @@ def test_the_pick_is_near_the_best_at_a_third_of_the_price(name: str, noise: flo
     refused=st.sets(st.sampled_from(SPACE.points()), max_size=20),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@draws(25)
 def test_refused_trials_cost_no_answer(top: Point, steep: float, refused: set[Point], seed: int) -> None:
     """Whatever refuses, the pick works, is at least as good as the start, and the price is kept."""
     height = hill(top, steep)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -13,9 +15,12 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api import answer
+from localllm.web.pages.chat.store import database
+from localllm.web.pages.chat.store.database import chats_path
 from tests.text.templates import CHATML
 from tests.web.harness import Pages
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
+from tests.web.scripted import tool_servers
 from tests.web.terminal import Terminal
 
 
@@ -35,6 +40,23 @@ def served(own_data: None) -> Iterator[Pages]:
         yield pages
 
 
+@pytest.fixture
+def browser(served: Pages) -> Iterator[httpx.Client]:
+    """A browser on the pages; afterwards no chats are left, and the stub is as it was."""
+    with served.browser() as client:
+        yield client
+        client.post("/chats/wipe", data={"sure": "1"})
+    served.reset()
+
+
+@pytest.fixture
+def fresh_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder for one test; the file of its chats."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(database, "BUSY_S", 0.05)
+    return chats_path()
+
+
 @pytest.fixture(scope="session")
 def paced_runner() -> PacedRunner:
     return PacedRunner()
@@ -44,6 +66,19 @@ def paced_runner() -> PacedRunner:
 def session_server(tmp_path_factory: pytest.TempPathFactory, paced_runner: PacedRunner) -> Iterator[LiveServer]:
     with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), paced_runner)) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LiveServer]]:
+    """Starts a server whose chats may use these tool servers."""
+    with tool_servers(tmp_path_factory) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which the server of a changing tool counts."""
+    return tmp_path_factory.mktemp("changing") / "n"
 
 
 @pytest.fixture(scope="session")

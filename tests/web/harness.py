@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.web.live_server import LiveServer, settings
-from tests.web.pages_stub import StubModel
+from tests.web.pages_stub import REPLY, StubModel
 
 
 def connect(server: LiveServer) -> socket.socket:
@@ -70,6 +70,10 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
     assert error["code"] is None or isinstance(error["code"], str)
     assert "Traceback" not in response.text
     return error
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
 
 def quick() -> StubModel:
@@ -141,24 +145,7 @@ def chips(html: str) -> list[str]:
 
 
 def pdf(text: str) -> bytes:
-    """One page, one line, as pypdf writes it."""
-    pypdf = pytest.importorskip("pypdf")
-    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
-
-    writer = pypdf.PdfWriter()
-    page = writer.add_blank_page(300, 300)
-    font = DictionaryObject({
-        NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-        NameObject("/BaseFont"): NameObject("/Helvetica"),
-    })  # fmt: skip
-    fonts = DictionaryObject({NameObject("/F1"): font})
-    page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
-    stream = DecodedStreamObject()
-    stream.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
-    page[NameObject("/Contents")] = stream
-    out = io.BytesIO()
-    writer.write(out)
-    return out.getvalue()
+    return pdf_of([text])
 
 
 def new_project(browser: httpx.Client, name: str) -> str:
@@ -232,8 +219,13 @@ class Pages:
 
     def __init__(self) -> None:
         self.model = StubModel()
-        self.model.client.every_s, self.model.client.chars = 0.0, 20
+        self.reset()
         self.live = LiveServer(self.model, settings(ui=True))  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        client = self.model.client
+        client.every_s, client.chars, client.reply = 0.0, 20, REPLY
+        client.gate = client.failure = None
 
     def browser(self, **options: Any) -> httpx.Client:
         return browser_of(self.live, **options)
@@ -258,8 +250,6 @@ def listen(browser: httpx.Client, url: str, seconds: float = 10.0) -> str:
 
 
 TOWNS = ("Varnholm", "Estrel", "Quibury", "Norlund", "Tamsk", "Ocre", "Pellow", "Grindale", "Ashvik", "Ilmora")
-
-
 FACTS: tuple[tuple[str, str], ...] = tuple(
     fact
     for number, town in enumerate(TOWNS)
@@ -290,8 +280,6 @@ FACTS: tuple[tuple[str, str], ...] = tuple(
         ),
     )
 )
-
-
 FILLER = (
     "The town was quiet in winter, and the people who lived there spoke about the weather, the harbour and the price "
     "of bread. Ships came and went. In the evening the library closed early, and the mayor walked home by the sea. "
@@ -310,26 +298,14 @@ def book() -> str:
 
 
 USER: list[Any] = [{"role": "user", "content": "How warm is it in Paris?"}]
-
-
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", "f"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": PARAMETERS}}
-
-
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-
-
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-
-
 CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-
-
 THOUGHT = "<think>\nWarm?\n</think>\n\nIt is warm."

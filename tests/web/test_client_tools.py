@@ -13,6 +13,7 @@ import pytest
 from localllm.text.messages import TemplateTraits, plain_messages
 from localllm.web.api.responses.client_tools import client_tools, plain_choice
 from localllm.web.api.responses.items import messages_of, read_items
+from tests.web.harness import events_of
 from tests.web.live_server import LiveServer
 
 PATH = "/v1/responses"
@@ -27,10 +28,6 @@ ASKED: dict[str, Any] = {"model": "tiny", "input": "Go.", "max_output_tokens": 1
 
 def call_of(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
 
 def test_a_function_of_a_namespace_is_called_and_mapped_back(hermes: LiveServer, say: Callable[[str], None]) -> None:

@@ -228,14 +228,11 @@ def test_a_short_answer_may_finish_while_the_server_stops(tmp_path: Path) -> Non
         assert b"[DONE]" in seen
 
 
-def test_work_that_ends_first_wins_over_a_disconnect() -> None:
-    async def scenario() -> None:
-        async def receive() -> Any:
-            return {"type": "http.disconnect"}
+async def test_work_that_ends_first_wins_over_a_disconnect() -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
 
-        async def work() -> int:
-            return 3
+    async def work() -> int:
+        return 3
 
-        assert await disconnect.unless_disconnected(receive, work()) == 3
-
-    asyncio.run(scenario())
+    assert await disconnect.unless_disconnected(receive, work()) == 3

@@ -28,8 +28,6 @@ from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_m
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
 BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (CHAT, {}, "messages", "missing_required_parameter"),
     (TEXT, {}, "prompt", "missing_required_parameter"),

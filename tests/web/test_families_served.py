@@ -8,10 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gguf_files import write_gguf
-from tests.gguf_hybrids import write_hybrid
-from tests.models.formats.test_gguf import FAMILIES as GGUF_SIZES
-from tests.models.formats.test_gguf_hybrids import FAMILIES as HYBRIDS
+from tests.gguf_files import GGUF_SIZES, write_gguf
+from tests.gguf_hybrids import HYBRIDS, write_hybrid
 from tests.models.harness import prompt, reference, reference_greedy, reference_logits
 from tests.models.vision_models import VISION_MODELS as VISION
 from tests.models.vision_models import make_model

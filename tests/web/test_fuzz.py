@@ -30,7 +30,7 @@ def test_answers_are_as_the_document_says(servers: Mapping[str, LiveServer]) -> 
         assert not findings.found, f"{operation.method} {operation.path}"
         counts[operation.path] = findings
     assert len(counts) > 40
-    assert sum(each.streams for each in counts.values()) > 5
+    assert sum(each.streams for each in counts.values()) >= 3
     assert {200, 400, 404, 409, 501} <= {status for each in counts.values() for status in each.statuses}
 
 

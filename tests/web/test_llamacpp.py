@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
+from tests.web.harness import events_of
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer
 
 PATH = "/completion"
 ASKED: dict[str, Any] = {"prompt": "the quick brown", "n_predict": 5, "temperature": 0, "return_tokens": True}
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
 
 def test_a_stream_says_the_same_as_the_whole_answer(server: LiveServer) -> None:

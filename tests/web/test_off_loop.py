@@ -11,7 +11,7 @@ from localllm.web.api.off_loop import LARGE_TEXT, on_thread
 
 
 @pytest.mark.parametrize(("size", "most"), [(10, 4), (LARGE_TEXT, 1)])
-def test_large_texts_take_turns(size: int, most: int) -> None:
+async def test_large_texts_take_turns(size: int, most: int) -> None:
     running: list[int] = []
     counts: list[int] = []
     together = threading.Barrier(most)
@@ -23,8 +23,5 @@ def test_large_texts_take_turns(size: int, most: int) -> None:
         together.wait(10)
         running.pop()
 
-    async def scenario() -> None:
-        await asyncio.gather(*(on_thread(size, work) for _ in range(4)))
-
-    asyncio.run(scenario())
+    await asyncio.gather(*(on_thread(size, work) for _ in range(4)))
     assert max(counts) == most

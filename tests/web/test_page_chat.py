@@ -8,7 +8,6 @@ import html
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.replies import active, claims
 from localllm.web.pages.chat.store import Chats, database
-from localllm.web.pages.chat.store.database import chats_path
 from tests.web.harness import (
     SCRIPTED,
     Pages,
@@ -37,21 +35,6 @@ from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings,
 from tests.web.pages_stub import StubModel
 
 pytestmark = pytest.mark.usefixtures("own_data")
-
-
-@pytest.fixture
-def fresh_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder for one test; the file in it."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.setattr(database, "BUSY_S", 0.05)
-    return chats_path()
-
-
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-    served.model.client.every_s = 0.0
 
 
 def new_chat_id(browser: httpx.Client) -> str:

@@ -19,7 +19,6 @@ from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.replies import titles
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.database import chats_path, open_database
-from tests.web import test_page_chat, test_page_projects
 from tests.web.harness import (
     SCRIPTED,
     Pages,
@@ -34,8 +33,7 @@ from tests.web.harness import (
 )
 from tests.web.live_server import LiveServer, settings, wait_until
 
-fresh_data, pytestmark = test_page_chat.fresh_data, pytest.mark.usefixtures("own_data")
-browser = test_page_projects.browser
+pytestmark = pytest.mark.usefixtures("own_data")
 
 # The list of chats --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import html
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ LONG = "b" * 700
 
 
 pytestmark = pytest.mark.usefixtures("own_data")
-
-
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-    served.model.client.failure = None
 
 
 def texts(page: str) -> list[str]:

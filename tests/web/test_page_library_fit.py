@@ -49,7 +49,7 @@ def test_a_context_that_has_to_be_cut_is_told_with_what_would_give_more(tiny_lla
     assert fit.verdict.hint.startswith("Without --kv-cache-memory-bytes: context 2,048 tokens")
 
 
-def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, str] = {}
 
     def note(name: str, config: EngineConfig, *others: Any, **named: Any) -> SimpleNamespace:
@@ -59,9 +59,5 @@ def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.Mo
     monkeypatch.setattr(fit_checks, "check_fit", note)
     tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
     known = FitChecks(SimpleNamespace(entries=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
-
-    async def look_at_both() -> None:
-        await asyncio.gather(known.of("exact-one"), known.of("another"))
-
-    asyncio.run(look_at_both())
+    await asyncio.gather(known.of("exact-one"), known.of("another"))
     assert asked == {"exact-one": "exact", "another": "small"}

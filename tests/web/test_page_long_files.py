@@ -27,11 +27,9 @@ def model() -> StubModel:
 
 
 @pytest.fixture(scope="module")
-def server(model: StubModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        with LiveServer(model, settings(ui=True)) as live:  # type: ignore[arg-type]
-            yield live
+def server(model: StubModel, own_data: None) -> Iterator[LiveServer]:
+    with LiveServer(model, settings(ui=True)) as live:  # type: ignore[arg-type]
+        yield live
 
 
 @pytest.fixture

@@ -25,8 +25,6 @@ CALL = (
     "<think>\nThey want the *weather*.\n</think>\n\n"
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 )
-
-
 pytestmark = pytest.mark.usefixtures("own_data")
 
 
@@ -41,13 +39,6 @@ def hermes(tmp_path_factory: pytest.TempPathFactory, own_data: None) -> Iterator
 def browser(hermes: LiveServer) -> Iterator[httpx.Client]:
     with browser_of(hermes) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def stub(own_data: None) -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
 
 
 @pytest.fixture
@@ -173,9 +164,9 @@ def test_bad_tools_are_refused_in_words(browser: httpx.Client, tools: str, says:
     assert says in answer.text.replace("&#39;", "'")
 
 
-def test_a_model_without_tools_says_so(stub: Pages) -> None:
-    stub.model.chat_template.reads = lambda name: False  # type: ignore[attr-defined]
-    with stub.browser() as browser:
+def test_a_model_without_tools_says_so(served: Pages) -> None:
+    served.model.chat_template.reads = lambda name: False  # type: ignore[attr-defined]
+    with served.browser() as browser:
         page = browser.post("/chat", data={"message": "x", "tools": json.dumps(WEATHER)}).text
     assert "demo cannot call tools." in page
 
@@ -183,8 +174,8 @@ def test_a_model_without_tools_says_so(stub: Pages) -> None:
 # Files -------------------------------------------------------------------------------------------------------------
 
 
-def test_files_are_counted_in_tokens_and_go_with_the_message(stub: Pages) -> None:
-    with stub.browser() as browser:
+def test_files_are_counted_in_tokens_and_go_with_the_message(served: Pages) -> None:
+    with served.browser() as browser:
         first = attach(browser, ("notes.py", b"x = 1\r\n"), ("a `b`.md", "```\nä\n```".encode())).text
         ids = chips(first)
         assert len(ids) == 2
@@ -194,7 +185,7 @@ def test_files_are_counted_in_tokens_and_go_with_the_message(stub: Pages) -> Non
         kept = browser.post(f"/chats/attach?detach={chips(more)[2]}", data={"attachment": chips(more)}).text
         assert chips(kept) == ids
         page = browser.post("/chat", data={"message": "What is it?", "attachment": ids}).text
-        said = "".join(map(chr, stub.model.client.asked[-1].prompt_token_ids))
+        said = "".join(map(chr, served.model.client.asked[-1].prompt_token_ids))
         assert (
             "File `notes.py`:\n\n```py\nx = 1\n```\n\nFile `a b.md`:\n\n````md\n```\nä\n```\n````\n\nWhat is it?"
             in said
@@ -204,12 +195,12 @@ def test_files_are_counted_in_tokens_and_go_with_the_message(stub: Pages) -> Non
         assert "no longer on the server" in again.text, "a sent file is not kept for another message"
 
 
-def test_without_scripts_a_file_comes_with_the_message_even_alone(stub: Pages) -> None:
-    with stub.browser() as browser:
+def test_without_scripts_a_file_comes_with_the_message_even_alone(served: Pages) -> None:
+    with served.browser() as browser:
         page = browser.post("/chat", data={"message": ""}, files={"file": ("plan.md", b"# Plan")})
         assert page.status_code == 200
         assert "<title>plan.md" in page.text
-        assert "# Plan" in "".join(map(chr, stub.model.client.asked[-1].prompt_token_ids))
+        assert "# Plan" in "".join(map(chr, served.model.client.asked[-1].prompt_token_ids))
 
 
 @pytest.mark.parametrize(
@@ -225,32 +216,32 @@ def test_without_scripts_a_file_comes_with_the_message_even_alone(stub: Pages) -
         ("../../<b>`x`\n.txt", b"\x00", "bx.txt is not text"),
     ],
 )
-def test_what_is_no_text_is_refused_by_name(stub: Pages, name: str, body: bytes, says: str) -> None:
+def test_what_is_no_text_is_refused_by_name(served: Pages, name: str, body: bytes, says: str) -> None:
     pytest.importorskip("pypdf")
-    with stub.browser() as browser:
+    with served.browser() as browser:
         answer = attach(browser, ("fine.txt", b"fine"), (name, body))
         assert says in answer.text
         assert len(chips(answer.text)) == 1, "the file beside it stays"
         assert browser.post("/chat", data={"message": "x"}, files={"file": (name, body)}).status_code in (400, 413)
 
 
-def test_more_than_ten_files_are_refused(stub: Pages) -> None:
-    with stub.browser() as browser:
+def test_more_than_ten_files_are_refused(served: Pages) -> None:
+    with served.browser() as browser:
         answer = attach(browser, *[(f"{n}.txt", b"x") for n in range(11)])
         assert "too many" in answer.text
         assert len(chips(answer.text)) == 10
 
 
-def test_a_pdf_is_read_as_text(stub: Pages) -> None:
-    with stub.browser() as browser:
+def test_a_pdf_is_read_as_text(served: Pages) -> None:
+    with served.browser() as browser:
         answer = attach(browser, ("paper.pdf", pdf("Attention is all")))
         assert "notice" not in answer.text
         browser.post("/chat", data={"message": "x", "attachment": chips(answer.text)})
-    assert "Attention is all" in "".join(map(chr, stub.model.client.asked[-1].prompt_token_ids))
+    assert "Attention is all" in "".join(map(chr, served.model.client.asked[-1].prompt_token_ids))
 
 
-def test_a_pdf_with_too_many_pages_or_none_with_text_is_refused(stub: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    with stub.browser() as browser:
+def test_a_pdf_with_too_many_pages_or_none_with_text_is_refused(served: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served.browser() as browser:
         assert "contains no text" in attach(browser, ("scan.pdf", pdf(""))).text
         monkeypatch.setattr(documents, "MAX_PDF_PAGES", 0)
         assert "too many pages" in attach(browser, ("long.pdf", pdf("x"))).text

@@ -171,7 +171,7 @@ def test_a_server_that_starts_again_offers_to_resume(hub: LocalHub, loads: Loads
         wait_until_stalled(hub)
     hub.go_on.set()
     with LibraryServer(picks=PICKS) as live, browser_of(live) as browser:
-        assert "97.7 KiB are on this machine." in card(browser)
+        wait_until(lambda: "97.7 KiB are on this machine." in card(browser))  # once the first transfer has ended
         assert buttons(card(browser))["start"] == "Resume (195 KiB left)"
         act(browser, "start")
         wait_until(lambda: card(browser) == "", LONG_S)

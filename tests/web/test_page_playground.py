@@ -26,8 +26,6 @@ from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
 SCRIPTED = {"hx-request": "true"}
 CHAT = {"tab": "chat", "role": ["system", "user"], "content": ["Be kind.", "Hello <b>you</b>"], "max_tokens": "5"}
-
-
 PACED = PacedRunner()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,14 +12,6 @@ from localllm.web.pages.chat.prompts import saved
 from tests.web.harness import SCRIPTED, Pages, message_urls, new_project, new_prompt, said, start_chat, undo
 
 pytestmark = pytest.mark.usefixtures("own_data")
-
-
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-        client.post("/chats/wipe", data={"sure": "1"})
-    served.model.client.every_s, served.model.client.gate = 0.0, None
 
 
 # Prompts ------------------------------------------------------------------------------------------------------------

@@ -31,14 +31,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory, config: Path) -> Iterator[httpx.Client]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        model = fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner())
-        asked = replace(settings(ui=True), file=config)
-        with LiveServer(model, asked) as server, browser_of(server) as client:
-            client.get(server.link())
-            yield client
+def browser(tmp_path_factory: pytest.TempPathFactory, own_data: None, config: Path) -> Iterator[httpx.Client]:
+    model = fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner())
+    with LiveServer(model, replace(settings(ui=True), file=config)) as server, browser_of(server) as client:
+        client.get(server.link())
+        yield client
 
 
 def command(mode: str) -> str:

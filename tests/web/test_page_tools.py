@@ -14,20 +14,9 @@ from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.replies import claims
 from localllm.web.pages.chat.tools import runs
 from tests.mcp.programs import friendly, hostile
-from tests.web.harness import SCRIPTED, browser_of, listen, stream_url
+from tests.web.harness import SCRIPTED, browser_of, conversation, listen, stream_url
 from tests.web.live_server import LiveServer, wait_until
-from tests.web.scripted import Script, called, tool_servers
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LiveServer]]:
-    with tool_servers(tmp_path_factory) as begin:
-        yield begin
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("changing") / "n"
+from tests.web.scripted import Script, called
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +61,6 @@ def decisions(page: str) -> list[str]:
 
 def url_of(page: str, decision: str) -> str:
     return [url for url in decisions(page) if url.endswith(f"/{decision}")][-1]
-
-
-def conversation(page: str) -> str:
-    found = re.search(r'name="conversation" value="([^"]+)"', page)
-    assert found
-    return found[1]
 
 
 def test_a_call_runs_after_consent_and_the_model_uses_its_result(browser: httpx.Client, script: Script) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,25 +15,7 @@ from localllm.web.pages.chat.imports import elements
 from localllm.web.pages.chat.imports.elements import MAX_NESTING
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import Imported, NotAChat, without_reasoning
-from tests.web.harness import SCRIPTED, browser_of, lm_studio, open_webui
-from tests.web.live_server import LiveServer, settings
-from tests.web.pages_stub import StubModel
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        with LiveServer(StubModel(), settings(ui=True)) as live:  # type: ignore[arg-type]
-            yield live
-
-
-@pytest.fixture
-def browser(server: LiveServer) -> Iterator[httpx.Client]:
-    with browser_of(server) as client:
-        client.post("/chats/wipe", data={"sure": "1"})
-        yield client
-
+from tests.web.harness import SCRIPTED, lm_studio, open_webui
 
 # Exports of other programs, as they write them ----------------------------------------------------------------------
 

@@ -27,14 +27,6 @@ pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    before = served.model.client.reply
-    with served.browser() as client:
-        yield client
-    served.model.client.reply, served.model.client.gate, served.model.client.every_s = before, None, 0.0
-
-
-@pytest.fixture
 def second(served: Pages) -> Iterator[StubModel]:
     """Another model, loaded as well."""
     other = StubModel(name="second")
@@ -118,7 +110,7 @@ def test_a_reply_that_is_being_written_is_not_copied(served: Pages, browser: htt
     edited = browser.post(f"{message_urls(page)[1]}/edit", data={"message": "mine"}, headers=SCRIPTED)
     assert (edited.status_code, "still being written" in edited.text) == (409, True)
     assert browser.post(f"{chat}/stop", headers=SCRIPTED).status_code == 204
-    served.model.client.gate._loop.call_soon_threadsafe(served.model.client.gate.set)  # type: ignore[attr-defined]
+    _open(served.model.client.gate)
     assert "Reply stopped" in listen(browser, stream)
 
 
@@ -273,9 +265,11 @@ def test_two_models_answer_beside_each_other_and_one_is_kept(
         "demo",
         "second",
     ]
+    served.model.client.gate = second.client.gate = gate = asyncio.Event()
     update = compare(browser, reply, model="demo", beside="second").text
     assert 'class="compare"' in update
     first, other = streams(update)
+    _open(gate)
     assert "Reply finished" in listen(browser, other)
     assert "watch the blocks" in listen(browser, first)
     page = browser.get(chat).text
@@ -341,6 +335,7 @@ def _chat_with_gate(served: Pages, browser: httpx.Client, gate: asyncio.Event | 
 
 
 def _open(gate: asyncio.Event) -> None:
+    wait_until(lambda: gate._loop is not None)  # type: ignore[attr-defined]  # a reply waits for it
     gate._loop.call_soon_threadsafe(gate.set)  # type: ignore[attr-defined]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,21 +15,6 @@ from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
 from tests.web.harness import SCRIPTED, Pages, browser_of, listen, stream_url
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
-
-
-@pytest.fixture
-def browser(served: Pages) -> Iterator[httpx.Client]:
-    with served.browser() as client:
-        yield client
-    served.model.client.failure = None
-    served.model.client.every_s = 0.0
 
 
 def test_pages_answer_with_a_strict_policy(browser: httpx.Client) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
@@ -49,93 +49,68 @@ async def eventually(holds: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in time")
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(work(), 20)
-
-    asyncio.run(limited())
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_reply, "BATCH_S", 0.005)
 
 
-def test_follower_sees_the_reply_grow_and_ends_with_all_of_it() -> None:
-    async def work() -> None:
-        html, shown, seen = await collect(start(StubClient(every_s=0.001)).follow())
-        assert html == render_markdown(REPLY)
-        assert shown == ""
-        assert len(seen) > 10
-        assert any(progress.open_kind == "code" for progress in seen)
-
-    run(work)
+async def test_follower_sees_the_reply_grow_and_ends_with_all_of_it() -> None:
+    html, shown, seen = await collect(start(StubClient(every_s=0.001)).follow())
+    assert html == render_markdown(REPLY)
+    assert shown == ""
+    assert len(seen) > 10
+    assert any(progress.open_kind == "code" for progress in seen)
 
 
-def test_a_tab_that_comes_back_misses_nothing() -> None:
-    async def work() -> None:
-        reply = start(StubClient(every_s=0.001))
-        first = reply.follow()
-        for _ in range(6):
-            await anext(first)
-        await first.aclose()  # type: ignore[attr-defined]
-        html, _, seen = await collect(reply.follow())
-        assert seen[0].restarts
-        assert html == render_markdown(REPLY)
-        assert (await collect(reply.follow()))[0] == html  # and so it is after the end
-
-    run(work)
+async def test_a_tab_that_comes_back_misses_nothing() -> None:
+    reply = start(StubClient(every_s=0.001))
+    first = reply.follow()
+    for _ in range(6):
+        await anext(first)
+    await first.aclose()  # type: ignore[attr-defined]
+    html, _, seen = await collect(reply.follow())
+    assert seen[0].restarts
+    assert html == render_markdown(REPLY)
+    assert (await collect(reply.follow()))[0] == html  # and so it is after the end
 
 
-def test_two_tabs_see_the_same() -> None:
-    async def work() -> None:
-        reply = start(StubClient(every_s=0.001))
-        one, two = await asyncio.gather(collect(reply.follow()), collect(reply.follow()))
-        assert one[0] == two[0] == reply.body.html
-
-    run(work)
+async def test_two_tabs_see_the_same() -> None:
+    reply = start(StubClient(every_s=0.001))
+    one, two = await asyncio.gather(collect(reply.follow()), collect(reply.follow()))
+    assert one[0] == two[0] == reply.body.html
 
 
-def test_cancel_keeps_what_was_written() -> None:
-    async def work() -> None:
-        client = StubClient(every_s=0.01)
-        reply = start(client)
-        await eventually(lambda: len(reply.text) > 10)
-        reply.cancel()
-        await reply.wait()
-        assert (reply.finish_reason, reply.error) == ("abort", None)
-        assert reply.text == REPLY[: len(reply.text)]
-        assert "Paged" in reply.body.html
-        await eventually(lambda: not client.running)
-
-    run(work)
+async def test_cancel_keeps_what_was_written() -> None:
+    client = StubClient(every_s=0.01)
+    reply = start(client)
+    await eventually(lambda: len(reply.text) > 10)
+    reply.cancel()
+    await reply.wait()
+    assert (reply.finish_reason, reply.error) == ("abort", None)
+    assert reply.text == REPLY[: len(reply.text)]
+    assert "Paged" in reply.body.html
+    await eventually(lambda: not client.running)
 
 
-def test_reply_that_nobody_follows_is_cancelled_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        monkeypatch.setattr(live_reply, "DETACHED_LIMIT_S", 0.05)
-        reply = start(StubClient(every_s=0.005))
-        await eventually(lambda: reply.done)
-        assert reply.finish_reason == "abort"
-        watched = start(StubClient(every_s=0.001))
-        await watched.wait()
-        assert watched.finish_reason == "stop"
-
-    run(work)
+async def test_reply_that_nobody_follows_is_cancelled_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_reply, "DETACHED_LIMIT_S", 0.05)
+    reply = start(StubClient(every_s=0.005))
+    await eventually(lambda: reply.done)
+    assert reply.finish_reason == "abort"
+    watched = start(StubClient(every_s=0.001))
+    await watched.wait()
+    assert watched.finish_reason == "stop"
 
 
-def test_refusal_of_the_engine_becomes_the_replys_error() -> None:
-    async def work() -> None:
-        refusal = ContextTooLong("Too long.", "540 tokens; 512 fit.", "Start a new chat.")
-        reply = start(StubClient(failure=refusal))
-        await reply.wait()
-        assert reply.error is refusal
-        assert (await collect(reply.follow()))[0] == ""
-
-    run(work)
+async def test_refusal_of_the_engine_becomes_the_replys_error() -> None:
+    refusal = ContextTooLong("Too long.", "540 tokens; 512 fit.", "Start a new chat.")
+    reply = start(StubClient(failure=refusal))
+    await reply.wait()
+    assert reply.error is refusal
+    assert (await collect(reply.follow()))[0] == ""
 
 
-def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:
+async def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:
     looks = 0
     client = StubClient()
 
@@ -144,21 +119,18 @@ def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:
         looks += 1
         return client.stats()
 
-    async def work() -> None:
-        sampler = Sampler(read, every_s=0.01)
-        assert sampler._task is None
-        followers = [sampler.follow() for _ in range(5)]
-        ticks = [[(await anext(follower)).number for follower in followers] for _ in range(4)]
-        assert looks <= 8, "five followers share one sampler"
-        assert all(len(set(row)) <= 2 for row in ticks)
-        for follower in followers:
-            await follower.aclose()  # type: ignore[attr-defined]
-        assert sampler._task is None
-        before = looks
-        await asyncio.sleep(0.05)
-        assert looks == before
-
-    run(work)
+    sampler = Sampler(read, every_s=0.01)
+    assert sampler._task is None
+    followers = [sampler.follow() for _ in range(5)]
+    ticks = [[(await anext(follower)).number for follower in followers] for _ in range(4)]
+    assert looks <= 8, "five followers share one sampler"
+    assert all(len(set(row)) <= 2 for row in ticks)
+    for follower in followers:
+        await follower.aclose()  # type: ignore[attr-defined]
+    assert sampler._task is None
+    before = looks
+    await asyncio.sleep(0.05)
+    assert looks == before
 
 
 def test_what_was_seen_of_another_engine_is_not_its_past() -> None:
@@ -172,7 +144,7 @@ def test_what_was_seen_of_another_engine_is_not_its_past() -> None:
     ]  # fmt: skip
 
 
-def test_sampler_survives_a_bad_look() -> None:
+async def test_sampler_survives_a_bad_look() -> None:
     answers = iter([ValueError("torn"), None])
 
     def read() -> None:
@@ -180,11 +152,8 @@ def test_sampler_survives_a_bad_look() -> None:
         if answer is not None:
             raise answer
 
-    async def work() -> None:
-        tick = await anext(Sampler(read, every_s=0.01).follow())
-        assert tick.stats is None
-
-    run(work)
+    tick = await anext(Sampler(read, every_s=0.01).follow())
+    assert tick.stats is None
 
 
 def test_event_survives_every_line_end() -> None:
@@ -192,7 +161,7 @@ def test_event_survives_every_line_end() -> None:
     assert sse(" x") == b"data:  x\n\n"  # one space is the separator, the other is text
 
 
-def test_streams_end_when_the_server_stops() -> None:
+async def test_streams_end_when_the_server_stops() -> None:
     async def endless() -> AsyncIterator[bytes]:
         try:
             while True:
@@ -202,68 +171,58 @@ def test_streams_end_when_the_server_stops() -> None:
             closed.append(True)
 
     closed: list[bool] = []
-
-    async def work() -> None:
-        closing = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.05, closing.set)
-        assert [event async for event in until_closing(endless(), closing)] == [b"x"]
-        assert closed == [True]
-
-    run(work)
+    closing = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, closing.set)
+    assert [event async for event in until_closing(endless(), closing)] == [b"x"]
+    assert closed == [True]
 
 
-def test_a_client_keeps_its_newest_live_connections() -> None:
-    async def work() -> None:
-        streams = live.LiveStreams()
-        closing, most = asyncio.Event(), live.MOST_OF_CLIENT
+async def test_a_client_keeps_its_newest_live_connections() -> None:
+    streams = live.LiveStreams()
+    closing, most = asyncio.Event(), live.MOST_OF_CLIENT
 
-        async def ticks() -> AsyncIterator[bytes]:
-            while True:
-                yield b"x"
-                await asyncio.sleep(0.001)
-
-        ended: list[int] = []
-
-        async def page(number: int, client: str) -> None:
-            with streams.counted(client) as superseded:
-                async for _ in until_closing(ticks(), closing, superseded):
-                    pass
-            ended.append(number)
-
-        other = asyncio.create_task(page(-1, "other"))
-        pages = []
-        for number in range(most + 10):
-            pages.append(asyncio.create_task(page(number, "one")))
-            await asyncio.sleep(0)
-        await eventually(lambda: len(ended) == 10)
-        await asyncio.sleep(0.01)
-        assert sorted(ended) == list(range(10))
-        closing.set()
-        await asyncio.gather(other, *pages)
-        assert not streams._open
-
-    run(work)
-
-
-def test_followers_of_a_view_share_one_drawing_of_a_tick() -> None:
-    async def work() -> None:
-        tick, drawings = Tick(1, None, (), None), 0
-
-        async def draw() -> dict[str, str]:
-            nonlocal drawings
-            drawings += 1
+    async def ticks() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
             await asyncio.sleep(0.001)
-            return {"part": "drawn"}
 
-        impatient = asyncio.create_task(tick.drawn("view", draw))
-        others = [asyncio.create_task(tick.drawn("view", draw)) for _ in range(100)]
+    ended: list[int] = []
+
+    async def page(number: int, client: str) -> None:
+        with streams.counted(client) as superseded:
+            async for _ in until_closing(ticks(), closing, superseded):
+                pass
+        ended.append(number)
+
+    other = asyncio.create_task(page(-1, "other"))
+    pages = []
+    for number in range(most + 10):
+        pages.append(asyncio.create_task(page(number, "one")))
         await asyncio.sleep(0)
-        impatient.cancel()
-        parts = await asyncio.gather(*others)
-        assert drawings == 1
-        assert all(each is parts[0] for each in (*parts, await tick.drawn("view", draw)))
+    await eventually(lambda: len(ended) == 10)
+    await asyncio.sleep(0.01)
+    assert sorted(ended) == list(range(10))
+    closing.set()
+    await asyncio.gather(other, *pages)
+    assert not streams._open
 
-    run(work)
+
+async def test_followers_of_a_view_share_one_drawing_of_a_tick() -> None:
+    tick, drawings = Tick(1, None, (), None), 0
+
+    async def draw() -> dict[str, str]:
+        nonlocal drawings
+        drawings += 1
+        await asyncio.sleep(0.001)
+        return {"part": "drawn"}
+
+    impatient = asyncio.create_task(tick.drawn("view", draw))
+    others = [asyncio.create_task(tick.drawn("view", draw)) for _ in range(100)]
+    await asyncio.sleep(0)
+    impatient.cancel()
+    parts = await asyncio.gather(*others)
+    assert drawings == 1
+    assert all(each is parts[0] for each in (*parts, await tick.drawn("view", draw)))
 
 
 def test_dashboards_that_miss_the_same_parts_share_one_update() -> None:

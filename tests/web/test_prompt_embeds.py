@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm import LLM, BeamSearchParams, SamplingParams
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.engine.beam_search import BeamSearchParams
+from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.llm import LLM
 from localllm.serving.build import build_engine
 from tests.tiny import load_reference
 from tests.web.live_server import LiveServer

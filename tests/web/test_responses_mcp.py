@@ -21,7 +21,7 @@ from localllm.web.pages.chat.state import chat_state_of
 from tests.mcp.programs import friendly, hostile
 from tests.web.harness import open_request
 from tests.web.live_server import LiveServer, wait_until
-from tests.web.scripted import Script, called, tool_servers
+from tests.web.scripted import Script, called
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "2 + 40?"}
@@ -35,17 +35,6 @@ def entry(label: str, **fields: Any) -> Any:
 
 def kinds(answer: Any) -> list[str]:
     return [item.type for item in answer.output]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LiveServer]]:
-    with tool_servers(tmp_path_factory) as begin:
-        yield begin
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("changing") / "n"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jsonschema
@@ -20,12 +20,6 @@ from tests.web.live_server import LiveServer
 Saying: TypeAlias = Callable[..., dict[str, Any]]
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-def client(hermes: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
-        yield client
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -86,12 +80,12 @@ def test_what_may_not_be_called_is_content(hermes: LiveServer, fields: dict[str,
     assert reason == "stop"
 
 
-def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.OpenAI, saying: Saying) -> None:
+def test_a_stream_gives_the_name_first_and_then_the_arguments(sdk: openai.OpenAI, saying: Saying) -> None:
     body = saying(f"Well. {CALL}{CLOCK_CALL}", tools=[WEATHER, CLOCK])
     extra = {"reasoning_format": body.pop("reasoning_format")}
     calls: dict[int, dict[str, str]] = {}
     content, reasons = "", []
-    for chunk in client.chat.completions.create(**body, stream=True, extra_body=extra):
+    for chunk in sdk.chat.completions.create(**body, stream=True, extra_body=extra):
         [choice] = chunk.choices
         content += choice.delta.content or ""
         reasons.append(choice.finish_reason)
@@ -111,23 +105,23 @@ def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.Ope
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_ends_the_answer_where_several_may_not_be(
-    hermes: LiveServer, client: openai.OpenAI, stream: bool, saying: Saying
+    hermes: LiveServer, sdk: openai.OpenAI, stream: bool, saying: Saying
 ) -> None:
     """The model would have gone on: what it would have said is not generated, and its blocks are free."""
     body = saying(f"Well. {CALL}{CLOCK_CALL}" + "So. " * 10, tools=[WEATHER, CLOCK], parallel_tool_calls=False, n=2)
     body |= {"max_tokens": 190, "temperature": 0}
     extra = {"reasoning_format": body.pop("reasoning_format")}
     if stream:
-        with client.chat.completions.stream(**body, extra_body=extra, stream_options={"include_usage": True}) as events:
+        with sdk.chat.completions.stream(**body, extra_body=extra, stream_options={"include_usage": True}) as events:
             answer = events.get_final_completion()
     else:
-        answer = client.chat.completions.create(**body, extra_body=extra)
+        answer = sdk.chat.completions.create(**body, extra_body=extra)
     for choice in answer.choices:
         assert choice.message.content.strip() == "Well."
         assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
         assert choice.finish_reason == "tool_calls"
-    whole = client.chat.completions.create(**{**body, "parallel_tool_calls": True}, extra_body=extra)
+    whole = sdk.chat.completions.create(**{**body, "parallel_tool_calls": True}, extra_body=extra)
     assert len(whole.choices[0].message.tool_calls) == 2
     assert answer.usage.completion_tokens < whole.usage.completion_tokens
     assert hermes.model is not None
@@ -141,14 +135,14 @@ def test_an_answer_without_a_call_goes_on_where_several_may_not_be(hermes: LiveS
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_forced_call_fits_its_schema(hermes: LiveServer, client: openai.OpenAI, choice: Any, stream: bool) -> None:
+def test_a_forced_call_fits_its_schema(hermes: LiveServer, sdk: openai.OpenAI, choice: Any, stream: bool) -> None:
     body = asked(tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False)
     if not stream:
         said, reason = message(hermes, body)
         calls = [call["function"] for call in said["tool_calls"]]
         assert reason == "tool_calls"
     else:
-        with client.chat.completions.stream(**body) as events:
+        with sdk.chat.completions.stream(**body) as events:
             final = events.get_final_completion()
         calls = [call.function.model_dump() for call in final.choices[0].message.tool_calls]
     assert calls
@@ -160,14 +154,14 @@ def test_a_forced_call_fits_its_schema(hermes: LiveServer, client: openai.OpenAI
             assert isinstance(json.loads(call["arguments"]), dict)
 
 
-def test_a_conversation_with_a_tool_goes_round(client: openai.OpenAI, saying: Saying) -> None:
+def test_a_conversation_with_a_tool_goes_round(sdk: openai.OpenAI, saying: Saying) -> None:
     """What comes out goes back in: the template prints the call, the result follows."""
     body = saying(CALL, tools=[WEATHER])
     extra = {"reasoning_format": body.pop("reasoning_format")}
-    first = client.chat.completions.create(**body, extra_body=extra).choices[0].message
+    first = sdk.chat.completions.create(**body, extra_body=extra).choices[0].message
     [call] = first.tool_calls
     history = [*USER, first, {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}]
-    answer = client.chat.completions.create(model="tiny", messages=history, tools=[WEATHER], max_tokens=5)
+    answer = sdk.chat.completions.create(model="tiny", messages=history, tools=[WEATHER], max_tokens=5)
     assert answer.usage.prompt_tokens > 20
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.int4_linear import Int4Weight
@@ -17,57 +16,32 @@ from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,
-    Store,
     agrees,
     assert_refused,
-    in_order,
     quantised_matrices,
     rewrite,
-    rounded,
     save_quantised,
     set_quantization,
-    to_int32,
 )
+from tests.models.formats.stores import AWQ, awq
 from tests.tiny import make_tiny_model
-
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-CONFIG: dict[str, Any] = {
-    "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
-    "modules_to_not_convert": None,
-}  # fmt: skip
-
-
-def words(codes: Tensor) -> Tensor:
-    """[r, c] -> [r, c / 8]: output ORDER[i] of eight in nibble i."""
-    return to_int32(sum(codes[:, ORDER[i] :: 8] << (4 * i) for i in range(8)))
-
-
-def awq(group: int, *, zeros: bool = True, skip: str = "lm_head") -> Store:
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if skip in stem:
-            return None
-        codes, zero, scales, meant = rounded(weight, in_order(weight.shape[1], group), 4, sym=not zeros)
-        tensors = {"qweight": words(codes.t()), "scales": scales.t()}
-        return {**tensors, "qzeros": words(zero.t())} if zeros else tensors, meant
-
-    return store
 
 
 @pytest.fixture
 def saved(source: Path, tmp_path: Path) -> Saved:
-    return save_quantised(source, tmp_path / "model", CONFIG, awq(32))
+    return save_quantised(source, tmp_path / "model", AWQ, awq(32))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 def test_groups(group: int, source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "group_size": group}, awq(group))
+    saved = save_quantised(source, tmp_path / "model", {**AWQ, "group_size": group}, awq(group))
     matrices = quantised_matrices(agrees(saved))
     assert len(matrices) == 4
     assert all(isinstance(matrix, Int4Weight) for matrix in matrices)
 
 
 def test_without_zero_points(source: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "zero_point": False}
+    config = {**AWQ, "zero_point": False}
     agrees(save_quantised(source, tmp_path / "model", config, awq(32, zeros=False)))
 
 
@@ -75,13 +49,13 @@ def test_without_zero_points(source: Path, tmp_path: Path) -> None:
 def test_missing_zero_points_are_refused_unless_the_config_says_so(
     said: dict[str, Any], source: Path, tmp_path: Path
 ) -> None:
-    plain = {name: value for name, value in CONFIG.items() if name != "zero_point"}
+    plain = {name: value for name, value in AWQ.items() if name != "zero_point"}
     saved = save_quantised(source, tmp_path / "model", {**plain, **said}, awq(32, zeros=False))
     assert_refused(saved, CorruptModel, r"lacks .*\.qzeros")
 
 
 def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", CONFIG, awq(32))
+    saved = save_quantised(source, tmp_path / "model", AWQ, awq(32))
     config = json.loads((saved.path / "config.json").read_text())
     del config["quantization_config"]
     (saved.path / "config.json").write_text(json.dumps(config))
@@ -92,14 +66,14 @@ def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: 
 
 def test_modules_that_are_not_converted(source: Path, tmp_path: Path) -> None:
     """v stays plain, so q and k are one matrix and v another; the head is quantised."""
-    config = {**CONFIG, "modules_to_not_convert": ["v_proj"]}
+    config = {**AWQ, "modules_to_not_convert": ["v_proj"]}
     agrees(save_quantised(source, tmp_path / "model", config, awq(32, skip="v_proj")))
 
 
 def test_fused_matrices_of_a_family(tmp_path: Path) -> None:
     """Phi-3 stores q, k and v as one and gate and up as one."""
     source = make_tiny_model(tmp_path / "source", "phi3", **SHAPE, rope_parameters=None, sliding_window=None)
-    agrees(save_quantised(source, tmp_path / "model", CONFIG, awq(32)))
+    agrees(save_quantised(source, tmp_path / "model", AWQ, awq(32)))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +87,7 @@ def test_fused_matrices_of_a_family(tmp_path: Path) -> None:
     ],
 )
 def test_variants_that_are_refused(changes: dict[str, Any], message: str, saved: Saved) -> None:
-    set_quantization(saved.path, {**CONFIG, **changes})
+    set_quantization(saved.path, {**AWQ, **changes})
     with pytest.raises(LocalLLMError, match=message):
         read_spec(saved.path)
 
@@ -144,12 +118,12 @@ def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
 
 
 def test_a_config_that_names_awq_over_plain_weights(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", CONFIG, lambda stem, weight: None)
+    saved = save_quantised(source, tmp_path / "model", AWQ, lambda stem, weight: None)
     assert_refused(saved, CorruptModel, r"AWQ.*none of its matrices")
 
 
 def test_groups_that_cannot_be_held(source: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "group_size": 8}
+    config = {**AWQ, "group_size": 8}
     saved = save_quantised(source, tmp_path / "model", config, awq(8))
     assert_refused(saved, UnsupportedModel, "groups of 8")
 

@@ -18,7 +18,6 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     Saved,
-    Store,
     agrees,
     assert_refused,
     quantised_matrices,
@@ -27,68 +26,8 @@ from tests.models.formats.quantised import (
     set_quantization,
     weights_agree,
 )
+from tests.models.formats.stores import NF4, eight_bits, four_bits
 from tests.models.harness import CPU
-
-TABLES = {
-    "nf4": [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ],
-    "fp4": [
-        0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25,
-        -0.0, -0.005208333333, -0.66666667, -1.0, -0.33333333, -0.5, -0.16666667, -0.25,
-    ],
-}  # fmt: skip
-NF4: dict[str, Any] = {
-    "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
-}  # fmt: skip
-
-
-def four_bits(kind: str, *, double: bool, block: int = 64) -> Store:
-    table = torch.tensor(TABLES[kind])
-
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
-        blocks = weight.reshape(-1, block)
-        scale = blocks.abs().amax(1)
-        state: dict[str, Any] = {
-            "quant_type": kind, "blocksize": block, "dtype": "float16", "shape": list(weight.shape),
-        }  # fmt: skip
-        tensors = {}
-        if double:  # scales less their mean, as codes of a table, in blocks of 256
-            offset = float(scale.mean())
-            dynamic = torch.linspace(-1, 1, 256)
-            groups = torch.nn.functional.pad(scale - offset, (0, -len(scale) % 256)).view(-1, 256)
-            outer = groups.abs().amax(1)
-            codes = (groups / outer[:, None])[..., None].sub(dynamic).abs().argmin(-1).flatten()[: len(scale)]
-            scale = dynamic[codes] * outer.repeat_interleave(256)[: len(scale)] + offset
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-            tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": dynamic}
-            tensors["weight.absmax"] = codes.to(torch.uint8)
-        else:
-            tensors["weight.absmax"] = scale
-        codes = (blocks / scale[:, None])[..., None].sub(table).abs().argmin(-1)
-        flat = codes.flatten().to(torch.uint8)
-        blob = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-        tensors |= {
-            "weight": (flat[::2] << 4 | flat[1::2])[:, None], "weight.quant_map": table,
-            f"weight.quant_state.bitsandbytes__{kind}": blob,
-        }  # fmt: skip
-        return tensors, (table[codes] * scale[:, None]).view(weight.shape)
-
-    return store
-
-
-def eight_bits(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
-    most = weight.abs().amax(1)
-    values = (weight * 127 / most[:, None]).round().to(torch.int8)
-    tensors = {"weight": values, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return tensors, values * most[:, None] / 127
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

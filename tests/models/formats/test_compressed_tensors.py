@@ -22,84 +22,14 @@ from tests.models.formats.quantised import (
     Store,
     agrees,
     assert_refused,
-    e2m1,
-    in_order,
     quantised_matrices,
     rewrite,
-    rounded,
     save_quantised,
     set_quantization,
-    shuffled,
-    to_int32,
     weights_agree,
 )
+from tests.models.formats.stores import ct_config, ct_fp8, ct_mxfp4, ct_nvfp4, ints, packed, plain
 from tests.tiny import make_tiny_model
-
-E4M3 = torch.float8_e4m3fn
-
-
-def config(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """As llm-compressor writes it."""
-    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "output_activations": None}}, "ignore": ["lm_head"],
-        "kv_cache_scheme": None, **more,
-    }  # fmt: skip
-
-
-def ints(bits: int, group: int, *, symmetric: bool = True, **more: Any) -> dict[str, Any]:
-    strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
-    return {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy, **more}
-
-
-def words(codes: Tensor, bits: int) -> Tensor:
-    """[r, c] -> [r, c * bits / 32]"""
-    return to_int32(sum(codes[:, i :: 32 // bits] << (bits * i) for i in range(32 // bits)))
-
-
-def packed(bits: int, group: int, *, symmetric: bool = True, order: str = "", skip: str = "lm_head") -> Store:
-    """pack-quantized; order: "" none, "layer" one g_idx for the parts of a layer, "part" each its own, "unused"."""
-
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if skip in stem:
-            return None
-        columns = weight.shape[1]
-        seed = columns if order == "layer" else sum(stem.encode())
-        g_idx = shuffled(columns, group, seed) if order in ("layer", "part") else in_order(columns, group)
-        codes, zeros, scales, meant = rounded(weight, g_idx, bits, sym=symmetric, dtype=torch.bfloat16)
-        tensors = {
-            "weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape),
-        }  # fmt: skip
-        if not symmetric:
-            tensors["weight_zero_point"] = words(zeros.t(), bits).t()
-        if order:
-            tensors["weight_g_idx"] = torch.full((columns,), -1).int() if order == "unused" else g_idx.int()
-        return tensors, meant
-
-    return store
-
-
-def plain(bits: int, group: int = -1, *, symmetric: bool = True, static: bool = False, tensor: bool = False) -> Store:
-    """int-quantized: two's complement in bytes."""
-
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
-        shape = weight.shape
-        flat = weight.reshape(1, -1) if tensor else weight
-        codes, zeros, scales, meant = rounded(flat, in_order(flat.shape[1], group), bits, sym=symmetric)
-        middle = 1 << (bits - 1)
-        tensors = {"weight": (codes - middle).to(torch.int8).view(shape), "weight_scale": scales}
-        if tensor:
-            tensors["weight_scale"] = scales.view(1)
-        if not symmetric:
-            tensors["weight_zero_point"] = (zeros - middle).to(torch.int8)
-        if static:
-            tensors |= {"input_scale": torch.tensor([0.02]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
-        return tensors, meant.view(shape)
-
-    return store
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("group", "symmetric"), [(32, True), (128, False), (-1, True), (-1, False)])
 def test_packed_integers(bits: int, group: int, symmetric: bool, source: Path, tmp_path: Path) -> None:
-    quantization = config("pack-quantized", ints(bits, group, symmetric=symmetric))
+    quantization = ct_config("pack-quantized", ints(bits, group, symmetric=symmetric))
     saved = save_quantised(source, tmp_path / "model", quantization, packed(bits, group, symmetric=symmetric))
     for matrix in quantised_matrices(agrees(saved)):
         assert isinstance(matrix, Int4Weight)
@@ -119,7 +49,7 @@ def test_packed_integers(bits: int, group: int, symmetric: bool, source: Path, t
 
 @pytest.mark.parametrize("order", ["layer", "part", "unused"])
 def test_order_of_inputs(order: str, source: Path, tmp_path: Path) -> None:
-    quantization = config("pack-quantized", ints(4, 32, actorder="group"))
+    quantization = ct_config("pack-quantized", ints(4, 32, actorder="group"))
     qkv, *_ = quantised_matrices(
         agrees(save_quantised(source, tmp_path / "model", quantization, packed(4, 32, order=order)))
     )
@@ -136,7 +66,7 @@ INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
     ids=["dynamic", "static", "none"],
 )
 def test_int8(symmetric: bool, inputs: dict[str, Any] | None, source: Path, tmp_path: Path) -> None:
-    quantization = config("int-quantized", ints(8, -1, symmetric=symmetric), inputs)
+    quantization = ct_config("int-quantized", ints(8, -1, symmetric=symmetric), inputs)
     static = inputs is not None and not inputs["dynamic"]
     saved = save_quantised(source, tmp_path / "model", quantization, plain(8, symmetric=symmetric, static=static))
     qkv, *_ = quantised_matrices(agrees(saved))
@@ -147,7 +77,7 @@ def test_int8(symmetric: bool, inputs: dict[str, Any] | None, source: Path, tmp_
 
 
 def test_int8_per_tensor(source: Path, tmp_path: Path) -> None:
-    quantization = config(
+    quantization = ct_config(
         "naive-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"}, INT8_INPUTS
     )
     agrees(save_quantised(source, tmp_path / "model", quantization, plain(8, tensor=True)))
@@ -156,37 +86,11 @@ def test_int8_per_tensor(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("bits", "group"), [(4, -1), (4, 128), (8, 128)])
 def test_integers_in_bytes_that_become_groups(bits: int, group: int, source: Path, tmp_path: Path) -> None:
     """W4A8 runs as W4A16, and says so."""
-    quantization = config("int-quantized", ints(bits, group), INT8_INPUTS)
+    quantization = ct_config("int-quantized", ints(bits, group), INT8_INPUTS)
     saved = save_quantised(source, tmp_path / "model", quantization, plain(bits, group))
     assert all(isinstance(matrix, Int4Weight) for matrix in quantised_matrices(agrees(saved)))
     (note,) = quantization_notes(quantization)
     assert f"W{bits}A8 runs as W{bits}A16" in note
-
-
-def fp8(strategy: str, *, static: bool = False) -> Store:
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
-        if strategy == "block":
-            rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
-            scale = torch.stack(
-                [torch.stack([b.abs().max() for b in band.split(128, 1)]) for band in weight.split(128)]
-            )
-            spread = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
-            assert scale.shape == (rows, columns)
-        else:
-            scale = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max().view(1)
-            spread = scale.expand_as(weight) if strategy == "channel" else scale
-        values = (weight / (spread / 448)).to(E4M3)
-        tensors = {"weight": values, "weight_scale": (scale / 448).to(torch.bfloat16)}
-        if static:
-            tensors["input_scale"] = torch.tensor([0.02])
-        narrow = (scale / 448).to(torch.bfloat16).float()
-        if strategy == "block":
-            narrow = narrow.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
-        return tensors, values.float() * narrow
-
-    return store
 
 
 FP8_INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -197,47 +101,23 @@ FP8_INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "to
 def test_fp8(strategy: str, inputs: str, source: Path, tmp_path: Path) -> None:
     asked = {"dynamic": FP8_INPUTS, "static": {**FP8_INPUTS, "dynamic": False, "strategy": "tensor"}, "16-bit": None}
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "block_structure": [128, 128]}
-    quantization = config("float-quantized", weights, asked[inputs])
-    saved = save_quantised(source, tmp_path / "model", quantization, fp8(strategy, static=inputs == "static"))
+    quantization = ct_config("float-quantized", weights, asked[inputs])
+    saved = save_quantised(source, tmp_path / "model", quantization, ct_fp8(strategy, static=inputs == "static"))
     gate_up = quantised_matrices(agrees(saved))[2]
     assert isinstance(gate_up, Fp8Weight)
     assert gate_up.activations == ("dynamic" if strategy == "block" and inputs == "static" else inputs)
 
 
-def nvfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
-    rows = weight.shape[0]
-    whole = 448 * 6 / weight.abs().max()
-    scale = (weight.view(rows, -1, 16).abs().amax(2) / 6 * whole).to(E4M3)
-    codes, values = e2m1((weight.view(rows, -1, 16) / (scale.float() / whole)[..., None]).nan_to_num().view(rows, -1))
-    meant = (values.view(rows, -1, 16) * (scale.float() / whole)[..., None]).view(rows, -1)
-    tensors = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale,
-               "weight_global_scale": whole.view(1), "input_global_scale": torch.ones(1)}  # fmt: skip
-    return tensors, meant
-
-
-def mxfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
-    rows = weight.shape[0]
-    exponent = (weight.view(rows, -1, 32).abs().amax(2) / 6).log2().ceil()
-    codes, values = e2m1((weight.view(rows, -1, 32) / exponent.exp2()[..., None]).view(rows, -1))
-    meant = (values.view(rows, -1, 32) * exponent.exp2()[..., None]).view(rows, -1)
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
-    return {"weight_packed": packed, "weight_scale": (exponent + 127).to(torch.uint8)}, meant
-
-
-@pytest.mark.parametrize("store", [nvfp4, mxfp4])
+@pytest.mark.parametrize("store", [ct_nvfp4, ct_mxfp4])
 def test_floats_of_4_bits(store: Store, source: Path, tmp_path: Path) -> None:
     """NVFP4's scales are products, rounded to fp16; MXFP4 loses nothing."""
-    size = 16 if store is nvfp4 else 32
+    size = 16 if store is ct_nvfp4 else 32
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": size}
-    layout = "nvfp4-pack-quantized" if store is nvfp4 else "mxfp4-pack-quantized"
-    quantization = config(layout, weights, {"num_bits": 4, "type": "float", "dynamic": "local"})
+    layout = "nvfp4-pack-quantized" if store is ct_nvfp4 else "mxfp4-pack-quantized"
+    quantization = ct_config(layout, weights, {"num_bits": 4, "type": "float", "dynamic": "local"})
     saved = save_quantised(source, tmp_path / "model", quantization, store)
-    harness = agrees(saved, within=5e-3 if store is nvfp4 else 1e-4)
-    weights_agree(saved, harness, within=2**-11 if store is nvfp4 else 0)
+    harness = agrees(saved, within=5e-3 if store is ct_nvfp4 else 1e-4)
+    weights_agree(saved, harness, within=2**-11 if store is ct_nvfp4 else 0)
     for matrix in quantised_matrices(harness):
         assert isinstance(matrix, PlanarWeight)
         assert (matrix.bits, matrix.group) == (4, size)
@@ -246,7 +126,7 @@ def test_floats_of_4_bits(store: Store, source: Path, tmp_path: Path) -> None:
 
 def test_groups_of_modules(source: Path, tmp_path: Path) -> None:
     """Patterns name the attention in 8 bits; the rest of the class is in 4; down is left alone."""
-    quantization = config("pack-quantized", ints(4, 32), ignore=["lm_head", "re:.*down_proj"])
+    quantization = ct_config("pack-quantized", ints(4, 32), ignore=["lm_head", "re:.*down_proj"])
     quantization["config_groups"]["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": ints(8, 64)}
 
     def store(stem: str, weight: Tensor) -> Any:
@@ -263,7 +143,7 @@ def test_groups_of_modules(source: Path, tmp_path: Path) -> None:
 
 
 def test_scales_of_a_cache_are_left_out_and_said_so(source: Path, tmp_path: Path) -> None:
-    quantization = config("pack-quantized", ints(4, 32), kv_cache_scheme={"num_bits": 8, "type": "float"})
+    quantization = ct_config("pack-quantized", ints(4, 32), kv_cache_scheme={"num_bits": 8, "type": "float"})
     saved = save_quantised(source, tmp_path / "model", quantization, packed(4, 32))
     rewrite(saved.path, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
     agrees(saved)
@@ -274,11 +154,11 @@ def test_scales_of_a_cache_are_left_out_and_said_so(source: Path, tmp_path: Path
 
 @pytest.fixture
 def saved(source: Path, tmp_path: Path) -> Saved:
-    return save_quantised(source, tmp_path / "model", config("pack-quantized", ints(4, 32)), packed(4, 32))
+    return save_quantised(source, tmp_path / "model", ct_config("pack-quantized", ints(4, 32)), packed(4, 32))
 
 
 INTS = ints(4, 32)
-PACKED = config("pack-quantized", INTS)
+PACKED = ct_config("pack-quantized", INTS)
 
 
 def of_targets(*targets: str) -> dict[str, Any]:
@@ -286,19 +166,19 @@ def of_targets(*targets: str) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "layout": (config("marlin-24", INTS), "format marlin-24"),
+    "layout": (ct_config("marlin-24", INTS), "format marlin-24"),
     "sparse": ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     "turned": ({**PACKED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-    "3 bits": (config("pack-quantized", ints(3, 32)), "integers of 3 bits"),
+    "3 bits": (ct_config("pack-quantized", ints(3, 32)), "integers of 3 bits"),
     "no groups": ({**PACKED, "config_groups": {}}, "no config_groups"),
     "fp8 groups": (
-        config("float-quantized", {"num_bits": 8, "type": "float", "strategy": "group"}),
+        ct_config("float-quantized", {"num_bits": 8, "type": "float", "strategy": "group"}),
         "8 bits with scales per group",
     ),
     "pattern": (of_targets("re:("), "target"),
     "no group": (of_targets("re:.*mlp.*"), r"No group.*q_proj.*I32"),
     "no name": (of_targets("model.layers.0.mlp.down_proj"), r"No group.*q_proj.*I32"),
-    "wrong bits": (config("pack-quantized", ints(8, 32)), "weight_scale has shape"),
+    "wrong bits": (ct_config("pack-quantized", ints(8, 32)), "weight_scale has shape"),
 }
 
 
@@ -330,5 +210,5 @@ def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
 
 
 def test_codes_beyond_their_bits(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", config("int-quantized", ints(4, -1)), plain(8))
+    saved = save_quantised(source, tmp_path / "model", ct_config("int-quantized", ints(4, -1)), plain(8))
     assert_refused(saved, LocalLLMError, r"weight holds -1\d\d to 127.*-8 to 7")

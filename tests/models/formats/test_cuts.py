@@ -33,14 +33,32 @@ from localllm.models.formats.linear_format import LinearFormat, StoredPart
 from localllm.models.formats.registry import linear_format
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from tests.gguf_files import blocks_of
-from tests.models.formats import test_awq as awq_files
-from tests.models.formats import test_bitsandbytes as bnb_files
-from tests.models.formats import test_compressed_tensors as ct_files
-from tests.models.formats import test_fp8 as fp8_files
-from tests.models.formats import test_gptq as gptq_files
-from tests.models.formats import test_modelopt as modelopt_files
 from tests.models.formats.held import Held, ReadBytes, described
 from tests.models.formats.quantised import Store, Stored
+from tests.models.formats.stores import (
+    AWQ,
+    BLOCKS,
+    DYNAMIC,
+    GPTQ,
+    NF4,
+    STATIC,
+    awq,
+    ct_config,
+    ct_fp8,
+    ct_mxfp4,
+    ct_nvfp4,
+    eight_bits,
+    four_bits,
+    gptq,
+    ints,
+    modelopt_fp8,
+    modelopt_nvfp4,
+    packed,
+    per_block,
+    per_output,
+    per_tensor,
+    plain,
+)
 from tests.models.harness import CPU
 from tests.models.stored_experts import mxfp4
 
@@ -103,12 +121,12 @@ def experts(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"blocks": blocks, "scales": scales}, meant
 
 
-def gptq(bits: int, group: int, **more: Any) -> Any:
-    return {**gptq_files.CONFIG, "bits": bits, "group_size": group, **more}
+def gptq_config(bits: int, group: int, **more: Any) -> Any:
+    return {**GPTQ, "bits": bits, "group_size": group, **more}
 
 
 def ct(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
-    return ct_files.config(layout, weights, inputs)
+    return ct_config(layout, weights, inputs)
 
 
 def ct_floats(**weights: Any) -> dict[str, Any]:
@@ -116,58 +134,58 @@ def ct_floats(**weights: Any) -> dict[str, Any]:
 
 
 BNB8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-NO_DOUBLE = {**bnb_files.NF4, "bnb_4bit_use_double_quant": False}
-LARGE = {**fp8_files.BLOCKS, "weight_block_size": [256, 256]}
+NO_DOUBLE = {**NF4, "bnb_4bit_use_double_quant": False}
+LARGE = {**BLOCKS, "weight_block_size": [256, 256]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
-ASYMMETRIC_8 = ct_files.ints(8, 128, symmetric=False)
+ASYMMETRIC_8 = ints(8, 128, symmetric=False)
 TENSOR_8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"}
 CASES = {
-    "awq": Case({**awq_files.CONFIG, "group_size": 32}, awq_files.awq(32), (72, 7 * 32), 32, 8),
-    "awq 231 groups": Case({**awq_files.CONFIG, "group_size": 128}, awq_files.awq(128), (16, 231 * 128), 128, 8),
-    "awq rows": Case({**awq_files.CONFIG, "group_size": -1}, awq_files.awq(-1), (48, 96), 1, 8),
-    "awq no zeros": Case({**awq_files.CONFIG, "zero_point": False}, awq_files.awq(32, zeros=False), (40, 96), 32, 8),
-    "gptq 4": Case(gptq(4, 64), gptq_files.gptq(4, 64), (56, 5 * 64), 64, 8),
-    "gptq 3": Case(gptq(3, 32, checkpoint_format="gptq_v2"), gptq_files.gptq(3, 32, v2=True), (96, 160), 32, 32),
-    "gptq 3 rows": Case(gptq(3, -1), gptq_files.gptq(3, -1), (64, 96), 32, 32),
-    "gptq 2": Case(gptq(2, 16), gptq_files.gptq(2, 16), (64, 112), 16, 16),
-    "gptq 8": Case(gptq(8, 128, sym=True), gptq_files.gptq(8, 128, sym=True), (40, 640), 128, 4),
-    "gptq rows": Case(gptq(4, -1), gptq_files.gptq(4, -1), (48, 104), 8, 8),
-    "gptq desc_act in order": Case(gptq(4, 32, desc_act=True), gptq_files.gptq(4, 32), (48, 128), 32, 8),
-    "fp8 tensor": Case(fp8_files.DYNAMIC, fp8_files.per_tensor(), (50, 70), 1),
-    "fp8 static": Case(fp8_files.STATIC, fp8_files.per_tensor(static="input_scale"), (50, 70), 1),
-    "fp8 channel": Case(fp8_files.DYNAMIC, fp8_files.per_output, (50, 70), 1),
-    "fp8 blocks": Case(fp8_files.BLOCKS, fp8_files.per_block(), (4 * 192, 300), 128, 128, ranges_only=True),
-    "fp8 blocks of 256": Case(LARGE, fp8_files.per_block(256), (600, 700), 256, 256, ranges_only=True),
-    "fbgemm": Case({"quant_method": "fbgemm_fp8"}, fp8_files.per_output, (50, 70), 1),
-    "modelopt fp8": Case(MODELOPT, modelopt_files.fp8, (50, 70), 1),
-    "modelopt nvfp4": Case({**MODELOPT, "quant_algo": "NVFP4"}, modelopt_files.nvfp4, (40, 7 * 16), 16),
-    "ct packed": Case(ct("pack-quantized", ct_files.ints(4, 32)), ct_files.packed(4, 32), (50, 160), 32),
+    "awq": Case({**AWQ, "group_size": 32}, awq(32), (72, 7 * 32), 32, 8),
+    "awq 231 groups": Case({**AWQ, "group_size": 128}, awq(128), (16, 231 * 128), 128, 8),
+    "awq rows": Case({**AWQ, "group_size": -1}, awq(-1), (48, 96), 1, 8),
+    "awq no zeros": Case({**AWQ, "zero_point": False}, awq(32, zeros=False), (40, 96), 32, 8),
+    "gptq 4": Case(gptq_config(4, 64), gptq(4, 64), (56, 5 * 64), 64, 8),
+    "gptq 3": Case(gptq_config(3, 32, checkpoint_format="gptq_v2"), gptq(3, 32, v2=True), (96, 160), 32, 32),
+    "gptq 3 rows": Case(gptq_config(3, -1), gptq(3, -1), (64, 96), 32, 32),
+    "gptq 2": Case(gptq_config(2, 16), gptq(2, 16), (64, 112), 16, 16),
+    "gptq 8": Case(gptq_config(8, 128, sym=True), gptq(8, 128, sym=True), (40, 640), 128, 4),
+    "gptq rows": Case(gptq_config(4, -1), gptq(4, -1), (48, 104), 8, 8),
+    "gptq desc_act in order": Case(gptq_config(4, 32, desc_act=True), gptq(4, 32), (48, 128), 32, 8),
+    "fp8 tensor": Case(DYNAMIC, per_tensor(), (50, 70), 1),
+    "fp8 static": Case(STATIC, per_tensor(static="input_scale"), (50, 70), 1),
+    "fp8 channel": Case(DYNAMIC, per_output, (50, 70), 1),
+    "fp8 blocks": Case(BLOCKS, per_block(), (4 * 192, 300), 128, 128, ranges_only=True),
+    "fp8 blocks of 256": Case(LARGE, per_block(256), (600, 700), 256, 256, ranges_only=True),
+    "fbgemm": Case({"quant_method": "fbgemm_fp8"}, per_output, (50, 70), 1),
+    "modelopt fp8": Case(MODELOPT, modelopt_fp8, (50, 70), 1),
+    "modelopt nvfp4": Case({**MODELOPT, "quant_algo": "NVFP4"}, modelopt_nvfp4, (40, 7 * 16), 16),
+    "ct packed": Case(ct("pack-quantized", ints(4, 32)), packed(4, 32), (50, 160), 32),
     "ct packed zeros": Case(
-        ct("pack-quantized", ASYMMETRIC_8), ct_files.packed(8, 128, symmetric=False), (52, 384), 128, 4),
-    "ct packed rows": Case(ct("pack-quantized", ct_files.ints(4, -1)), ct_files.packed(4, -1), (50, 72), 8),
+        ct("pack-quantized", ASYMMETRIC_8), packed(8, 128, symmetric=False), (52, 384), 128, 4),
+    "ct packed rows": Case(ct("pack-quantized", ints(4, -1)), packed(4, -1), (50, 72), 8),
     "ct unused order": Case(
-        ct("pack-quantized", ct_files.ints(4, 32)), ct_files.packed(4, 32, order="unused"), (50, 96), 32),
+        ct("pack-quantized", ints(4, 32)), packed(4, 32, order="unused"), (50, 96), 32),
     "ct int8": Case(
-        ct("int-quantized", ct_files.ints(8, -1, symmetric=False)), ct_files.plain(8, symmetric=False), (50, 70), 1),
-    "ct int8 tensor": Case(ct("naive-quantized", TENSOR_8), ct_files.plain(8, tensor=True), (50, 70), 1),
-    "ct int8 groups": Case(ct("int-quantized", ct_files.ints(8, 32)), ct_files.plain(8, 32), (50, 96), 32),
+        ct("int-quantized", ints(8, -1, symmetric=False)), plain(8, symmetric=False), (50, 70), 1),
+    "ct int8 tensor": Case(ct("naive-quantized", TENSOR_8), plain(8, tensor=True), (50, 70), 1),
+    "ct int8 groups": Case(ct("int-quantized", ints(8, 32)), plain(8, 32), (50, 96), 32),
     "ct fp8 tensor": Case(
-        ct("float-quantized", ct_floats(num_bits=8, strategy="tensor")), ct_files.fp8("tensor"), (50, 70), 1),
+        ct("float-quantized", ct_floats(num_bits=8, strategy="tensor")), ct_fp8("tensor"), (50, 70), 1),
     "ct fp8 channel": Case(
-        ct("float-quantized", ct_floats(num_bits=8, strategy="channel")), ct_files.fp8("channel"), (50, 70), 1),
+        ct("float-quantized", ct_floats(num_bits=8, strategy="channel")), ct_fp8("channel"), (50, 70), 1),
     "ct fp8 blocks": Case(
-        ct("float-quantized", ct_floats(num_bits=8, strategy="block")), ct_files.fp8("block"),
+        ct("float-quantized", ct_floats(num_bits=8, strategy="block")), ct_fp8("block"),
         (400, 300), 128, 128, ranges_only=True),
     "ct nvfp4": Case(
         ct("nvfp4-pack-quantized", ct_floats(num_bits=4, strategy="tensor_group", group_size=16)),
-        ct_files.nvfp4, (50, 112), 16),
+        ct_nvfp4, (50, 112), 16),
     "ct mxfp4": Case(
         ct("mxfp4-pack-quantized", ct_floats(num_bits=4, strategy="group", group_size=32)),
-        ct_files.mxfp4, (50, 96), 32),
-    "bnb nf4": Case(NO_DOUBLE, bnb_files.four_bits("nf4", double=False), (50, 320), 64),
-    "bnb nested": Case(bnb_files.NF4, bnb_files.four_bits("nf4", double=True), (90, 448), 64),
-    "bnb 128": Case(NO_DOUBLE, bnb_files.four_bits("nf4", double=False, block=128), (50, 384), 128),
-    "bnb int8": Case(BNB8, bnb_files.eight_bits, (50, 70), 1),
+        ct_mxfp4, (50, 96), 32),
+    "bnb nf4": Case(NO_DOUBLE, four_bits("nf4", double=False), (50, 320), 64),
+    "bnb nested": Case(NF4, four_bits("nf4", double=True), (90, 448), 64),
+    "bnb 128": Case(NO_DOUBLE, four_bits("nf4", double=False, block=128), (50, 384), 128),
+    "bnb int8": Case(BNB8, eight_bits, (50, 70), 1),
     "mxfp4 experts": Experts({"quant_method": "mxfp4"}, experts, (60, 160), 32),
     "gguf Q4_K": gguf("Q4_K", (30, 5 * 256)),
 }  # fmt: skip
@@ -305,8 +323,8 @@ def test_other_rows_of_a_file_stay_on_the_disk(tmp_path: Path) -> None:
 
 class TestInputsOutOfOrder:
     STORES: Mapping[str, tuple[Any, Store]] = {
-        "gptq": (gptq(4, 32, desc_act=True), gptq_files.gptq(4, 32, order="layer")),
-        "compressed-tensors": (ct("pack-quantized", ct_files.ints(4, 32)), ct_files.packed(4, 32, order="layer")),
+        "gptq": (gptq_config(4, 32, desc_act=True), gptq(4, 32, order="layer")),
+        "compressed-tensors": (ct("pack-quantized", ints(4, 32)), packed(4, 32, order="layer")),
     }
 
     @pytest.mark.parametrize("name", STORES)
@@ -319,7 +337,7 @@ class TestInputsOutOfOrder:
 
     def test_a_config_that_does_not_tell_of_them(self) -> None:
         """A cut takes no notice of g_idx, so it first has to see that the inputs are in order."""
-        format, held = Case(gptq(4, 32), gptq_files.gptq(4, 32, order="layer"), (64, 128), 32).open()
+        format, held = Case(gptq_config(4, 32), gptq(4, 32, order="layer"), (64, 128), 32).open()
         with pytest.raises(CorruptModel, match=r"g_idx is not in order.*desc_act is false"):
             format.read(held, [StoredPart(STEM, columns=range(32, 64))], CPU, torch.float32)
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from localllm.errors import LocalLLMError
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.stacked_weight import StackedWeight
 from tests.models.formats.quantised import (
     Saved,
-    Store,
     agrees,
     assert_refused,
     quantised_matrices,
@@ -22,56 +20,7 @@ from tests.models.formats.quantised import (
     save_quantised,
     set_quantization,
 )
-
-E4M3 = torch.float8_e4m3fn
-DYNAMIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
-STATIC = {**DYNAMIC, "activation_scheme": "static"}
-BLOCKS = {**DYNAMIC, "fmt": "e4m3", "weight_block_size": [128, 128]}
-
-
-def quantised(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """-> e4m3 values, what they mean; scale is of weight's shape."""
-    values = (weight / scale).clamp(-448, 448).to(E4M3)
-    return values, values.float() * scale
-
-
-def per_tensor(*, static: str = "", shape: tuple[int, ...] = (), head: bool = False) -> Store:
-    """static: what the scale of x is called."""
-
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head" and not head:
-            return None
-        scale = weight.abs().max() / 448
-        values, meant = quantised(weight, scale.expand_as(weight))
-        tensors = {"weight": values, "weight_scale": scale.reshape(shape)}
-        return {**tensors, static: torch.tensor(0.01 + len(stem) / 1e4)} if static else tensors, meant
-
-    return store
-
-
-def per_output(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    values, meant = quantised(weight, scale.expand_as(weight))
-    return {"weight": values, "weight_scale": scale}, meant
-
-
-def per_block(size: int = 128, kind: torch.dtype = torch.float32) -> Store:
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
-        rows, columns = weight.shape
-        scale = (
-            torch.stack([torch.stack([b.abs().max() for b in band.split(size, 1)]) for band in weight.split(size)])
-            / 448
-        )
-        scale = torch.exp2(scale.log2().ceil()).to(kind) if kind == torch.float8_e8m0fnu else scale.to(kind)
-        spread = scale.float().repeat_interleave(size, 0)[:rows].repeat_interleave(size, 1)[:, :columns]
-        values, meant = quantised(weight, spread)
-        return {"weight": values, "weight_scale_inv": scale}, meant
-
-    return store
+from tests.models.formats.stores import BLOCKS, DYNAMIC, E4M3, STATIC, per_block, per_output, per_tensor
 
 
 @pytest.fixture

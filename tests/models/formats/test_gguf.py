@@ -28,8 +28,7 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from localllm.text.gguf_tokenizer import tokenizer_of_gguf
-from tests.gguf_files import write_gguf
-from tests.gguf_mixtures import SIZES
+from tests.gguf_files import GGUF_SIZES, write_gguf
 from tests.models.formats.fuzz import damaged, survives
 from tests.models.harness import CPU, Harness, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
@@ -37,24 +36,6 @@ from tests.tiny import load_reference, make_tiny_model
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
 """Every matrix has 256 inputs: one block of the largest types."""
 PLAIN = ("F32", "F16", "BF16")
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "smollm": {},
-    "smollm3": {},
-    "mixtral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
-    "gemma2": {"query_pre_attn_scalar": 24},
-    "gemma3": {"query_pre_attn_scalar": 24},
-    "gemma3n": {"hidden_size_per_layer_input": 256},
-    "gemma4": {"hidden_size_per_layer_input": 256},
-    "gemma4_moe": {"moe_intermediate_size": 64},
-    "phi3": {},
-    "stablelm": {},
-    "glm4": {},
-    **SIZES,
-}
 """Each stores something in a way of its own; what a file cannot say is set to what is assumed then."""
 
 
@@ -102,10 +83,10 @@ def test_every_block_type(block_type: str, source: Callable[..., Path], tmp_path
 
 
 @pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_SIZES)
 def test_every_kind_of_family(family: str, block_type: str, source: Callable[..., Path], tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 96} if family == "smollm" else {}
-    folder, file = source(family, **sizes, **FAMILIES[family]), tmp_path / "model.gguf"
+    folder, file = source(family, **sizes, **GGUF_SIZES[family]), tmp_path / "model.gguf"
     assert_agrees(file, folder, write_gguf(folder, file, block_type), tmp_path)
 
 
@@ -201,7 +182,7 @@ class TestConfig:
             "tokenizer.ggml.token_type": [3, 3, 4, 4, *[1] * 508],
             "tokenizer.ggml.eos_token_id": 0,
         }
-        path = source("gemma4", **FAMILIES["gemma4"])
+        path = source("gemma4", **GGUF_SIZES["gemma4"])
         write_gguf(path, tmp_path / "m.gguf", metadata=metadata)
         config = config_of(tmp_path / "m.gguf")
         assert config["eos_token_id"] == [0, 1, 2]
@@ -215,7 +196,7 @@ class TestConfig:
         self, source: Callable[..., Path], tmp_path: Path
     ) -> None:
         odd = {"rope_freqs.weight": torch.tensor([1.0, 2.0, *[1e30] * 14])}
-        write_gguf(source("gemma4", **FAMILIES["gemma4"]), tmp_path / "m.gguf", tensors=odd)
+        write_gguf(source("gemma4", **GGUF_SIZES["gemma4"]), tmp_path / "m.gguf", tensors=odd)
         with pytest.raises(UnsupportedModel, match="single frequencies"):
             read_spec(tmp_path / "m.gguf")
 

@@ -13,12 +13,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.models.formats.gguf.header import BLOCKS, Header, Strings, parse_header, plain, read_header
 from localllm.models.formats.registry import open_checkpoint
+from tests.draws import draws
 from tests.models.formats.fuzz import damaged, survives
 
 FILE = Path("model.gguf")
@@ -301,7 +302,7 @@ def test_damaged_headers_are_refused_or_consistent(tmp_path: Path, record_proper
 
 
 @given(st.binary(max_size=400), st.integers(0, 40), st.integers(0, 40))
-@settings(max_examples=300, deadline=None)
+@draws(300)
 def test_random_bytes_behind_good_counts(tail: bytes, num_tensors: int, num_entries: int) -> None:
     data = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_entries) + tail
     assert_consistent(survives(parse, data), len(data))

@@ -13,37 +13,10 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
-from tests.gguf_hybrids import write_hybrid
+from tests.gguf_hybrids import HYBRIDS, write_hybrid
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
-SIZES: dict[str, Any] = {"moe_intermediate_size": 64}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": ("lfm2", {"intermediate_size": 144, "block_multiple_of": 32}),
-    "lfm2moe": ("lfm2_moe", {"conv_bias": False, **SIZES}),
-    "qwen35, 2 value heads for a key head": ("qwen3_5", {"linear_value_head_dim": 32}),
-    "qwen35, 3 value heads for a key head": (
-        "qwen3_5",
-        {"linear_num_value_heads": 6, "linear_value_head_dim": 16, "tie_word_embeddings": True},
-    ),
-    "qwen35moe": ("qwen3_5_moe", {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 32, **SIZES}),
-    "qwen3next": (
-        "qwen3_next",
-        {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 32, "mlp_only_layers": [], **SIZES},
-    ),
-    "granitehybrid": ("granite_hybrid", {}),
-    "granitehybrid with experts": ("granite_hybrid_moe", {"shared_intermediate_size": 64}),
-    "bamba": ("bamba", {}),
-    "nemotron_h": ("nemotron_h", {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "num_hidden_layers": 4,
-        "head_dim": 32,
-    }),
-    "nemotron_h_moe": ("nemotron_h", {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": 4,
-        "moe_shared_expert_intermediate_size": 64, "head_dim": 32, "n_group": 1, "topk_group": 1, **SIZES,
-    }),
-    "falcon-h1": ("falcon_h1", {}),
-}  # fmt: skip
 """Families of tests/tiny.py with sizes of whole blocks; what a file cannot say is set to what is assumed then."""
 
 
@@ -53,14 +26,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         if name not in made:
-            family, sizes = FAMILIES[name]
+            family, sizes = HYBRIDS[name]
             made[name] = make_tiny_model(tmp_path_factory.mktemp("source") / family, family, **sizes)
         return made[name]
 
     return make
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_are_those_of_the_checkpoint(name: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     folder, tokens = source(name), prompt(37)
     file = write_hybrid(folder, tmp_path / "model.gguf")
@@ -68,7 +41,7 @@ def test_logits_are_those_of_the_checkpoint(name: str, source: Callable[[str], P
     assert_close(logits, reference_logits(load_reference(folder), tokens))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_are_those_of_the_blocks(name: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     folder, tokens = source(name), prompt(20)
     file = write_hybrid(folder, tmp_path / "quantised.gguf", "Q8_0")

@@ -19,73 +19,28 @@ from localllm.models.read_spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,
-    Store,
     agrees,
     assert_refused,
-    in_order,
     quantised_matrices,
     rewrite,
-    rounded,
     save_quantised,
     set_quantization,
-    shuffled,
-    to_int32,
 )
+from tests.models.formats.stores import GPTQ, gptq
 from tests.models.harness import CPU
 from tests.tiny import make_tiny_model
-
-CONFIG: dict[str, Any] = {
-    "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "lm_head": False,
-    "checkpoint_format": "gptq", "damp_percent": 0.01, "true_sequential": True,
-}  # fmt: skip
-
-
-def words(codes: Tensor, bits: int) -> Tensor:
-    """[r, c] -> [r, c * bits / 32], written out as AutoGPTQ does: three words for 32 codes of 3 bits."""
-    if bits != 3:
-        per_word = 32 // bits
-        return to_int32(sum(codes[:, i::per_word] << (bits * i) for i in range(per_word)))
-    c = codes.view(codes.shape[0], -1, 32)
-    first = sum(c[..., i] << (3 * i) for i in range(10)) | (c[..., 10] & 3) << 30
-    second = c[..., 10] >> 2 | sum(c[..., 11 + i] << (3 * i + 1) for i in range(10)) | (c[..., 21] & 1) << 31
-    third = c[..., 21] >> 1 | sum(c[..., 22 + i] << (3 * i + 2) for i in range(10))
-    return to_int32(torch.stack((first, second, third), dim=-1).flatten(1))
-
-
-def gptq(bits: int, group: int, *, sym: bool = False, order: str = "", v2: bool = False, head: bool = False) -> Store:
-    """order: "" none; "layer": one for the parts of a layer; "part": each its own."""
-
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head" and not head:
-            return None
-        columns = weight.shape[1]
-        seed = columns if order == "layer" else sum(stem.encode())
-        g_idx = shuffled(columns, group, seed) if order else in_order(columns, group)
-        codes, zeros, scales, meant = rounded(weight, g_idx, bits, sym=sym)
-        if not v2:
-            zeros = zeros.clamp(min=1)  # v1 cannot say 0
-            meant = (codes - zeros[:, g_idx]) * scales.float()[:, g_idx]
-        tensors = {
-            "qweight": words(codes, bits).t(),
-            "qzeros": words((zeros if v2 else zeros - 1).t(), bits),
-            "scales": scales.t(),
-            "g_idx": g_idx.int(),
-        }
-        return tensors, meant
-
-    return store
 
 
 @pytest.fixture
 def saved(source: Path, tmp_path: Path) -> Saved:
-    return save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32))
+    return save_quantised(source, tmp_path / "model", GPTQ, gptq(4, 32))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("variant", ["sym v1", "asym v2", "desc_act"])
 def test_bits(bits: int, variant: str, source: Path, tmp_path: Path) -> None:
     sym, v2, order = variant == "sym v1", variant == "asym v2", "layer" if variant == "desc_act" else ""
-    config = {**CONFIG, "bits": bits, "sym": sym, "desc_act": bool(order)}
+    config = {**GPTQ, "bits": bits, "sym": sym, "desc_act": bool(order)}
     config["checkpoint_format"] = "gptq_v2" if v2 else "gptq"
     store = gptq(bits, 32, sym=sym, v2=v2, order=order)
     for matrix in quantised_matrices(agrees(save_quantised(source, tmp_path / "model", config, store))):
@@ -97,20 +52,20 @@ def test_bits(bits: int, variant: str, source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", [64, 128, -1])
 def test_groups(group: int, source: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "group_size": group}
+    config = {**GPTQ, "group_size": group}
     agrees(save_quantised(source, tmp_path / "model", config, gptq(4, group)))
 
 
 @pytest.mark.parametrize("read", [load_model, resident_bytes])
 def test_groups_that_no_kernel_takes(read: Callable[..., object], source: Path, tmp_path: Path) -> None:
     """Refused by name, by a load and by whoever only asks how much it would hold."""
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "group_size": 8}, gptq(4, 8))
+    saved = save_quantised(source, tmp_path / "model", {**GPTQ, "group_size": 8}, gptq(4, 8))
     with pytest.raises(UnsupportedModel, match=r"_proj has a stored form that is not supported.*groups of 8 weights"):
         read(saved.path, read_spec(saved.path), CPU, torch.float32)
 
 
 def test_each_part_of_a_layer_in_an_order_of_its_own(source: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "desc_act": True}
+    config = {**GPTQ, "desc_act": True}
     qkv, out, *_ = quantised_matrices(
         agrees(save_quantised(source, tmp_path / "model", config, gptq(4, 32, order="part")))
     )
@@ -120,18 +75,18 @@ def test_each_part_of_a_layer_in_an_order_of_its_own(source: Path, tmp_path: Pat
 
 
 def test_desc_act_over_inputs_that_are_in_order(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "desc_act": True}, gptq(4, 32))
+    saved = save_quantised(source, tmp_path / "model", {**GPTQ, "desc_act": True}, gptq(4, 32))
     assert all(matrix.input_order is None for matrix in quantised_matrices(agrees(saved)))
 
 
 def test_desc_act_with_one_group_a_row(source: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "desc_act": True, "group_size": -1}
+    config = {**GPTQ, "desc_act": True, "group_size": -1}
     agrees(save_quantised(source, tmp_path / "model", config, gptq(4, -1, order="part")))
 
 
 def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: Path, tmp_path: Path) -> None:
     """AutoGPTQ before 0.5: config.json says nothing of quantisation, quantize_config.json does not name the method."""
-    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32, sym=True))
+    saved = save_quantised(source, tmp_path / "model", GPTQ, gptq(4, 32, sym=True))
     config = json.loads((saved.path / "config.json").read_text())
     del config["quantization_config"]
     (saved.path / "config.json").write_text(json.dumps(config))
@@ -145,18 +100,18 @@ def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: 
 
 
 def test_quantised_head(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "lm_head": True}, gptq(4, 32, head=True))
+    saved = save_quantised(source, tmp_path / "model", {**GPTQ, "lm_head": True}, gptq(4, 32, head=True))
     assert isinstance(agrees(saved).model.lm_head.weight, Int4Weight)
 
 
 def test_rows_of_biased_layers(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "source", "qwen2", **SHAPE)
-    agrees(save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32)))
+    agrees(save_quantised(source, tmp_path / "model", GPTQ, gptq(4, 32)))
 
 
 def test_dynamic_settings_of_some_matrices(source: Path, tmp_path: Path) -> None:
     """GPTQModel's patterns: the feed-forward part in 8 bits, o left alone."""
-    config = {**CONFIG, "dynamic": {"+:.*\\.mlp\\.": {"bits": 8, "group_size": 64}, "-:.*o_proj": {}}}
+    config = {**GPTQ, "dynamic": {"+:.*\\.mlp\\.": {"bits": 8, "group_size": 64}, "-:.*o_proj": {}}}
 
     def store(stem: str, weight: Tensor) -> tuple[Any, Tensor] | None:
         if "o_proj" in stem:
@@ -183,18 +138,18 @@ def test_dynamic_settings_of_some_matrices(source: Path, tmp_path: Path) -> None
     ids=str,
 )
 def test_configs_that_are_refused(changes: dict[str, Any], message: str, saved: Saved) -> None:
-    set_quantization(saved.path, {**CONFIG, **changes})
+    set_quantization(saved.path, {**GPTQ, **changes})
     assert_refused(saved, LocalLLMError, message)
 
 
 def test_symmetric_zero_points_read_by_the_wrong_convention(source: Path, tmp_path: Path) -> None:
     """v2 zero points under a config that says v1 would shift every weight by a step."""
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "sym": True}, gptq(4, 32, sym=True, v2=True))
+    saved = save_quantised(source, tmp_path / "model", {**GPTQ, "sym": True}, gptq(4, 32, sym=True, v2=True))
     assert_refused(saved, CorruptModel, r"not 8: 9 for one.*checkpoint_format gptq;")
 
 
 def test_order_that_the_config_does_not_tell_of(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32, order="layer"))
+    saved = save_quantised(source, tmp_path / "model", GPTQ, gptq(4, 32, order="layer"))
     assert_refused(saved, CorruptModel, r"g_idx is not in order.*desc_act is false")
 
 
@@ -220,27 +175,27 @@ def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
 
 
 def test_missing_order_of_desc_act(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "desc_act": True}, gptq(4, 32, order="layer"))
+    saved = save_quantised(source, tmp_path / "model", {**GPTQ, "desc_act": True}, gptq(4, 32, order="layer"))
     rewrite(saved.path, lambda t: t.pop(f"{Q}.g_idx"))
     assert_refused(saved, CorruptModel, rf"lacks {Q}\.g_idx")
 
 
 def test_zero_point_of_256(source: Path, tmp_path: Path) -> None:
     """8 bits, v1: 255 in the file means 256, which a byte cannot say."""
-    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "bits": 8}, gptq(8, 32))
+    saved = save_quantised(source, tmp_path / "model", {**GPTQ, "bits": 8}, gptq(8, 32))
     rewrite(saved.path, lambda t: t[f"{Q}.qzeros"].fill_(-1))
     assert_refused(saved, LocalLLMError, f"{Q}.*zero point of 256")
 
 
 def test_a_bias_of_zeros_beside_a_quantised_matrix_is_dropped(source: Path, tmp_path: Path) -> None:
     """AutoGPTQ wrote one for every layer."""
-    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32))
+    saved = save_quantised(source, tmp_path / "model", GPTQ, gptq(4, 32))
     rewrite(saved.path, lambda tensors: tensors.update(_biases(tensors, 0.0)))
     agrees(saved)
 
 
 def test_another_bias_is_refused_by_name(source: Path, tmp_path: Path) -> None:
-    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32))
+    saved = save_quantised(source, tmp_path / "model", GPTQ, gptq(4, 32))
     rewrite(saved.path, lambda tensors: tensors.update(_biases(tensors, 0.25)))
     assert_refused(saved, CorruptModel, r"_proj\.bias is not zero")
 

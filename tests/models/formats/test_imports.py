@@ -10,10 +10,7 @@ import pytest
 
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import SHAPE, save_quantised
-from tests.models.formats.test_awq import CONFIG as AWQ
-from tests.models.formats.test_awq import awq
-from tests.models.formats.test_gptq import CONFIG as GPTQ
-from tests.models.formats.test_gptq import gptq
+from tests.models.formats.stores import AWQ, GPTQ, awq, gptq
 from tests.tiny import make_tiny_model
 
 # In a process of its own, because other tests import what this one must not find.

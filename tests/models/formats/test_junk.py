@@ -16,20 +16,11 @@ from torch import Tensor
 from localllm.errors import LocalLLMError
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
-from tests.models.formats import test_awq, test_bitsandbytes, test_compressed_tensors, test_fp8, test_gptq
-from tests.models.formats.quantised import SHAPE, Saved, Store, save_quantised, set_quantization
+from tests.models.formats.quantised import SHAPE, Saved, save_quantised, set_quantization
+from tests.models.formats.stores import FORMATS
 from tests.models.harness import CPU
 from tests.tiny import make_tiny_model
 
-PACKED = test_compressed_tensors.config("pack-quantized", test_compressed_tensors.ints(4, 32, symmetric=False))
-FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
-    "awq": (test_awq.CONFIG, test_awq.awq(32)),
-    "gptq": ({**test_gptq.CONFIG, "desc_act": True, "dynamic": {}}, test_gptq.gptq(4, 32, order="layer")),
-    "fp8": (test_fp8.STATIC, test_fp8.per_tensor(static="input_scale")),
-    "blocks": (test_fp8.BLOCKS, test_fp8.per_block()),
-    "packed": (PACKED, test_compressed_tensors.packed(4, 32, symmetric=False)),
-    "nf4": (test_bitsandbytes.NF4, test_bitsandbytes.four_bits("nf4", double=True)),
-}
 JUNK: list[Any] = [None, True, -1, 0, 3, 1 << 40, 0.5, "", "x", "re:(", [], [1], [0, 0], {}, {"a": 1}]
 
 

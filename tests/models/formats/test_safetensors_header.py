@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
 from localllm.errors import CorruptModel
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.safetensors import check_length, parse_header, read_header
+from tests.draws import draws
 from tests.models.formats.fuzz import damaged, survives
 
 FILE = Path("model.safetensors")
@@ -117,7 +118,7 @@ ENTRIES = st.fixed_dictionaries({}, optional={"dtype": JSON, "shape": JSON, "dat
 
 
 @given(st.dictionaries(st.text(max_size=5), ENTRIES | JSON, max_size=4), st.integers(0, 100))
-@settings(max_examples=300, deadline=None)
+@draws(300)
 def test_any_json_at_all(header: dict[str, Any], data_bytes: int) -> None:
     data = made(header, data_bytes)
     assert_consistent(survives(parse, data), len(data))

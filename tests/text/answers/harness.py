@@ -23,8 +23,6 @@ CLOSERS = (
     "<escape>",
     "</｜DSML｜parameter>",
 )  # which no chance would write
-
-
 END = "<|end_of_turn|>"
 
 

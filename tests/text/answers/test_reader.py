@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.text.answers.formats import FORMATS
@@ -13,6 +13,7 @@ from localllm.text.answers.output import call_id, short_call_id
 from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PAIRS
+from tests.draws import draws
 from tests.text.answers.reading import (
     ANSWERS,
     OTHER_ANSWERS,
@@ -62,7 +63,7 @@ def test_two_calls_are_read(name, text):
 
 @pytest.mark.parametrize(("name", "text"), ALL_ANSWERS)
 @given(places=st.lists(st.integers(0, 10**6), max_size=12))
-@settings(max_examples=12, deadline=None)
+@draws(12)
 def test_pieces_do_not_matter(name, text, places):
     text = f"<think>\nWhy not {text}?\n</think>\n\n{text}"
     whole = read(name, [text], reasoning=THINK, tools=TOOLS)
@@ -71,7 +72,7 @@ def test_pieces_do_not_matter(name, text, places):
 
 
 @given(soup=soups(), places=st.lists(st.integers(0, 10**6), max_size=12), prompt=st.sampled_from(["", "<think>\n"]))
-@settings(max_examples=400, deadline=None)
+@draws(400)
 def test_broken_text_never_raises_and_pieces_do_not_matter(soup, places, prompt):
     name, text = soup
     whole = read(name, [text], reasoning=THINK, tools=TOOLS, prompt=prompt)
@@ -80,7 +81,7 @@ def test_broken_text_never_raises_and_pieces_do_not_matter(soup, places, prompt)
 
 
 @given(soup=soups())
-@settings(max_examples=200, deadline=None)
+@draws(200)
 def test_calls_of_unknown_tools_are_content_to_the_letter(soup):
     name, text = soup
     if name != "harmony":  # whose markers the model does not write as text

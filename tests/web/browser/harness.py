@@ -39,8 +39,6 @@ def say(page: Page, text: str) -> None:
 
 
 QUESTIONS = ("What is paged attention?", "How do I start localllm?", "What is a KV cache?")
-
-
 MOST_TABS = 150
 
 

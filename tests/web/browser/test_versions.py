@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.web.browser.harness import long_chat
+from tests.web.browser.harness import long_chat, say
 from tests.web.browser.looks import overflow, small_targets, until
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
@@ -68,12 +68,6 @@ def second(server: LiveServer) -> Iterator[StubModel]:
     entry = server.manager.adopt(other)  # type: ignore[arg-type]
     yield other
     server.manager.entries.remove(entry)
-
-
-def say(page: Page, text: str) -> None:
-    page.fill("#composer-message", text)
-    page.press("#composer-message", "Enter")
-    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
 
 
 def menu(page: Page, item: str, message: str = ".message--assistant") -> None:
