@@ -9,8 +9,21 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from localllm.engine.outputs import Timings, Usage
+from localllm.engine.outputs import ExplainedMiss, Timings, Usage
+from localllm.engine.prompt_history import Reason
 from localllm.web.shape import Shape
+
+
+class ApiCacheMiss(Shape, kw_only=True):
+    """The reason why the prefix cache did not hold more of the prompt. The texts are of this prompt, never of the
+    earlier one, which may be another user's behind the same key."""
+
+    reason: Reason
+    token: int | UnsetType = UNSET  # prompt tokens before the place where it left the nearest earlier prompt
+    tokens: int = 0  # tokens computed again that an earlier request had computed
+    ms: float = 0.0  # their part of prompt_ms
+    before: str | UnsetType = UNSET  # the text at that place
+    here: str | UnsetType = UNSET
 
 
 class ApiTimings(Shape, kw_only=True):
@@ -29,6 +42,7 @@ class ApiTimings(Shape, kw_only=True):
     ttft_ms: float
     draft_n: int | UnsetType = UNSET  # tokens guessed ahead and verified
     draft_n_accepted: int | UnsetType = UNSET
+    cache_miss: ApiCacheMiss | UnsetType = UNSET  # absent: there was no more of the prompt to find
 
 
 class Timed(Protocol):
@@ -36,6 +50,9 @@ class Timed(Protocol):
 
     @property
     def timings(self) -> Timings: ...
+
+    @property
+    def cache_miss(self) -> ExplainedMiss | None: ...
 
     @property
     def tokens_per_s(self) -> float | None: ...
@@ -63,4 +80,15 @@ def timings_object(progress: Timed) -> ApiTimings:
         ttft_ms=timings.ttft_s * 1e3,
         draft_n=usage.drafts.checked or UNSET,
         draft_n_accepted=usage.drafts.accepted if usage.drafts.checked else UNSET,
+        cache_miss=UNSET if progress.cache_miss is None else _cache_miss(progress.cache_miss),
     )
+
+
+def _cache_miss(found: ExplainedMiss) -> ApiCacheMiss:
+    miss = found.miss
+    told = ApiCacheMiss(reason=miss.reason, tokens=miss.num_tokens, ms=found.seconds * 1e3)
+    if miss.reason not in ("new", "off"):
+        told.token = miss.position
+    if miss.reason == "changed":
+        told.before, told.here = found.before, found.here
+    return told
