@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from localllm.engine.admission import Admission, GenerationRequest, ModelLimits, child_id
 from localllm.engine.loop import EngineLoop
-from localllm.engine.outputs import EngineOutput, GenerationEvent
+from localllm.engine.outputs import EngineOutput, ExplainedMiss, GenerationEvent, explained
 from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.pulse import LoopClient, TimedPool
@@ -185,6 +185,11 @@ class EngineClient(LoopClient):
     def stats(self) -> EngineStats:
         """Return the latest snapshot; at most 100 ms old while the engine works."""
         return self._engine.stats()
+
+    def cache_miss(self, line: RequestTimeline, owner: str) -> ExplainedMiss | None:
+        """Return why a recent request of this owner was not found in the prefix cache; None: not known, or it was."""
+        miss = self._engine.cache_miss(line.request_id, owner)
+        return None if miss is None else explained(miss, line.missed_s or 0.0, self.tokenizer.decode)
 
     @property
     def num_open(self) -> int:

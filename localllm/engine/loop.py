@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.pulse import Pulse, pulse_of
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
@@ -134,6 +135,10 @@ class EngineLoop:
         """
         stats = self._stats.as_of(now_s())
         return replace(stats, runner=self.runner.stats()) if stats.runner.ranks else stats
+
+    def cache_miss(self, request_id: str, owner: str) -> CacheMiss | None:
+        """Return why a recent request of this owner was not found in the prefix cache; None: not known, or it was."""
+        return self.scheduler.table.history.miss_of(request_id, owner)
 
     @property
     def is_running(self) -> bool:

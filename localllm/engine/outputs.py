@@ -6,12 +6,14 @@ dialect and the offline API translate; text, token ids and logprobs in an event 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from localllm.engine.acceptance import NO_COUNTS, DraftCounts
+from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Part
@@ -31,6 +33,7 @@ class EngineOutput(NamedTuple):
     num_prompt_tokens_done: int | None = None  # if progress was requested, until the first token
     error: LocalLLMError | None = None
     drafts: DraftCounts = NO_COUNTS  # so far
+    cache_miss: CacheMiss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,27 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainedMiss:
+    """A cache miss with the texts around the place where the prompt left an earlier one, and its cost."""
+
+    miss: CacheMiss
+    seconds: float  # of the prefill that went into tokens computed again
+    before: str = ""
+    here: str = ""
+    earlier: str = ""
+
+
+def explained(miss: CacheMiss, seconds: float, decode: Callable[[Sequence[int], bool], str]) -> ExplainedMiss:
+    """Return a cache miss with its texts. decode: makes text of token ids; False: special tokens, too."""
+    return ExplainedMiss(miss, seconds, *[decode(ids, False) for ids in (miss.before, miss.here, miss.earlier)])
+
+
+def most_missed(*misses: ExplainedMiss | None) -> ExplainedMiss | None:
+    """Return the one that cost most tokens, the first of several; None if there is none."""
+    return max([each for each in misses if each is not None], key=lambda each: each.miss.num_tokens, default=None)
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Phases in seconds by the host's clock. prefill: first scheduled to first token; decode: first to last token."""
 
@@ -55,6 +79,7 @@ class Timings:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     ttft_s: float = 0.0
+    cache_miss: ExplainedMiss | None = None  # None: no earlier prompt had more than was found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.engine.outputs import EngineOutput, GenerationEvent, PromptProgress, Timings, Usage
+from localllm.engine.outputs import (
+    EngineOutput,
+    ExplainedMiss,
+    GenerationEvent,
+    PromptProgress,
+    Timings,
+    Usage,
+    explained,
+)
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
+from localllm.engine.stats import missed_seconds
 from localllm.errors import LocalLLMError
 from localllm.text.cursor import TextCursor, TextDelta
 from localllm.text.tokenizer import Tokenizer
@@ -26,6 +35,7 @@ class _OpenChoice:
     timed: bool  # every event carries usage and timings
     completion_tokens: int = 0
     first_token_s: float | None = None
+    miss: ExplainedMiss | None = None
 
 
 class OutputProcessor:
@@ -117,9 +127,14 @@ class OutputProcessor:
         end_s = now_s()
         scheduled_s = output.scheduled_s or end_s
         first_s = choice.first_token_s or end_s
+        prefill_s = max(0.0, first_s - scheduled_s)
+        if choice.miss is None and choice.first_token_s is not None and (miss := output.cache_miss) is not None:
+            seconds = missed_seconds(miss.num_tokens, choice.prompt_tokens - output.num_cached_tokens, prefill_s)
+            choice.miss = explained(miss, seconds, self._tokenizer.decode)
         return Timings(
             queue_s=max(0.0, scheduled_s - choice.arrived_s),
-            prefill_s=max(0.0, first_s - scheduled_s),
+            prefill_s=prefill_s,
             decode_s=end_s - first_s,
             ttft_s=first_s - choice.arrived_s,
+            cache_miss=choice.miss,
         )

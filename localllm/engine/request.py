@@ -23,6 +23,7 @@ from enum import StrEnum
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
+from localllm.engine.prompt_history import CacheMiss, Prefix
 from localllm.engine.stats import RequestTimeline
 from localllm.engine.step import PromptEmbeds, StateUse, TokenLogprobs
 from localllm.text.dry_breakers import Breakers
@@ -35,6 +36,7 @@ class RequestOptions:
 
     priority: int = 0  # smaller runs first under --scheduling-policy priority
     cache_salt: str | None = None  # requests with different salts never share KV blocks
+    owner: str = ""  # whose it is: an explanation of a cache miss quotes only requests of the same owner
     adapter: Adapter | None = None
     length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: no beam search
     timings_per_token: bool = False  # report timings with every event, not only with the last one
@@ -84,7 +86,7 @@ class Request:
 
     __slots__ = (
         "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
-        "cache_extras", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
+        "cache_extras", "cache_miss", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
         "finished_s", "first_token_s", "grammar",
         "hash_root", "held_state", "is_redrawn", "last_proposed", "last_token_s", "max_drafts",
         "max_output_tokens", "most_unseen", "next_drop",
@@ -144,6 +146,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
+        self.cache_miss: CacheMiss | None = None  # why there were no more of them
 
         self.state = State.WAITING
         self.slot = -1
@@ -214,7 +217,13 @@ class Request:
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_registered_blocks = 0
 
+    def prefix(self, num_tokens: int, block_size: int) -> Prefix:
+        """Return a copy of the first tokens, with the names of their blocks as far as they are known."""
+        ids, names = self.token_ids[:num_tokens].tobytes(), self.block_hashes[: num_tokens // block_size]
+        return Prefix(self.request_id, self.options.owner, self.hash_root, ids, names)
+
     def timeline(self) -> RequestTimeline:
+        miss = self.cache_miss
         return RequestTimeline(
             request_id=self.request_id,
             state=self.state.value,
@@ -233,6 +242,9 @@ class Request:
             key_name=self.options.key_name,
             num_drafted_tokens=self.acceptance.counts.checked,
             num_accepted_tokens=self.acceptance.counts.accepted,
+            miss_reason="" if miss is None else miss.reason,
+            miss_position=0 if miss is None else miss.position,
+            num_missed_tokens=0 if miss is None else miss.num_tokens,
         )
 
     def __repr__(self) -> str:

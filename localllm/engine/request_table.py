@@ -21,6 +21,7 @@ from localllm.engine.fixed_chunks import num_sharable_tokens
 from localllm.engine.ledger import Hit, Ledger
 from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.prompt_history import OFF, PromptHistory
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import NEVER, Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
@@ -84,6 +85,7 @@ class RequestTable:
         self._freed_slots: list[int] = []  # reported to the runner with the next plan
         self._arrivals = 0
         self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
+        self.history = PromptHistory(config.block_size, self._blocks_of_hits * config.block_size)
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
@@ -100,12 +102,40 @@ class RequestTable:
 
     def find_hit(self, request: Request) -> Hit:
         """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
-        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self._uses_cache(request):
             return self.ledger.lookup(())
         self.hash_blocks(request)
         names = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
         hit = self.ledger.lookup(names, self._blocks_of_hits)
         return hit if self.states is None else self.states.find(names, hit)
+
+    def _uses_cache(self, request: Request) -> bool:
+        return self.config.enable_prefix_caching and request.params.prompt_logprobs is None
+
+    def _explain_miss(self, request: Request, num_kv_tokens: int) -> None:
+        """Note why the request found no more of its prompt in the cache, and remember its prompt for later ones."""
+        if not _has_prompt(request):
+            return
+        try:
+            if self._uses_cache(request):
+                prompt = request.prefix(request.prompt_len, self.config.block_size)
+                request.cache_miss = self.history.explain(prompt, request.num_cached_tokens, num_kv_tokens)
+                self.history.remember(request.sequence, prompt)
+            else:
+                request.cache_miss = OFF
+            self.history.keep_miss(request.request_id, request.options.owner, request.cache_miss)
+        except Exception:
+            log.exception("a cache miss was not explained id=%s", request.request_id)
+
+    def _remember(self, request: Request) -> None:
+        """Remember what a request that ends has computed, its output included: the next prompt may continue it."""
+        if request.scheduled_s is None or not self.config.enable_prefix_caching or not _has_prompt(request):
+            return
+        try:
+            num_computed = max(request.num_computed_tokens, request.num_lost_tokens)
+            self.history.remember(request.sequence, request.prefix(num_computed, self.config.block_size))
+        except Exception:
+            log.exception("a request was not remembered id=%s", request.request_id)
 
     def is_being_computed(self, request: Request, hit: Hit) -> bool:
         """Return whether a running request will fill the first block that this request misses in the prefix cache, or
@@ -131,6 +161,7 @@ class RequestTable:
         request.num_computed_tokens = cached
         if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
             request.num_cached_tokens = cached
+            self._explain_miss(request, hit.num_kv_places * size)
         request.num_registered_blocks = hit.num_places
         request.slot = self.free_slots.pop()
         request.state, request.is_redrawn = State.RUNNING, False
@@ -180,6 +211,7 @@ class RequestTable:
             self.waiting.remove(request)
         del self.requests[request.request_id]
         self.reserve.on_end(request)
+        self._remember(request)
         try:
             self.recorder.on_finish(request, request.timeline())
         except Exception:
@@ -258,3 +290,9 @@ class RequestTable:
         for request in self.requests.values():
             request.start_over()
             self.waiting.push(request)
+
+
+def _has_prompt(request: Request) -> bool:
+    """Return whether a request is compared with others: not one of a beam search's many steps, and not embeddings,
+    whose token ids have no meaning."""
+    return not request.options.part_of and request.prompt_embeds is None

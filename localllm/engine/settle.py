@@ -105,6 +105,7 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         request.scheduled_s or 0.0,
         done,
         drafts=request.acceptance.counts,
+        cache_miss=request.cache_miss,
     )
 
 

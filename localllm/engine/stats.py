@@ -53,6 +53,11 @@ def generation_rate(num_tokens: int, decode_s: float) -> float | None:
     return (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else None
 
 
+def missed_seconds(num_missed: int, num_computed: int, prefill_s: float) -> float:
+    """Return the part of a prefill's time that is due to some of the tokens that it computed."""
+    return prefill_s * min(1.0, num_missed / num_computed) if num_computed > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
     """Times of a request's phases, in `time.time()` seconds; None for phases not reached."""
@@ -74,6 +79,17 @@ class RequestTimeline:
     key_name: str = ""  # name of the key that it was sent with; empty: none
     num_drafted_tokens: int = 0  # drafts that were verified
     num_accepted_tokens: int = 0  # of those, the right ones
+    miss_reason: str = ""  # why the prefix cache had no more of the prompt (prompt_history.py); empty: it had
+    miss_position: int = 0  # prompt tokens before the place where the request left the earlier one
+    num_missed_tokens: int = 0  # prompt tokens computed again that an earlier request had computed
+
+    @property
+    def missed_s(self) -> float | None:
+        """Seconds of the prefill that went into tokens computed again; None before the first token."""
+        if self.first_token_s is None or self.scheduled_s is None:
+            return None
+        num_computed = self.num_prompt_tokens - self.num_cached_tokens
+        return missed_seconds(self.num_missed_tokens, num_computed, self.first_token_s - self.scheduled_s)
 
     @property
     def ttft_s(self) -> float | None:

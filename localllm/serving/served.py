@@ -97,6 +97,7 @@ class ServedModel:
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
+    owner: str = ""  # whose request it is, in the same view
     source: str = ""  # of the request in the same view, for display: playground, API
     key_name: str = ""  # of the key that the request was sent with; empty: none
     is_background: bool = False  # the request is a line of a batch, before which every other request runs
@@ -147,6 +148,7 @@ class ServedModel:
         name: str | None,
         prefix_owner: str = "",
         *,
+        owner: str = "",
         source: str = "",
         key_name: str = "",
         is_background: bool = False,
@@ -157,6 +159,7 @@ class ServedModel:
             self,
             chosen=chosen,
             prefix_owner=prefix_owner,
+            owner=owner,
             source=source,
             key_name=key_name,
             is_background=is_background,

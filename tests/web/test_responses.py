@@ -268,6 +268,10 @@ USAGE = (
     '{"input_tokens":9,"input_tokens_details":{"cached_tokens":4,"cache_write_tokens":0},"output_tokens":6,'
     '"output_tokens_details":{"reasoning_tokens":2},"total_tokens":15}'
 )
+TIMINGS = (
+    ',"timings":{"cache_n":4,"prompt_n":5,"prompt_ms":0.0,"prompt_per_token_ms":0.0,"prompt_per_second":0.0,'
+    '"predicted_n":6,"predicted_ms":0.0,"queue_ms":0.0,"ttft_ms":0.0}'
+)
 GOLDEN = [
     ("response.created", f'"response":{STARTED}'),
     ("response.in_progress", f'"response":{STARTED}'),
@@ -291,7 +295,7 @@ GOLDEN = [
     (
         "response.completed",
         f'"response":{HEAD % (8, "completed", "null")},"incomplete_details":null,'
-        + REST % (f"[{R_DONE},{M_DONE},{C_DONE}]", USAGE),
+        + REST % (f"[{R_DONE},{M_DONE},{C_DONE}]", USAGE + TIMINGS),
     ),
 ]
 

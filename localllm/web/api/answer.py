@@ -68,6 +68,7 @@ def generation_of(
     options = replace(
         options,
         cache_salt=salt,
+        owner=model.owner,
         adapter=model.adapter,
         source=model.source,
         key_name=model.key_name,

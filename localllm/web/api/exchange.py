@@ -19,7 +19,7 @@ from localllm.machine.memory import paused_collection
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
-from localllm.web.access.caller import is_background, key_name_of, prefix_owner_of, source_of
+from localllm.web.access.caller import is_background, key_name_of, owner_of, prefix_owner_of, source_of
 from localllm.web.api.generation import observed
 from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
 from localllm.web.shape import Shape
@@ -136,6 +136,7 @@ async def served_model(
     model = lease.model.as_asked(
         name,
         prefix_owner_of(request),
+        owner=owner_of(request),
         source=source_of(request),
         key_name=key_name_of(request),
         is_background=is_background(request),

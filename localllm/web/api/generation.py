@@ -19,7 +19,7 @@ from localllm.engine.acceptance import DraftCounts
 from localllm.engine.admission import child_id
 from localllm.engine.beam_client import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
-from localllm.engine.outputs import GenerationEvent, Timings, Usage
+from localllm.engine.outputs import ExplainedMiss, GenerationEvent, Timings, Usage, most_missed
 from localllm.engine.stats import generation_rate
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import StepFailed
@@ -43,6 +43,7 @@ class Progress:
     completion_tokens: int = 0  # over all choices, so far
     timings: Timings = field(default_factory=Timings)  # of the choice with the longest decode
     timed_tokens: int = 0  # completion tokens of that choice
+    cache_miss: ExplainedMiss | None = None  # of the choice that missed most; the others find its prompt in the cache
     finish_reasons: list[str] = field(default_factory=list)  # of the ended choices, in the order of their ends
     _cached_by_prompt: dict[int, int] = field(default_factory=dict)
     _seen_by_choice: dict[int, int] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class Progress:
         if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
             self.timings = event.timings
             self.timed_tokens = seen if event.usage is None else event.usage.completion_tokens
+        if event.timings is not None:
+            self.cache_miss = most_missed(self.cache_miss, event.timings.cache_miss)
         if event.finish_reason is None:
             return
         self.unfinished -= 1

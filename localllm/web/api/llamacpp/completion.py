@@ -27,6 +27,7 @@ from localllm.web.api.llamacpp.schema import RULES, LlamaBody
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 from localllm.web.api.scored import scored
+from localllm.web.api.timings import timings_object
 from localllm.web.errors import openai_error
 from localllm.web.shape import event_bytes
 
@@ -134,9 +135,8 @@ class LlamaPieces:
         return found
 
     def _last(self, text: str, token_ids: Sequence[int], progress: Progress) -> shapes.LlamaCompletion:
-        usage, timings = progress.usage(), progress.timings
+        usage = progress.usage()
         stop = "word" if isinstance(self._stop, str) else "limit" if self._reason == "length" else "eos"
-        rate = progress.tokens_per_s or 0.0
         return shapes.LlamaCompletion(
             content=text,
             tokens=list(token_ids) if self.tokens else [],
@@ -149,11 +149,8 @@ class LlamaPieces:
             stop_type=stop,
             stopping_word=self._stop if isinstance(self._stop, str) else "",
             generation_settings=settings_of(self.params, self.model),
-            timings=shapes.LlamaTimings(
-                usage.prompt_tokens - usage.cached_tokens, timings.prefill_s * 1e3, usage.completion_tokens,
-                timings.decode_s * 1e3, rate,
-            ),
-        )  # fmt: skip
+            timings=timings_object(progress),
+        )
 
 
 def _event(piece: shapes.LlamaCompletion) -> bytes:

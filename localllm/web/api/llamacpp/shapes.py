@@ -9,15 +9,8 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from localllm.web.api.timings import ApiTimings
 from localllm.web.shape import Shape
-
-
-class LlamaTimings(Shape):
-    prompt_n: int
-    prompt_ms: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
 
 
 class LlamaCompletion(Shape, kw_only=True):
@@ -36,7 +29,7 @@ class LlamaCompletion(Shape, kw_only=True):
     stop_type: str | UnsetType = UNSET  # eos, word or limit
     stopping_word: str | UnsetType = UNSET
     generation_settings: dict[str, Any] | UnsetType = UNSET
-    timings: LlamaTimings | UnsetType = UNSET
+    timings: ApiTimings | UnsetType = UNSET
 
 
 class LlamaSettings(Shape):

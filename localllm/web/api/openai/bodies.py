@@ -28,7 +28,8 @@ from localllm.web.api.openai.shapes import (
     OpenAIMessage,
     OpenAIToolCall,
 )
-from localllm.web.api.openai.usage import timings_object, usage_object
+from localllm.web.api.openai.usage import usage_object
+from localllm.web.api.timings import timings_object
 
 
 def chat_response(

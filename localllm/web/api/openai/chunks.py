@@ -23,7 +23,8 @@ from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNam
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.shapes import Delta, OpenAICalledFunction, OpenAIChunk, OpenAIHead, ToolCallPiece
-from localllm.web.api.openai.usage import progress_object, timings_object, usage_object
+from localllm.web.api.openai.usage import progress_object, usage_object
+from localllm.web.api.timings import timings_object
 from localllm.web.errors import openai_error
 
 to_json = msgspec.json.encode

@@ -23,9 +23,9 @@ from localllm.web.api.openai import shapes
 from localllm.web.api.openai.fields import HARMLESS, HINTS, REFUSED
 from localllm.web.api.openai.params import completion_params, request_options
 from localllm.web.api.openai.schema import CompletionBody
-from localllm.web.api.openai.usage import timings_object
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
+from localllm.web.api.timings import timings_object
 from localllm.web.errors import openai_error
 from localllm.web.shape import Shape
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
+from localllm.web.api.timings import ApiTimings
 from localllm.web.shape import Shape
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
@@ -33,24 +34,6 @@ class OpenAIUsage(Shape):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if a prediction was verified
 
 
-class OpenAITimings(Shape, kw_only=True):
-    """Timings in llama.cpp's format. The rate of generation is that of the tokens after the first one."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float | UnsetType = UNSET  # absent for a single token
-    predicted_per_second: float | UnsetType = UNSET
-    queue_ms: float
-    ttft_ms: float
-    draft_n: int | UnsetType = UNSET  # tokens guessed ahead and verified
-    draft_n_accepted: int | UnsetType = UNSET
-
-
 class InfillPiece(Shape):
     """A piece of a text that fills a gap, in llama.cpp's format."""
 
@@ -69,7 +52,7 @@ class Infill(Shape):
     tokens_cached: int
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
-    timings: OpenAITimings
+    timings: ApiTimings
 
 
 class Scored(Shape):
@@ -147,7 +130,7 @@ class ChatCompletion(OpenAIHead):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: OpenAIUsage
-    timings: OpenAITimings
+    timings: ApiTimings
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
@@ -183,7 +166,7 @@ class OpenAIChunk(OpenAIHead):
     choices: list[Any]
     usage: OpenAIUsage | UnsetType | None = UNSET
     prompt_progress: OpenAIPromptProgress | UnsetType = UNSET
-    timings: OpenAITimings | UnsetType = UNSET
+    timings: ApiTimings | UnsetType = UNSET
 
 
 class ChatCompletionChunk(OpenAIChunk):
@@ -222,7 +205,7 @@ class Completion(OpenAIHead):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: OpenAIUsage
-    timings: OpenAITimings
+    timings: ApiTimings
 
 
 class CompletionChunk(OpenAIChunk):

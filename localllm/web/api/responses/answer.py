@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from msgspec import UNSET
 
-from localllm.engine.outputs import GenerationEvent, Usage
+from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content
@@ -21,6 +21,7 @@ from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.output import NO_CALLS, OutputItems
 from localllm.web.api.responses.schema import ResponsesBody
+from localllm.web.api.timings import Timed, timings_object
 from localllm.web.errors import openai_error
 
 REPEATED = (
@@ -87,19 +88,21 @@ class ResponseHead:
         )
 
     def ended(self, output: Sequence[Item], progress: Counted, *, cut: bool) -> shapes.Response:
-        end: dict[str, Any] = {"completed_at": int(time.time()), "usage": usage_object(progress)}
+        end: dict[str, Any] = {
+            "completed_at": int(time.time()),
+            "usage": usage_object(progress),
+            "timings": timings_object(progress),
+        }
         if cut:
             return self.response("incomplete", output, **end, incomplete_details=shapes.Cut("max_output_tokens"))
         return self.response("completed", output, **end)
 
 
-class Counted(Protocol):
-    """The tokens of a response so far."""
+class Counted(Timed, Protocol):
+    """The tokens and the times of a response so far."""
 
     @property
     def reasoning_tokens(self) -> int: ...
-
-    def usage(self) -> Usage: ...
 
 
 def usage_object(progress: Counted) -> shapes.ResponseUsage:

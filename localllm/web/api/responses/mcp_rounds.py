@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from localllm.engine.outputs import Usage
+from localllm.engine.outputs import ExplainedMiss, Timings, Usage, most_missed
 from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import McpServers
 from localllm.mcp.values import Outcome
@@ -45,7 +45,7 @@ LIMIT_REACHED = "The call was not run: this response may run {} calls."
 
 @dataclass(slots=True)
 class Totals:
-    """The tokens of all rounds."""
+    """The tokens and the times of all rounds."""
 
     rounds: list[Progress] = field(default_factory=list)
 
@@ -61,6 +61,27 @@ class Totals:
             sum(each.completion_tokens for each in usages),
             sum(each.cached_tokens for each in usages),
         )
+
+    @property
+    def timings(self) -> Timings:
+        """The sums of the rounds, without the calls between them, and the time to the first token of all."""
+        every = [each.timings for each in self.rounds]
+        return Timings(
+            sum(each.queue_s for each in every),
+            sum(each.prefill_s for each in every),
+            sum(each.decode_s for each in every),
+            every[0].ttft_s if every else 0.0,
+        )
+
+    @property
+    def cache_miss(self) -> ExplainedMiss | None:
+        return most_missed(*[each.cache_miss for each in self.rounds])
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of the tokens after the first one of each round."""
+        decode_s, num_tokens = self.timings.decode_s, sum(max(0, each.timed_tokens - 1) for each in self.rounds)
+        return num_tokens / decode_s if num_tokens and decode_s > 0 else None
 
 
 class McpRounds:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 
 from localllm.web.api.responses.item_shapes import Item, OutputText, ReasoningText
+from localllm.web.api.timings import ApiTimings
 from localllm.web.shape import Shape
 
 
@@ -67,6 +68,7 @@ class Response(Shape, kw_only=True):
     truncated_items: int | UnsetType = UNSET  # with truncation auto: oldest items that are not in the prompt
     metadata: dict[str, str]
     usage: ResponseUsage | None
+    timings: ApiTimings | UnsetType = UNSET  # of a response that has ended
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None

@@ -15,8 +15,10 @@ import msgspec
 from litestar import Request, get
 from litestar.response import Response
 
+from localllm.engine.client import EngineClient
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.errors import EngineStopped
+from localllm.web.access.caller import owner_of
 from localllm.web.pages.dashboard.request_presenters import Viewer, finished_requests, live_requests, request_page
 from localllm.web.pages.dashboard.shown import shown
 from localllm.web.pages.dashboard.views import RequestsPage
@@ -45,7 +47,10 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
         found = next((line for line in (*stats.requests, *stats.recent) if line.request_id == wanted), None)
         if found is not None:
             shell = state.shell(request, "Request", "dashboard")
-            return html(request_page(shell, found, stats.taken_s, _viewer(request)))
+            owner = owner_of(request)  # the texts are for the sender alone, not even for admins
+            clients = [model.client for model in state.manager.ready if isinstance(model.client, EngineClient)]
+            miss = next((miss for each in clients if (miss := each.cache_miss(found, owner)) is not None), None)
+            return html(request_page(shell, found, stats.taken_s, _viewer(request), miss))
     live, ended = len(known[0].requests), len(known[0].recent)
     why = f"The dashboard knows {live} running and next waiting requests and the last {ended} finished ones."
     raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import quote
 
+from localllm.engine.outputs import ExplainedMiss
 from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.units import format_count, format_seconds
 from localllm.web.pages.dashboard.plots import colours
 from localllm.web.pages.dashboard.views import (
+    CacheMissCard,
     FinishedRequests,
     FinishedRow,
     LiveRequests,
@@ -120,6 +122,8 @@ def _finished_row(request: RequestTimeline, scale_s: float, viewer: Viewer) -> F
         total_s=_total_s(request),
         segments=_spans(request, request.finished_s or request.arrived_s, scale_s),
         drafts=_drafts(request),
+        missed_tokens=request.num_missed_tokens,
+        missed_s=request.missed_s or 0.0,
     )
 
 
@@ -136,8 +140,47 @@ def _url(request_id: str) -> str:
     return f"/dashboard/requests/{quote(request_id, safe='')}"
 
 
-def request_page(shell: Shell, request: RequestTimeline, now_s: float, viewer: Viewer = ADMIN) -> RequestPage:
-    """Return the page of one request, live or finished."""
+def cache_miss(request: RequestTimeline, found: ExplainedMiss | None) -> CacheMissCard | None:
+    """Return why the cache held no more of a prompt. found: with its texts; None: they are not the viewer's."""
+    before, missed = format_count(request.miss_position), format_count(request.num_missed_tokens)
+    again = "computed again" + (f" in {format_seconds(request.missed_s)}" if request.missed_s else "")
+    match request.miss_reason:
+        case "changed":
+            why = f"The prompt left an earlier one after {before} of {format_count(request.num_prompt_tokens)} tokens."
+            if request.num_missed_tokens:
+                why += f" {missed} of those behind that place are the same in both, and were {again}."
+            else:
+                why += " Nothing behind that place was in the earlier one."
+        case "evicted":
+            why = (
+                f"An earlier request had computed more of this prompt, but its blocks behind the first {before} tokens "
+                f"are no longer in the cache: {missed} were {again}. A larger KV cache keeps more."
+            )
+        case "no_state":
+            why = (
+                f"An earlier request had computed more of this prompt. Its blocks are in the cache, but no recurrent "
+                f"state behind the first {before} tokens: {missed} were {again}."
+            )
+        case "new":
+            why = "No earlier prompt of the same sender that is still known begins like this one."
+        case "off":
+            why = "The prefix cache is off, or the request asked for log-probabilities of its prompt."
+        case _:
+            return None
+    is_changed = request.miss_reason == "changed"
+    if found is None or not is_changed:
+        return CacheMissCard(why, hides_text=is_changed)
+    return CacheMissCard(why, found.before, found.here, found.earlier, _url(found.miss.request_id))
+
+
+def request_page(
+    shell: Shell,
+    request: RequestTimeline,
+    now_s: float,
+    viewer: Viewer = ADMIN,
+    found: ExplainedMiss | None = None,
+) -> RequestPage:
+    """Return the page of one request, live or finished. found: its cache miss, if the viewer may read its text."""
     end_s = request.finished_s or now_s
     lives = request.finished_s is None
     return RequestPage(
@@ -157,6 +200,7 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float, viewer: V
             Fact("Preempted", f"{request.num_preemptions} times", "KV blocks freed and recomputed later"),
             *([Fact("Blocks", format_count(request.num_blocks), "in use now")] if lives else []),
         ),
+        miss=cache_miss(request, found),
         cancel_url=f"{_url(request.request_id)}/cancel" if lives else "",
     )
 

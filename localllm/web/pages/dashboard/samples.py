@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from localllm.engine.outputs import ExplainedMiss
+from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.stats import NO_SPECULATION, RequestTimeline, SpeculationStats, StepComposition
 from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.web.pages.dashboard import views as v
@@ -14,7 +16,7 @@ from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import pool_map, sparkline
 from localllm.web.pages.dashboard.presenters import steps
 from localllm.web.pages.dashboard.rank_presenters import ranks
-from localllm.web.pages.dashboard.request_presenters import request_page
+from localllm.web.pages.dashboard.request_presenters import cache_miss, request_page
 from localllm.web.pages.frame import views
 from localllm.web.pages.frame.bars import stacked
 
@@ -25,10 +27,13 @@ def samples(shell: views.Shell) -> list[views.View]:
     )
     line = RequestTimeline("chat-4f2a91c0", "running", 812, 768, 201, 64, 1, 1.7e9, 1.7e9 + 0.2, 1.7e9 + 0.9,
                            num_drafted_tokens=161, num_accepted_tokens=120)  # fmt: skip
-    ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop")
+    ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop",
+                         miss_reason="changed", miss_position=768, num_missed_tokens=31)  # fmt: skip
+    miss = ExplainedMiss(CacheMiss("changed", 768, 31, "77aa"), 0.4, "Today is ", "Tuesday.\nBe", "Monday.\nBe")
     row = v.RequestRow("4f2a91c0e1b2", "chat", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/", "120 of 161")
     waiting = v.RequestRow("0c12a7b3d4e5", "laptop", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
-    ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall, "120 of 161")
+    ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall, "120 of 161",
+                          31, 0.4)  # fmt: skip
     aborted = v.FinishedRow("77abb1c2d3e4", "playground", "/", "abort", 812, 0, 0, None, None, 0.4, ())
     facts = (views.Fact("Preemptions", "2", "requests that gave their blocks back"), views.Fact("Up", "12 min 4 s"))
     choices = (v.DashboardLink("1 min", "/", True), v.DashboardLink("1 h", "/", False))
@@ -69,7 +74,12 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.DashboardPage(shell, None, views.Loading("demo")),
         v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),
         request_page(shell, line, 1.7e9 + 2),
-        request_page(shell, ended_line, 1.7e9 + 9),
+        request_page(shell, ended_line, 1.7e9 + 9, found=miss),
+        *[
+            card
+            for reason in ("changed", "evicted", "no_state", "new", "off")
+            if (card := cache_miss(replace(ended_line, miss_reason=reason), None))
+        ],
     ]
 
 

@@ -215,6 +215,8 @@ class FinishedRow:
     total_s: float
     segments: tuple[Segment, ...]
     drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
+    missed_tokens: int = 0  # computed again, although an earlier request had computed them
+    missed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +354,19 @@ class TimelineEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheMissCard(View):
+    """The reason why the prefix cache did not hold more of a prompt, and the texts where it left an earlier one."""
+
+    template: ClassVar[str] = "dashboard/_cache_miss.html"
+    why: str
+    before: str = ""  # the text in both prompts,
+    here: str = ""  # what follows in this prompt,
+    earlier: str = ""  # and in the earlier one
+    earlier_url: str = ""  # page of the earlier request; empty: no texts
+    hides_text: bool = False  # the request is not the viewer's
+
+
+@dataclass(frozen=True, slots=True)
 class RequestPage(View):
     """`/dashboard/requests/{id}`: where the time of one request went."""
 
@@ -362,4 +377,5 @@ class RequestPage(View):
     segments: tuple[Segment, ...]
     moments: tuple[TimelineEvent, ...]
     facts: tuple[Fact, ...]
+    miss: CacheMissCard | None = None  # None: the cache held all that it could, or the request still waits
     cancel_url: str = ""

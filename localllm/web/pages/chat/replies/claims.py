@@ -137,6 +137,7 @@ class Claim:
     name: str
     lease: asyncio.Task[Lease]
     cache_salt: str | None = None
+    owner: str = ""
     offer: asyncio.Task[OfferedTools] | None = None  # the tools of servers, some of which may be starting
     prompt: Prompt | None = None  # of the next reply, if the model was ready to count its tokens
 
@@ -171,9 +172,9 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> C
         except RequestError:
             found.release()
             raise
-        return Claim(found.model.name, lease, state.pages.cache_salt(owner), offer)
+        return Claim(found.model.name, lease, state.pages.cache_salt(owner), owner, offer)
     default = state.pages.manager.default
-    return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner), offer)
+    return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner), owner, offer)
 
 
 def claim_later(
@@ -186,7 +187,7 @@ def claim_later(
         announce(f"Loading {name} …")
         return await state.pages.manager.acquire(name)
 
-    return Claim(name, asyncio.create_task(acquire()), state.pages.cache_salt(owner))
+    return Claim(name, asyncio.create_task(acquire()), state.pages.cache_salt(owner), owner)
 
 
 @asynccontextmanager
@@ -285,5 +286,5 @@ def request_of(
 ) -> tuple[GenerationRequest, Callable[[], AnswerReader] | None]:
     """Return the request to the engine, and what makes the reader of its answer (`Conversation.reading`)."""
     params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
-    options = RequestOptions(cache_salt=claim.cache_salt, source="chat")
+    options = RequestOptions(cache_salt=claim.cache_salt, owner=claim.owner, source="chat")
     return GenerationRequest(request_id, prompt.token_ids, params, options=options), new_reader

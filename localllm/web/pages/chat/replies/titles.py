@@ -113,7 +113,8 @@ class Titles:
         }
         prompt = await prompt_of(served, [{"role": "user", "content": asked}], settings)
         params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
-        options = RequestOptions(priority=PRIORITY, cache_salt=self._pages.cache_salt(owner), source="chat title")
+        salt = self._pages.cache_salt(owner)
+        options = RequestOptions(priority=PRIORITY, cache_salt=salt, owner=owner, source="chat title")
         request = GenerationRequest(f"title-{secrets.token_hex(8)}", prompt.token_ids, params, options=options)
         reader, text = new_reader and new_reader(), ""
         try:
