@@ -237,7 +237,7 @@ def test_a_file_with_comments_comes_back_to_the_byte(tmp_path: Path, home: Path,
     seen = json.loads(next(iter(json.loads(out.read_text())["files"].values())))
     assert seen["theme"] == "// not a comment"
     assert seen["agent"]["x"] == [1, 2]
-    assert seen["agent"]["default_model"] == {"provider": "localllm", "model": "org/first"}
+    assert seen["agent"]["default_model"] == {"provider": "localllm-launch", "model": "org/first"}
     assert file.read_bytes() == text.encode()
     assert file.stat().st_mode & 0o777 == 0o640
 

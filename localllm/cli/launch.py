@@ -258,7 +258,7 @@ def _print(program: Program, served: Served, passed: Sequence[str]) -> None:
         print(f"export {name}={_quoted(value)}")
     for file in program.files:
         before = file.path.read_text(encoding="utf-8") if file.path.exists() else None
-        print(f"# {file.path}, until the program ends:")
+        print(f"# {file.path} has to hold this; `launch` writes it, and undoes it when the program ends:")
         print("".join(f"#   {line}\n" for line in merged(before, filled(file.content, served)).splitlines()), end="")
     print(" ".join(map(_quoted, [program.binary, *arguments_of(program, served, passed)])))
 

@@ -85,9 +85,7 @@ class Program:
     sources: str = ""  # public documentation and code that an entry, or a part of it, was written from
 
 
-_CODEX_PROVIDER = (
-    'model_providers.localllm={name="localllm",base_url="{url}/v1",wire_api="responses",env_key="LOCALLLM_LAUNCH_KEY"}'
-)
+_CODEX_PROVIDER = 'model_providers.localllm={name="localllm",base_url="{url}/v1",wire_api="responses",env_key="LOCALLLM_LAUNCH_API_KEY"}'
 
 PROGRAMS: Mapping[str, Program] = {
     "claude": Program(
@@ -105,7 +103,7 @@ PROGRAMS: Mapping[str, Program] = {
     ),
     "codex": Program(
         "Codex", "codex", "npm install -g @openai/codex", 'exec "What does this folder hold?"',
-        {"LOCALLLM_LAUNCH_KEY": "{key}"},
+        {"LOCALLLM_LAUNCH_API_KEY": "{key}"},
         ("-c", 'model_provider="localllm"', "-c", _CODEX_PROVIDER, "-c", 'model="{model}"',
          "-c", "model_context_window={context}", "-c", 'model_catalog_json="{catalog}"'),
         note="Without `model_catalog_json`, Codex warns that it has no metadata for the model, and sends instructions "
@@ -152,9 +150,10 @@ PROGRAMS: Mapping[str, Program] = {
     ),
     "zed": Program(
         "Zed", "zed", "https://zed.dev/download", ".",
-        {"LOCALLLM_API_KEY": "{key}"}, ("--wait",),
+        # Zed names the variable after the provider. It is not localllm's own, which terminals in Zed would inherit.
+        {"LOCALLLM_LAUNCH_API_KEY": "{key}"}, ("--wait",),
         (ProgramFile("config", "zed/settings.json", {
-            "language_models": {"openai_compatible": {"localllm": {
+            "language_models": {"openai_compatible": {"localllm-launch": {
                 "api_url": "{url}/v1",
                 "available_models": [{
                     "name": "{model}", "display_name": "{model}", "max_tokens": "{context}",
@@ -163,7 +162,7 @@ PROGRAMS: Mapping[str, Program] = {
                                      "prompt_cache_key": False},
                 }],
             }}},
-            "agent": {"default_model": {"provider": "localllm", "model": "{model}"}},
+            "agent": {"default_model": {"provider": "localllm-launch", "model": "{model}"}},
         }),),
         (".",),
         hint="Close Zed first: a running Zed has another environment, and so not the key.",
