@@ -85,7 +85,10 @@ class Program:
     sources: str = ""  # public documentation and code that an entry, or a part of it, was written from
 
 
-_CODEX_PROVIDER = 'model_providers.localllm={name="localllm",base_url="{url}/v1",wire_api="responses",env_key="LOCALLLM_LAUNCH_API_KEY"}'
+_CODEX_PROVIDER = (
+    'model_providers.localllm={name="localllm",base_url="{url}/v1",wire_api="responses",'
+    'env_key="LOCALLLM_LAUNCH_API_KEY"}'
+)
 
 PROGRAMS: Mapping[str, Program] = {
     "claude": Program(
