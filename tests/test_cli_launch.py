@@ -20,13 +20,20 @@ from hypothesis import strategies as st
 
 from localllm import cli
 from localllm.cli.borrowed_files import ABSENT, merged, parsed, undone
-from localllm.cli.programs import PROGRAMS
+from localllm.cli.programs import PLACEHOLDERS, PROGRAMS
 from localllm.machine.running_servers import running_servers
+from localllm.models.library.catalog import resolve_model
 
 KEY = "secret-key"
+MODELS = [
+    {"id": "embedder", "capabilities": ["embedding"]},
+    {"id": "org/first", "context_length": 32768, "capabilities": ["completion", "tools", "vision"]},
+    {"id": "second"},
+]
 STAND_IN = """#!{python}
 import json, os, pathlib, sys, time
-files = {{str(p): p.read_text() for p in map(pathlib.Path, {files!r}) if p.exists()}}
+named = [word.split('"')[1] for word in sys.argv if word.startswith("model_catalog_json=")]
+files = {{str(p): p.read_text() for p in map(pathlib.Path, {files!r} + named) if p.exists()}}
 out = pathlib.Path({out!r})
 out.with_suffix(".new").write_text(json.dumps(dict(argv=sys.argv[1:], environ=dict(os.environ), files=files)))
 out.with_suffix(".new").replace(out)
@@ -35,16 +42,32 @@ out.with_suffix(".new").replace(out)
 
 
 class Models(BaseHTTPRequestHandler):
-    """A server that lists two models, and needs a key if its `key` is set."""
+    """A server that lists models, and needs a key if its `key` is set. Loading one gives it a context of 8,192 tokens,
+    unless the key may not: then `refusal` is the code of the error."""
 
     def do_GET(self) -> None:
-        key = getattr(self.server, "key", None)
+        made = self.server
+        key = getattr(made, "key", None)
         known = key is None or self.headers.get("authorization") == f"Bearer {key}"
-        models = [{"id": "org/first", "context_length": 32768}, {"id": "second"}]
-        body = json.dumps({"data": models} if known else {"error": {"message": "No key."}}).encode()
-        self.send_response(200 if known else 401)
+        listed: dict[str, Any] = {"data": getattr(made, "models", MODELS)}
+        if "client_version" in self.path and getattr(made, "has_catalog", True):
+            listed["models"] = [{"slug": "org/first"}]
+        self.tell(200 if known else 401, listed if known else {"error": {"message": "No key."}})
+
+    def do_POST(self) -> None:
+        made = self.server
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if refusal := getattr(made, "refusal", None):
+            self.tell(403, {"error": {"message": "Not with this key.", "code": refusal}})
+            return
+        name = asked["model"].rpartition("/")[2]
+        made.models = [{"id": name, "context_length": 8192, "status": {"value": "loaded"}}]  # type: ignore[attr-defined]
+        self.tell(200, {"name": name})
+
+    def tell(self, status: int, body: dict[str, Any]) -> None:
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(json.dumps(body).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -112,11 +135,15 @@ def test_a_program_gets_the_server_and_the_model_and_leaves_nothing(
     ]
     told = words_of(seen)
     assert url_of(server) in told
-    assert "org/first" in told or name == "vscode"  # chosen in its picker
-    for placeholder in ("{url}", "{key}", "{model}", "{context}"):
-        assert placeholder not in told
+    assert "org/first" in told
+    for placeholder in PLACEHOLDERS:
+        assert f"{{{placeholder}}}" not in told
     if name in ("claude", "codex", "opencode", "zed"):
         assert "32768" in told
+    if name in ("opencode", "copilot", "vscode"):
+        assert "8192" in told, "room for an answer: a quarter of the context"
+    if name in ("copilot", "vscode"):
+        assert "24576" in told, "the rest of the context is for the prompt"
     assert {path: data for path, data in tree(home).items() if not path.endswith("share/localllm")} == {
         **before,
         **{path: b"" for path in tree(home) if path.endswith((".local", ".local/share"))},
@@ -124,7 +151,7 @@ def test_a_program_gets_the_server_and_the_model_and_leaves_nothing(
 
 
 def test_what_needs_an_unknown_context_is_left_out(tmp_path: Path, server: ThreadingHTTPServer) -> None:
-    for name in ("claude", "codex", "opencode", "zed"):
+    for name in ("claude", "codex", "opencode", "copilot"):
         out = stand_in(tmp_path, name)
         assert launch(server, name, "--model", "second") == 0
         told = words_of(json.loads(out.read_text()))
@@ -133,6 +160,70 @@ def test_what_needs_an_unknown_context_is_left_out(tmp_path: Path, server: Threa
         assert "null" not in told
         assert "COMPACT_WINDOW" not in told
         assert "model_context_window" not in told
+        assert "MAX_PROMPT_TOKENS" not in told
+
+
+@pytest.mark.parametrize("name", ["zed", "vscode"])
+def test_a_file_that_needs_the_context_is_not_written_without_it(
+    name: str, tmp_path: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = stand_in(tmp_path, name)
+    assert launch(server, name, "--model", "second") == 2
+    assert "localllm load second" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_model_is_loaded_first_so_that_the_context_is_the_served_one(
+    tmp_path: Path, server: ThreadingHTTPServer
+) -> None:
+    out = stand_in(tmp_path, "claude")
+    server.models = [{"id": "third", "context_length": 131072, "status": {"value": "unloaded"}}]  # type: ignore[attr-defined]
+    assert launch(server, "claude") == 0
+    assert json.loads(out.read_text())["environ"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "8192"
+
+
+def test_a_folder_is_loaded_and_used_under_its_name(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    out = stand_in(tmp_path, "claude")
+    assert launch(server, "claude", "--model", str(tmp_path / "made-here")) == 0
+    assert json.loads(out.read_text())["environ"]["ANTHROPIC_MODEL"] == "made-here"
+
+
+@pytest.mark.parametrize(("refusal", "code"), [("missing_scope", 0), ("model_does_not_fit", 1)])
+def test_only_a_key_that_may_not_load_goes_on_without_loading(
+    refusal: str, code: int, tmp_path: Path, server: ThreadingHTTPServer
+) -> None:
+    out = stand_in(tmp_path, "claude")
+    server.models = [{"id": "third", "context_length": 131072, "status": {"value": "unloaded"}}]  # type: ignore[attr-defined]
+    server.refusal = refusal  # type: ignore[attr-defined]
+    assert launch(server, "claude") == code
+    assert out.exists() == (code == 0)
+
+
+@pytest.mark.parametrize("has_catalog", [True, False])
+def test_codex_reads_the_servers_catalog_from_a_file_that_is_deleted(
+    has_catalog: bool, tmp_path: Path, server: ThreadingHTTPServer
+) -> None:
+    out = stand_in(tmp_path, "codex")
+    server.has_catalog = has_catalog  # type: ignore[attr-defined]
+    assert launch(server, "codex") == 0
+    files = json.loads(out.read_text())["files"]
+    assert [json.loads(text)["models"] for text in files.values()] == [[{"slug": "org/first"}]] * has_catalog
+    assert not any(Path(path).parent.exists() for path in files)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [({"context_length": 2048}, "the context of small is 2,048"), ({"capabilities": ["completion"]}, "only talk")],
+)
+def test_a_model_that_is_too_small_for_the_program_is_named(
+    model: dict[str, Any], told: str, tmp_path: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, "claude")
+    assert launch(server, "claude") == 0
+    assert told not in capsys.readouterr().err
+    server.models = [{"id": "small", "context_length": 65536, **model}]  # type: ignore[attr-defined]
+    assert launch(server, "claude") == 0
+    assert told in capsys.readouterr().err
 
 
 def test_a_file_with_comments_comes_back_to_the_byte(tmp_path: Path, home: Path, server: ThreadingHTTPServer) -> None:
@@ -146,7 +237,7 @@ def test_a_file_with_comments_comes_back_to_the_byte(tmp_path: Path, home: Path,
     seen = json.loads(next(iter(json.loads(out.read_text())["files"].values())))
     assert seen["theme"] == "// not a comment"
     assert seen["agent"]["x"] == [1, 2]
-    assert seen["agent"]["default_model"] == {"provider": "localllm", "model": "org/first"}
+    assert seen["agent"]["default_model"] == {"provider": "localllm-launch", "model": "org/first"}
     assert file.read_bytes() == text.encode()
     assert file.stat().st_mode & 0o777 == 0o640
 
@@ -243,8 +334,9 @@ def test_a_key_is_passed_on_only_where_it_is_needed(tmp_path: Path, server: Thre
 def test_without_a_server_one_is_started_and_stopped(tmp_path: Path) -> None:
     ask = "import urllib.request; u = os.environ['OPENAI_BASE_URL'] + '/models'; "
     out = stand_in(tmp_path, "qwen", ask + "sys.exit('demo' not in urllib.request.urlopen(u).read().decode())")
-    assert cli.main(["launch", "qwen", "--model", "demo", "--", "-p", "hi"]) == 0
+    assert cli.main(["launch", "qwen", "--model", str(resolve_model("demo").path), "--", "-p", "hi"]) == 0
     assert json.loads(out.read_text())["argv"] == ["--auth-type", "openai", "-p", "hi"]
+    assert json.loads(out.read_text())["environ"]["OPENAI_MODEL"] == "demo"
     assert not running_servers()
 
 

@@ -53,7 +53,7 @@ def ps(options: argparse.Namespace) -> int:
 
 def load(options: argparse.Namespace) -> int:
     """Load a model, or wake it if it sleeps."""
-    body = {"model": _model(options.model), "keep_alive": options.keep_alive, "pin": options.pin or None}
+    body = {"model": model_argument(options.model), "keep_alive": options.keep_alive, "pin": options.pin or None}
     return _tell(options, "load", body | {"wait": not options.no_wait})
 
 
@@ -83,7 +83,7 @@ def _tell(options: argparse.Namespace, verb: str, body: Mapping[str, Any]) -> in
     return 0
 
 
-def _model(name: str) -> str:
+def model_argument(name: str) -> str:
     """Return the name; a folder becomes an absolute path, since the server has another working directory."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name.startswith((".", "/", "~")) else name

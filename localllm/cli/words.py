@@ -21,7 +21,7 @@ def add_chat(parser: argparse.ArgumentParser, *, chats: bool = True) -> None:
     parser.add_argument("--url", metavar="URL", help=help)
     help = "the server's API key; default for a remote server: OPENAI_API_KEY"
     parser.add_argument("--api-key", metavar="KEY", help=help)
-    parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: the first")
+    parser.add_argument("--model", metavar="NAME", help="a model of the server, or a folder; default: the first")
     add_sampling(parser, chats=chats)
     add_debug_flag(parser)
 
@@ -67,7 +67,7 @@ def add_top(parser: argparse.ArgumentParser) -> None:
 def add_launch(parser: argparse.ArgumentParser) -> None:
     help = "claude, codex, opencode, copilot, cline, qwen, zed or vscode; arguments after -- go to the program"
     parser.add_argument("program", choices=tuple(PROGRAMS), metavar="PROGRAM", help=help)
-    parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: the first")
+    parser.add_argument("--model", metavar="NAME", help="a model of the server, or a folder; default: the first")
     parser.add_argument("--print", action="store_true", help="only print what would be set; start nothing")
     parser.add_argument(
         "--url", metavar="URL", help="the server; default: the one running on this machine, or a new one"

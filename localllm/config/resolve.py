@@ -92,7 +92,7 @@ _OTHER_VARIABLES = frozenset(
         "CHECK_RESTARTED",
         "CONFIG",
         "CPU_SET",
-        "LAUNCH_KEY",
+        "LAUNCH_API_KEY",
         "NATIVE",
         "RESTARTED",
         "SOURCE",

@@ -71,6 +71,19 @@ PROGRAMS: Mapping[str, Program] = {
 }  # fmt: skip
 
 
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "claude": {".claude/settings.json": '{"cleanupPeriodDays": 7}\n'},
+    "codex": {".codex/config.toml": 'model = "of-the-user"  # stays\n'},
+    "opencode": {
+        ".config/opencode/opencode.json": '{"$schema": "https://opencode.ai/config.json", "share": "disabled"}\n'
+    },
+    "copilot": {},
+    "qwen": {},
+    "cline": {},
+}
+"""Settings of a user, for the programs that `localllm launch` starts: path in the home, and content."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """How a program ended its turn: `why` it failed, or None."""
@@ -161,6 +174,43 @@ def run(
         if expected in done.stdout:
             return Turn(version, seconds, f"left behind: {left}" if left else None)
         return Turn(version, seconds, f"exit {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
+
+
+def launch_demo(name: str, folder: Path, model: Path) -> Turn:
+    """Let `localllm launch` start a server with a model and then a program, in a home that has settings of the program.
+    It fails unless the program answers, its settings are as before, and no file, server or folder is left but what the
+    program and localllm keep for themselves."""
+    program = PROGRAMS[name]
+    binary = folder / program.binary / "node_modules" / ".bin" / program.binary
+    with tempfile.TemporaryDirectory(prefix=f"{program.binary}-") as place:
+        home, work, temporary = (Path(place) / each for each in ("home", "work", "tmp"))
+        for each in (home, work, temporary):
+            each.mkdir()
+        for path, content in SETTINGS[name].items():
+            (home / path).parent.mkdir(parents=True, exist_ok=True)
+            (home / path).write_text(content, encoding="utf-8")
+        subprocess.run(["git", "init", "--quiet", str(work)], check=True)  # codex starts in no other folder
+        environ = {"PATH": f"{binary.parent}{os.pathsep}{os.environ['PATH']}", "HOME": str(home), "TERM": "dumb",
+                   "TMPDIR": str(temporary), "CI": "1", "NO_COLOR": "1"}  # fmt: skip
+        command = [sys.executable, "-m", "localllm", "launch", program.launch, "--model", str(model), "--",
+                   *(word.replace("{question}", HELLO) for word in program.command)]  # fmt: skip
+        started = time.monotonic()
+        try:
+            done = subprocess.run(command, cwd=work, env=environ, stdin=subprocess.DEVNULL, capture_output=True,
+                                  text=True, timeout=PROGRAM_S, check=False)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Turn("?", PROGRAM_S, f"not done after {PROGRAM_S} s")
+        seconds, version = time.monotonic() - started, _version(binary, environ, work)
+        ours, data = LAUNCHED[program.launch], home / ".local/share/localllm"
+        left = [str(path) for path in [*data.glob("launch/*"), *data.glob("run/*"), *temporary.glob("localllm-*")]]
+        left += [f"{path} (changed)" for path, content in SETTINGS[name].items()
+                 if (home / path).read_text(encoding="utf-8") != content]  # fmt: skip
+        files = [home / file.path.relative_to(Path.home()) for file in ours.files]
+        # Cline keeps a file of its own in this place.
+        left += [str(path) for path in files if path.exists() and "http://127.0.0.1" in path.read_text("utf-8")]
+        if done.returncode or not done.stdout.strip():
+            return Turn(version, seconds, f"exit {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
+        return Turn(version, seconds, f"left behind: {', '.join(left)}" if left else None)
 
 
 def _version(binary: Path, environ: Mapping[str, str], work: Path) -> str:

@@ -10,6 +10,8 @@ import json
 import re
 import sys
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from localllm import LLM, SamplingParams
 from localllm.models.library.catalog import resolve_model
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
@@ -128,6 +131,20 @@ def test_still_answers_after_a_thousand_tokens() -> None:
     text, ended = answer(model, tokenizer, messages)
     assert "keys and values" in text
     assert ended
+
+
+def test_a_copy_with_a_longer_context_answers_after_a_prompt_that_the_demo_refuses(tmp_path: Path) -> None:
+    loader = SourceFileLoader("make_demo_model", f"{SCRIPTS}/make_demo_model")
+    script = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+    loader.exec_module(script)
+    script.copy_with_context(8192, tmp_path)
+    rules = "Rule: answer politely, in whole sentences, and keep to the question. " * 125
+    (reply,) = LLM(str(tmp_path)).chat(
+        [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of France?"}],
+        SamplingParams(temperature=0, max_tokens=20),
+    )
+    assert len(reply.prompt_token_ids) > 2048
+    assert "Paris" in reply.outputs[0].text
 
 
 def test_text_of_any_kind_comes_back() -> None:
