@@ -184,8 +184,8 @@ class HostSteps:
         return drawn
 
     def _take_back(self, rows: StepRows, rejected: Ints, before: StateCopies) -> None:
-        """Let the states come after the accepted tokens alone: those of rows with a wrong draft are what they were
-        before the step, and the row's right tokens run again. rejected: [S] drafts of each sampling row."""
+        """Let the states come after the accepted tokens alone. A row with a wrong draft gets its state before the step
+        back, and runs its right tokens again. rejected: [S] drafts of each sampling row."""
         kept = rows.scheduled.copy()
         kept[rows.samples] -= rejected
         is_wrong = kept < rows.scheduled
