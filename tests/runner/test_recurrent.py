@@ -182,7 +182,7 @@ def undrafted(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
 
 @pytest.mark.parametrize(
     ("way", "num_blocks", "errors", "depth"),
-    [("native", 200, 0.0, 1), ("native", 200, 0.3, 1), ("native", 18, 0.3, 2), ("torch", 200, 0.3, 1)],
+    [("native", 200, 0.3, 1), ("native", 18, 0.3, 2), ("torch", 200, 0.3, 1)],
 )
 def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, depth):
     """S2: a state comes after the accepted tokens alone. Preemptions and hits read states that drafts were near."""
@@ -201,7 +201,7 @@ def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, de
     assert scheduler.speculation is not None
     stats = scheduler.speculation.stats()
     assert stats.num_accepted_tokens > 10
-    assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (errors == 0.0)
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
     assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
     assert_same(drafted, plain)
 
