@@ -190,6 +190,9 @@ class Checkpoints:
         assert held is not None, f"{request.request_id} runs without a state"
         if held.save_at and start < held.save_at[0] < end:
             return held.save_at[0]
+        if end > request.num_tokens + request.num_output_placeholders and self._config.enable_prefix_caching:
+            boundary = start - start % self._interval + self._interval
+            return min(end, max(start + 1, boundary - 1))  # a state behind guesses cannot be saved: none reaches there
         if end >= request.num_tokens + request.num_output_placeholders:
             return end
         boundary = end - end % self._config.block_size

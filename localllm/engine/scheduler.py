@@ -95,7 +95,6 @@ class Scheduler:
         self.states, self.speculation = self.table.states, speculation
         support = DraftSupport() if speculation is None else speculation.support
         self._lookahead, self._num_reread = support.lookahead, support.num_reread
-        assert speculation is None or not speculation.most or state_pool is None, "a state cannot take back a draft"
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
@@ -355,7 +354,8 @@ class Scheduler:
         samples = end >= request.num_tokens + request.num_output_placeholders
         held = request.held_state
         state = None if held is None else held.steady
-        if held is not None and self.states is not None and end >= held.next_use:
+        is_known = not num_drafts and (request.num_output_placeholders <= 1 or not request.max_drafts)
+        if held is not None and self.states is not None and end >= held.next_use and is_known:  # else `end` is a bound
             state = self.states.use(request, end)
         row = Row(
             request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state,
@@ -613,7 +613,7 @@ class Scheduler:
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
         """Set guesses for the next step.
         Ignored unless the request has nothing in flight, since guesses extend known tokens, and for models with
-        recurrent states, which cannot take back a wrong guess."""
+        recurrent states, whose runner knows the drafts that it has proposed itself."""
         if request.state is State.RUNNING and not request.num_output_placeholders and self.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
             request.num_drafts = len(request.draft_token_ids)

@@ -94,6 +94,17 @@ class StepRows(NamedTuple):
         firsts = self.starts[1:][self.samples] - counts
         return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
+    def begun_again(self, rows: Ints, scheduled: Ints) -> StepRows:
+        """Return some rows with so many of their tokens, all of them known, which begin from the states at the places
+        that they write. rows: indices. scheduled: at least 1 for each of them."""
+        assert self.states is not None, "rows without states have nothing to begin again from"
+        write, none = self.states[1, rows], np.zeros(len(rows), np.int64)
+        return StepRows(
+            self.slots[rows], self.computed[rows], scheduled, np.concatenate([[0], np.cumsum(scheduled)]),
+            np.zeros(len(rows), bool), self.generates[rows], self.adapters[rows], none,
+            np.stack([write, write, none]),
+        )  # fmt: skip
+
     def part(self, rows: slice) -> StepRows:
         starts = self.starts[rows.start : rows.stop + 1]
         return StepRows(
@@ -391,7 +402,8 @@ class SlotState:
         slots, context = rows.slots, rows.context
         known, given = self._num_tokens[slots], context - rows.drafts
         assert len(np.unique(slots)) == len(slots), "a slot twice in one step"
-        assert not rows.drafts.any() or not self._num_places, "a recurrent state cannot take back a draft"
+        if self._num_places:
+            assert not rows.drafts.any() or not self._accepts_on_device, "a state on a device cannot take back a draft"
         assert self._accepts_on_device or (rows.drafts <= self._num_ready[slots]).all(), "a draft that does not exist"
         assert (context > rows.computed).all(), "a row without tokens"
         assert (given <= known).all(), "a position is scheduled before its token exists"
@@ -474,6 +486,7 @@ class HostInputs:
             of_group + slots * tables.strides[1],
             rows.states,
             None if (rows.adapters < 0).all() else np.repeat(rows.adapters, rows.scheduled),
+            rows.starts,
         )
 
     def _state_inputs(self, rows: StepRows) -> StateInputs | None:

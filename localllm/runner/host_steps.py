@@ -18,16 +18,17 @@ from torch import Tensor
 
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
-from localllm.kernels.layer_cache import LayerCache
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerState
 from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotSupportedNatively, open_native_program
 from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.weights.parameters import has_only_float32, held_memory
-from localllm.runner.batch import HostInputs, Ints, StepBatch
+from localllm.runner.batch import HostInputs, Ints, StepBatch, StepRows
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
+from localllm.runner.state_cache import StateCopies
 from localllm.runner.step_parts import NativeSteps, Part, in_order, parts_of
 from localllm.runner.upload import parts_to_host, to_device
 
@@ -117,9 +118,13 @@ class HostSteps:
                 self._lone.tap(taps)
         self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
+        self._before: StateCopies | None = None  # states of the step's rows with drafts
 
     def forward(self, batch: StepBatch) -> Forward:
         self._num_launched += 1
+        rows = batch.rows
+        if rows.states is not None and rows.drafts.any():
+            self._before = StateCopies(self._layers, rows.states[0, rows.drafts > 0])
         parts = parts_of(batch.rows, self._native, is_deterministic=self._deterministic)
         if len(parts) == 1:
             return self._forward(batch, parts[0])
@@ -173,7 +178,29 @@ class HostSteps:
         if batch.has_drafts:
             drawn = replace(drawn, accepted=self._accepted(batch, drawn))
         self._inputs.record_sampled(slots, lengths, drawn.token_ids)
+        if drawn.accepted is not None and self._before is not None:
+            self._take_back(batch.rows, batch.counts - drawn.accepted, self._before)
+            self._before = None
         return drawn
+
+    def _take_back(self, rows: StepRows, rejected: Ints, before: StateCopies) -> None:
+        """Let the states come after the accepted tokens alone. A row with a wrong draft gets its state before the step
+        back, and runs its right tokens again. rejected: [S] drafts of each sampling row."""
+        kept = rows.scheduled.copy()
+        kept[rows.samples] -= rejected
+        is_wrong = kept < rows.scheduled
+        if not is_wrong.any():
+            return
+        assert rows.states is not None
+        before.restore(np.flatnonzero(is_wrong[rows.drafts > 0]), rows.states[1, is_wrong])
+        again, none = rows.begun_again(np.flatnonzero(is_wrong), kept[is_wrong]), np.empty(0, np.int64)
+        for part in parts_of(again, self._native, is_deterministic=self._deterministic):
+            some = again.part(part.rows)
+            if part.is_native:
+                assert self._lone is not None
+                self._lone.forward(self._inputs.decode_rows(some), samples=False)
+            else:
+                self._hidden(self._inputs.make(StepBatch(some, none, (), none, none, none, ())))
 
     def _accepted(self, batch: StepBatch, drawn: Drawn) -> Ints:
         """Return how many tokens of each row are accepted: those drawn while the drafts before them were right. A draft
@@ -198,6 +225,8 @@ class HostSteps:
             return DraftSupport(MAX_ROWS - 1, MAX_ROWS, proposes=True)
         if self._deterministic:
             return DraftSupport(why_none="requests are computed token by token in deterministic mode")
+        if has_only_float32(self._model) and any(isinstance(each, LayerState | HybridCache) for each in self._layers):
+            return DraftSupport(MAX_ROWS - 1, MAX_ROWS, proposes=True)  # each row with drafts has its state copied
         if has_only_float32(self._model):
             return DraftSupport(TORCH_DRAFTS, TORCH_TOKENS, proposes=True)
         return DraftSupport(

@@ -84,8 +84,8 @@ class TorchRunner:
         why_no_drafts = _why_off(has_drafts, launch_options)
         if group is not None or not samples:
             why_no_drafts = "the model is split over several ranks"
-        elif states.num_places:
-            why_no_drafts = "a recurrent state cannot take back a wrong guess"
+        elif states.num_places and staged:
+            why_no_drafts = "a recurrent state on a GPU cannot take back a wrong guess"
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:

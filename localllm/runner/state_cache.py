@@ -14,6 +14,7 @@ import torch
 from localllm.errors import DoesNotFit
 from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
 from localllm.models.spec.model_spec import ModelSpec, state_group
+from localllm.runner.batch import Ints
 from localllm.runner.kv_cache import zeros
 from localllm.units import format_bytes
 
@@ -47,6 +48,22 @@ class StateCache:
     @property
     def allocated_bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers.values() for tensor in layer.tensors())
+
+
+class StateCopies:
+    """Copies of the states at some places, for rows whose drafts may be wrong: a state cannot be cut back."""
+
+    def __init__(self, layers: Sequence[LayerCache | None], places: Ints) -> None:
+        """places: [N] of the states to copy."""
+        states = [layer.state if isinstance(layer, HybridCache) else layer for layer in layers]
+        index = torch.from_numpy(places)
+        self._kept = [(t, t[index]) for state in states if isinstance(state, LayerState) for t in state.tensors()]
+
+    def restore(self, copies: Ints, places: Ints) -> None:
+        """Write some of the copies, by their indices in the constructor's places, to other places."""
+        chosen, index = torch.from_numpy(copies), torch.from_numpy(places)
+        for tensor, kept in self._kept:
+            tensor[index] = kept[chosen]
 
 
 def layer_caches(kv: Sequence[LayerKV | None], states: StateCache) -> list[LayerCache | None]:

@@ -39,7 +39,7 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     if spec.recurrent is not None or not windows or windows[main_group(windows)] is not None:
         raise DrafterMismatch(
             f"{spec.architecture} runs without drafters.",
-            "A recurrent state cannot take back a wrong guess, and a drafter needs the blocks of all tokens.",
+            "A drafter needs the blocks of all tokens, and layers without recurrent states.",
             "Leave out --draft.",
         )
     where = _place(choice) if choice.drafter else path

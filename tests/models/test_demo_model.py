@@ -20,7 +20,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from localllm import LLM, SamplingParams
+from localllm.engine.params import SamplingParams
+from localllm.llm import LLM
 from localllm.models.library.catalog import resolve_model
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")

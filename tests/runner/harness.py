@@ -198,11 +198,13 @@ def serve(
     kv_dtype: torch.dtype = torch.float32,
     speculates: bool = False,
     drafter: Callable[[int], OpenDrafter] | None = None,
+    then: Sequence[Request] = (),
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
     """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
     ledger: in place of one of `num_blocks` blocks for each group. num_places: of
     recurrent states, which are NaN at the start, as K and V then are; 0: the model has none.
-    speculates: with the runner's drafts, as many of them as fit into a step. drafter: made for a number of blocks."""
+    speculates: with the runner's drafts, as many of them as fit into a step. drafter: made for a number of blocks.
+    then: requests that come when the others have ended."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
@@ -229,7 +231,7 @@ def serve(
     speculation = Widest(runner.drafts) if speculates else None
     scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places, speculation=speculation)
     loop = EngineLoop(scheduler, runner, depth=depth)
-    told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
+    told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in (*requests, *then)}
 
     def receive(outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -240,7 +242,10 @@ def serve(
     for _ in range(3000):
         loop.step()
         if not scheduler.has_work:
-            return told, scheduler
+            if not then:
+                return told, scheduler
+            loop.submit(*then)
+            then = ()
     raise AssertionError("still at work")
 
 

@@ -13,18 +13,21 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
+from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import HybridCache, LayerKV, LayerState
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, state_bytes
+from localllm.runner import host_steps
+from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
 from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
-from tests.runner.harness import make_requests, serve
+from tests.runner.harness import assert_same, draft_requests, knowing, make_requests, serve
 from tests.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -102,6 +105,14 @@ def test_an_engine_allocates_what_was_planned(hybrid):
     runner.close()
 
 
+def test_a_plan_counts_the_copies_of_states_for_drafts(hybrid):
+    _, spec = hybrid
+    machine = Hardware((), "CPU", 4, 64 * 1024**3, 8 * 1024**3)
+    configs = [EngineConfig(max_num_seqs=9, max_model_len=131, speculative=each) for each in ("auto", "off")]
+    drafted, plain = (plan_memory(config, spec, 10_000_000, machine) for config in configs)
+    assert drafted.activation_bytes - plain.activation_bytes == 4 * state_bytes(spec, drafted.dtype)
+
+
 def test_the_second_request_with_a_prompt_computes_its_end_only(hybrid):
     model, spec = hybrid
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3)
@@ -155,3 +166,61 @@ def test_no_schedule_changes_a_bit(tmp_path):
     together = bits(make_requests(), num_blocks=18, step=24, num_places=7)
     for request in asked:
         assert together[request.request_id] == bits([request], num_places=2)[request.request_id] != []
+
+
+UNDRAFTED: dict[str, dict[str, list[EngineOutput]]] = {}
+
+
+def undrafted(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
+    """Return what each request gets alone and without drafts."""
+    if spec.architecture not in UNDRAFTED:
+        told = [serve(model, spec, [request], num_places=9)[0] for request in draft_requests()]
+        UNDRAFTED[spec.architecture] = {name: outputs for each in told for name, outputs in each.items()}
+    return UNDRAFTED[spec.architecture]
+
+
+@pytest.mark.parametrize(
+    ("way", "num_blocks", "errors", "depth"),
+    [("native", 200, 0.3, 1), ("native", 18, 0.3, 2), ("torch", 200, 0.3, 1)],
+)
+def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, depth):
+    """S2: a state comes after the accepted tokens alone. Preemptions and hits read states that drafts were near."""
+    model, spec = hybrid
+    if way == "torch":
+        monkeypatch.setattr(host_steps, "_lone_step", lambda model, layers: (None, "without a library"))
+    elif native() is None:
+        pytest.skip("this machine has no native library")
+    plain = undrafted(model, spec)
+    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in draft_requests()]
+    monkeypatch.setattr(HostDrafts, "_find", knowing(texts, errors))
+    drafted, scheduler = serve(
+        model, spec, draft_requests(), num_places=30, num_blocks=num_blocks, depth=depth, speculates=True
+    )
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert stats.num_accepted_tokens > 10
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
+    assert_same(drafted, plain)
+
+
+def test_a_wrong_draft_leaves_the_state_of_the_accepted_tokens(hybrid, monkeypatch):
+    """The next request begins from a checkpoint in the output of one with drafts, most of them wrong."""
+    model, spec = hybrid
+    params = SamplingParams(temperature=0.0, max_tokens=50)
+    first = Request("a", [7 * i % 300 for i in range(11)], params, max_output_tokens=50)
+    text = [*first.token_ids, *tokens_of(serve(model, spec, [first], num_places=9)[0]["a"])]
+
+    def chat() -> list[Request]:
+        return [Request("a", text[:11], params, max_output_tokens=50),
+                Request("b", [*text[:-3], 5, 6, 7], params, max_output_tokens=20)]  # fmt: skip
+
+    expected = tokens_of(serve(model, spec, [chat()[1]], num_places=9)[0]["b"])
+    monkeypatch.setattr(HostDrafts, "_find", knowing([text], 0.5))
+    told, scheduler = serve(model, spec, chat()[:1], num_places=30, speculates=True, then=chat()[1:])
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.stats().num_draft_tokens > scheduler.speculation.stats().num_accepted_tokens
+    assert tokens_of(told["a"]) == text[11:]
+    assert told["b"][-1].num_cached_tokens >= 48
+    assert tokens_of(told["b"]) == expected

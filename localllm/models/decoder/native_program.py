@@ -50,14 +50,15 @@ __all__ = ["MAX_ROWS", "DecodeRows", "NativeProgram", "NotSupportedNatively", "o
 
 
 class DecodeRows(NamedTuple):
-    """The inputs of a step of R rows, each the next token of another request."""
+    """The inputs of a step of R rows, each a token: the next one of a request, or a draft behind it."""
 
     token_ids: npt.NDArray[np.int64]  # [R]
     positions: npt.NDArray[np.int64]  # [R] of each token within its request
     slots: npt.NDArray[np.int64]  # [G, R] for each KV group where its K and V go: block_id * block_size + offset
     tables: npt.NDArray[np.int64]  # [G, R] addresses of the requests' blocks, int32 each
-    states: npt.NDArray[np.int64] | None = None  # [3, R] places of states to read, write and save; None: no states
+    states: npt.NDArray[np.int64] | None = None  # [3, B] places that a request reads, writes, saves; None: no states
     adapters: npt.NDArray[np.int64] | None = None  # [R] slot of each row's adapter, -1: none; None: no row has one
+    starts: npt.NDArray[np.int64] | None = None  # [B + 1] first row of each request; None: one row each
 
 
 class NativeProgram:
@@ -83,8 +84,7 @@ class NativeProgram:
         self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
-        states[:, 0], states[:, 1] = range(MAX_ROWS), range(1, MAX_ROWS + 1)  # of each row the first token and the end
-        self._places = states[:, 2:].T
+        self._states = states.T  # [5, MAX_ROWS] of each request the first token, the end, and its places
 
     def _part(self, first: int, end: int) -> ctypes.Array[NativeOperation]:
         return (NativeOperation * (end - first))(*self._operations[first:end])
@@ -126,7 +126,10 @@ class NativeProgram:
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         if model.spec.recurrent is not None:
             assert rows.states is not None, "a model with recurrent layers is given the places of their states"
-            self._places[:, :count] = rows.states
+            starts = np.arange(count + 1) if rows.starts is None else rows.starts
+            requests = len(starts) - 1
+            self._states[:, :requests] = starts[:-1], starts[1:], *rows.states
+            self._states[:, requests:count] = np.array([0, 0, -1, 0, 0])[:, None]  # no tokens, and written nowhere
         for layer, part in self._before_taps:
             if len(part):
                 self._library.run_step(part, self._rows, count)

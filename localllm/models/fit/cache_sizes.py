@@ -91,6 +91,8 @@ def most_blocks(fits: Callable[[int], bool]) -> int:
 
 STATE_SHARE = 0.25
 MIN_SEQS, MIN_CHECKPOINTS = 2, 4
+COPIED_STATES = 4
+"""Most rows with drafts of a step on a CPU, whose states are copied: each has 2 of the 8 tokens of a native step."""
 SMALL_STATE_BYTES = 1024**2
 INTERVAL = 256
 """Tokens of an output from one checkpoint to the next, where a state is not small."""

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
-from localllm.models.fit.cache_sizes import KVSplit, most_blocks
-from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
+from localllm.models.fit.cache_sizes import COPIED_STATES, KVSplit, most_blocks
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec, state_bytes
 from localllm.models.spec.shard import Shard, local_spec
 from localllm.units import format_bytes
 
@@ -161,18 +161,21 @@ class RankMemory:
         """Return the most that a step holds with this context and cache."""
         if self.measured is not None:
             return self.measured.activation_bytes
-        return self.step.bytes_at(max_model_len, num_blocks) + self._features
+        return self.step.bytes_at(max_model_len, num_blocks) + self._for_drafts
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
         """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""
         return 0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks)
 
     @property
-    def _features(self) -> int:
-        """Bytes of the features of a step that a drafter reads."""
+    def _for_drafts(self) -> int:
+        """Bytes of a step's features that a drafter reads, and of copies of states that a wrong draft would spoil."""
         inputs, drafter = self.inputs, self.inputs.spec.drafter
         width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
-        return inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
+        features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
+        if inputs.spec.recurrent is None or self.gpu is not None or inputs.config.speculation.is_off:
+            return features
+        return features + min(inputs.config.max_num_seqs, COPIED_STATES) * state_bytes(inputs.spec, inputs.dtype)
 
     def _graph_bytes(self) -> int:
         """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
@@ -196,7 +199,7 @@ class RankMemory:
     def fixed_bytes(self, max_model_len: int) -> int:
         """Return the bytes that do not depend on the size of the KV cache."""
         step = (
-            self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len) + self._features
+            self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len) + self._for_drafts
         )
         return self.weights(max_model_len) + self.graphs + self.comm + step + self.inputs.state_bytes
 
@@ -217,7 +220,7 @@ class RankMemory:
         if self.measured is not None:
             rest += self.measured.activation_bytes
             return lambda num_blocks: rest + self.kv(num_blocks)
-        step, rest = self.step.at(max_model_len), rest + self._features
+        step, rest = self.step.at(max_model_len), rest + self._for_drafts
         return lambda num_blocks: rest + self.kv(num_blocks) + step.with_cache(num_blocks)
 
     def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:
