@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ from localllm.runner.self_check import (
 )
 from localllm.runner.staging import StepShape
 from localllm.runner.state_cache import StateCache
+from tests.runner import harness
+from tests.runner.test_through_kernels import check, requests
 
 CPU = torch.device("cpu")
 GIB = 1024**3
@@ -370,13 +373,8 @@ VARIANTS = [(kernel.name, variant) for kernel in TABLE for variant in kernel.var
 def test_each_fall_back_serves_a_whole_model(
     kernel: str, variant: KernelVariant, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from functools import partial
-
-    from tests.runner import test_with_scheduler
-    from tests.runner.test_through_kernels import check, requests
-
     served = partial(LaunchOptions, without=variant.without, avoids=variant.avoids)
-    monkeypatch.setattr(test_with_scheduler, "LaunchOptions", served)
+    monkeypatch.setattr(harness, "LaunchOptions", served)
     check(model, spec, requests, "staged", monkeypatch)
 
 
