@@ -98,7 +98,7 @@ VARIANTS = [
     attention("decode", "8B, small shared memory", 4, 128, 120, min_shared=2 * 2 * 8),
     attention("decode", "8B, before Hopper", 4, 128, 80, min_shared=2 * 2 * 16),
     attention("decode", "8B, RTX 40", 4, 128, 89, 86, min_shared=2 * 2 * 8),
-    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True, max_hip_spills=46),
+    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True, max_hip_spills=49),
     attention("decode", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=128, mma="HMMA"),
     attention(
         "decode", "8B, fp8 cache", 4, 128, 90, format="fp8", max_registers=144, mma="HMMA", forbidden=("F2F",),
