@@ -133,7 +133,6 @@ VARIANTS = [
         "decode", "8B, int8 cache, rotates and stores", 4, 128, 90, format="int8_ptx", raw=True, max_registers=144,
         mma="HMMA", forbidden=("F2F", "I2F"),
     ),
-    attention("decode", "8B, Turing, rotates and stores", 4, 128, 75, dtype="fp16", raw=True),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
     attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8, min_shared=2 * 2 * 8),
