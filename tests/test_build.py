@@ -161,7 +161,7 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     def load(*_: object, **__: object) -> None:
         raise CorruptModel("read")
 
-    monkeypatch.setattr(build, "require_kernels", done.append)
+    monkeypatch.setattr(build, "require_kernels", lambda config, plan, on_phase: done.append(plan.device))
     monkeypatch.setattr(executor, "make_current", done.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(executor, "load_model", load)

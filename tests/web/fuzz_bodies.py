@@ -111,6 +111,11 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ],
     ("openai", "rerank"): [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}],
     ("openai", "score"): [{"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": 8}],
+    ("openai", "pooling"): [
+        {"input": ["Hello", "a"], "encoding_format": "base64"}, {"input": [[5, 6], [7]], "truncate_prompt_tokens": 8},
+        {"messages": [{"role": "user", "content": "Hi"}], "use_activation": False},
+    ],
+    ("openai", "classify"): [{"input": ["Hello", "a"], "use_activation": False}, {"input": [5, 6]}],
     ("openai", "load_lora_adapter"): [{"lora_name": "a", "lora_path": "/nowhere", "model": "tiny"}],
     ("openai", "unload_lora_adapter"): [{"lora_name": "a"}],
     ("responses", "responses"): RESPONSES,
@@ -132,6 +137,9 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ("ollama", "pull"): [*NOWHERE, {"model": "nobody/none:Q4_K_M", "stream": False, "insecure": False}],
     ("ollama", "delete"): NOWHERE,
     ("ollama", "copy"): [{"source": "demo", "destination": "helper"}, {"source": "nobody", "destination": "a/b:c"}],
+    ("localllm", "batches"): [
+        {"input_file_id": "file-0", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    ],
     ("localllm", "completion"): [{"prompt": "a", "n_predict": 2, "dry_multiplier": 0.5, "mirostat": 1}],
     ("openai", "infill"): [{"input_prefix": "a", "input_suffix": "b", "n_predict": 2}],
     ("localllm", "load"): [{**MODEL, "pin": True, "keep_alive": -1, "wait": False}, *NOWHERE],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from localllm.web import pages
 from localllm.web.pages import PAGES
 from localllm.web.pages.dashboard.views import DashboardPage
 from localllm.web.pages.frame.patterns import samples
@@ -53,8 +55,7 @@ class Outline(HTMLParser):
 
 def view_classes() -> set[type[View]]:
     modules = [
-        importlib.import_module(f"localllm.web.pages.{path.parent.name}.{path.stem}")
-        for path in FRAME.parent.glob("*/*views.py")
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(pages.__path__, f"{pages.__name__}.")
     ]
     found = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
     return {kind for kind in found if issubclass(kind, View)} - {View}

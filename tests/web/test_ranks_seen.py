@@ -149,7 +149,8 @@ def test_top_shows_the_ranks_as_lines_as_json_and_on_the_screen(
     assert "rank 1 (cuda:1) was restarted. The process was killed" in restarted
     assert "rank 3 (cuda:3) is lost. The process was killed" in lost
     assert main(["top", "--once", "--json", "--url", url]) == 0
-    assert json.loads(capsys.readouterr().out)["models"][0]["stats"]["runner"][-2][3]["is_up"] is False
+    runner = RunnerStats(*json.loads(capsys.readouterr().out)["models"][0]["stats"]["runner"])
+    assert [rank["is_up"] for rank in runner.ranks] == [True, True, True, False]
     stats = StatsPoller(parse(["top", "--url", url])).poll()
     assert stats.models[0].stats is not None
     assert stats.models[0].stats.runner.ranks == RANKS
