@@ -32,6 +32,7 @@ Feature = Literal[
     "decode TMA",  # decode attention loads keys and values by TMA
     "decode merge",  # the last program of decode attention merges the parts
     "decode kernel",  # rows of one token have an attention kernel of their own
+    "decode rotation",  # decode attention rotates and stores the newest token itself
     "prefill TMA",
     "prefill stages",  # loads of prefill attention are more than one tile ahead
     "expert TMA",

@@ -15,13 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
 from localllm.kernels.layer_cache import LayerKV
-from localllm.kernels.paged_attention import AttentionPlan, kv_cache_shape, paged_attention, plan_attention
+from localllm.kernels.paged_attention import (
+    AttentionPlan,
+    RawHeads,
+    kv_cache_shape,
+    paged_attention,
+    plan_attention,
+    rotates_heads,
+)
 from localllm.kernels.paged_attention import device as device_code
 from localllm.kernels.paged_attention.device import AttentionLaunch, DevicePlan
 from localllm.kernels.paged_attention.twin import GROUP_WASTE_TOKENS, HostPlan
-from localllm.kernels.rotary_store_kv import has_no_skipped_slot, store_kv
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation, rotary_store_kv, store_kv
 from tests.kernels.conftest import DTYPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -421,6 +428,117 @@ def test_a_long_row_is_split_and_put_together(window: int | None, queries: int) 
         covered = [tile for first, end in spans for tile in range(first, end)]
         assert covered == list(range(first // plan.decode.tile, -(-length // plan.decode.tile)))
     assert_matches(batch, window=window)
+
+
+ROTATED: dict[str, dict[str, Any]] = {
+    "half precision": {"dtype": torch.float16},
+    "fp32": {},
+    "normed": {"norm": True, "dtype": torch.float16},
+    "interleaved, a part of the dimensions": {"rotary_dim": 8, "interleaved": True},
+    "half-split, a part of the dimensions": {"rotary_dim": 8},
+    "no positions": {"rotary_dim": 0},
+    "window and cap": {"window": 20, "softcap": 3.0},
+    "heads of 24, three of keys' one": {"head_dim": 24, "num_heads": 3, "num_kv_heads": 1},
+    "blocks of 4": {"block_size": 4},
+    "int8 cache": {"cache_dtype": INT8, "dtype": torch.float16},
+    "fp8 cache": {"cache_dtype": FP8, "dtype": torch.float16},
+}
+
+
+@kernel_only
+@pytest.mark.parametrize("kind", ROTATED)
+def test_raw_heads_are_rotated_stored_and_attended_to(kind: str) -> None:
+    """As by the kernel that rotates and stores, and attention behind it. The newest slot is poisoned until then, a
+    long row has several parts, and a padding row stores nothing."""
+    given = dict(ROTATED[kind])
+    rotary_dim, interleaved, norm = (
+        given.pop("rotary_dim", 16),
+        given.pop("interleaved", False),
+        given.pop("norm", False),
+    )
+    terms = {name: given.pop(name) for name in ("window", "softcap") if name in given}
+    sizes = {"head_dim": 16, "block_size": 16, **given}
+    batch = Batch([1] * 6, [1, 16, 17, 0, 33, 130], **sizes)
+    rotary_dim = batch.head_dim if rotary_dim == 16 else rotary_dim
+    heads = _raw_heads(batch, rotary_dim, interleaved=interleaved, norm=norm)
+    plan = batch.plan(terms.pop("window", None))
+    assert rotates_heads(plan, heads, batch.kv)
+    before, raw = (LayerKV(*(None if each is None else each.clone() for each in batch.kv)) for _ in range(2))
+    if batch.kv.k.itemsize > 1:
+        stored = heads.slot_mapping[heads.slot_mapping >= 0]
+        for side in (raw.k, raw.v):
+            side.view(batch.num_kv_heads, -1, batch.head_dim)[:, stored] = torch.nan
+
+    def attend(kv: LayerKV, q: Any) -> Tensor:
+        return paged_attention(q, kv.k, kv.v, plan, scale=0.3, k_scale=kv.k_scale, v_scale=kv.v_scale, **terms)
+
+    q = rotary_store_kv(
+        heads.qkv, before, heads.slot_mapping, heads.rotation, heads.norm_weight, heads.norm_eps
+    )  # fmt: skip
+    wanted, out = attend(before, q), attend(raw, heads)
+    tolerance = 4e-3 if batch.kv.k.itemsize == 1 else TOLERANCE[batch.dtype]
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+    assert not out[3].any()
+    for one, other in zip(raw.tensors(), before.tensors(), strict=True):
+        if norm:  # whose sum of squares has another order
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3, equal_nan=True)
+        else:
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _raw_heads(batch: Batch, rotary_dim: int, *, interleaved: bool = False, norm: bool = False) -> RawHeads:
+    """Return heads of a batch of decode rows, of random numbers."""
+    heads, kv_heads = batch.num_heads, batch.num_kv_heads
+    positions = torch.tensor([max(0, length - 1) for length in batch.context_lens], device=DEVICE)
+    blocks = batch.block_table.long().gather(1, positions[:, None] // batch.block_size)[:, 0]
+    slots = blocks * batch.block_size + positions % batch.block_size
+    slots[torch.tensor(batch.context_lens, device=DEVICE) == 0] = -1
+    rotation = None
+    if rotary_dim:
+        angles = torch.outer(torch.arange(200.0), 1e3 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
+        table = torch.cat([angles.cos(), angles.sin()], 1).to(DEVICE)
+        rotation = plan_rotation(table, positions, interleaved=interleaved)
+    weight = 1 + torch.randn(heads + kv_heads, batch.head_dim, device=DEVICE) / 4 if norm else None
+    qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * batch.head_dim, device=DEVICE).to(batch.dtype)
+    return RawHeads(qkv, slots, rotation, weight, 1e-5)
+
+
+@kernel_only
+def test_the_newest_key_belongs_to_one_part() -> None:
+    """Nine tiles in parts of equal length: some rows end with an empty part."""
+    batch = Batch([1] * 5, [144, 80, 97, 33, 16], head_dim=16, block_size=16)
+    plan = batch.plan()
+    assert isinstance(plan, DevicePlan)
+    assert plan.splits is not None
+    first, end = plan.splits.items[:, 1], plan.splits.items[:, 2]
+    heads = _raw_heads(batch, 16)
+    wanted = None
+    for last_is_empty in (False, True):
+        if last_is_empty:  # the last part of the longest row gives its tiles to the one before it
+            last = int(plan.splits.split_starts[1]) - 1
+            end[last - 1] = end[last]
+            first[last] = end[last]
+        kv = LayerKV(batch.kv.k.clone(), batch.kv.v.clone())
+        out = paged_attention(heads, kv.k, kv.v, plan, scale=0.3)
+        wanted = out if wanted is None else wanted
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("why", ["prompt", "drafts", "switched off", "deterministic", "wide heads"])
+def test_other_steps_rotate_by_a_kernel_of_their_own(why: str) -> None:
+    lens = {"prompt": [1, 5], "drafts": [3, 3]}.get(why, [1, 1])
+    queries = 3 if why == "drafts" else 1
+    batch = Batch(
+        lens, [20, 20], head_dim=512 if why == "wide heads" else 16, block_size=16, decode_queries=queries,
+    )  # fmt: skip
+    qkv = torch.zeros(sum(lens), 8 * batch.head_dim, device=DEVICE)
+    heads = RawHeads(qkv, torch.zeros(sum(lens), dtype=torch.int64), None, None, 0.0)
+    options = {
+        "switched off": LaunchOptions(avoids=frozenset({"decode rotation"})),
+        "deterministic": LaunchOptions(deterministic=True),
+    }
+    with launching_with(options.get(why, LaunchOptions())):
+        assert not rotates_heads(batch.plan(), heads, batch.kv)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter runs programs in an order that is asked for")

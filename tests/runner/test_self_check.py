@@ -321,6 +321,7 @@ def test_a_capture_that_raises_leaves_graphs_out() -> None:
         ("decode_kernel", "TMA", "decode attention", "pointers"),
         ("decode_kernel", "MERGE_PARTS", "decode attention", "merge by a second kernel"),
         ("decode_kernel", "QUERIES", "decode attention", "the prefill kernel"),
+        ("decode_kernel", "ROTARY_DIM", "rotation in decode attention", "a kernel of its own"),
         pytest.param("prefill_kernel", "TMA", "prefill attention", "pointers", marks=pytest.mark.slow),
     ],
 )

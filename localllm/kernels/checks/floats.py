@@ -8,6 +8,7 @@ Does not know: layers, the order of operations in a model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,14 @@ from torch import Tensor
 from localllm.kernels.checks.case import Case, CheckedProduct, Subject, close_to
 from localllm.kernels.gated import gated, gated_reference
 from localllm.kernels.layer_cache import LayerKV
-from localllm.kernels.paged_attention import KVReads, paged_attention, plan_attention
+from localllm.kernels.paged_attention import (
+    AttentionPlan,
+    KVReads,
+    RawHeads,
+    paged_attention,
+    plan_attention,
+    rotates_heads,
+)
 from localllm.kernels.quantize import quantize_reference, round_to
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
@@ -72,39 +80,103 @@ def prefill_cases(subject: Subject) -> Iterator[Case]:
         yield _attention_case(subject, reads, 0)
 
 
+def rotating_decode_cases(subject: Subject) -> Iterator[Case]:
+    """Yield attention of rows of one token that rotates and stores that token itself, and what it has stored."""
+    for reads in subject.attention:
+        num_kv_heads, _, block_size, head_dim = reads.cache_shape
+        if head_dim > 256:
+            continue  # those heads are rotated by a kernel of their own
+        contexts = _contexts(subject, 1)
+        kv, table = _cache(subject, reads, contexts)
+        qkv = subject.random(len(contexts), (reads.num_heads + 2 * num_kv_heads) * head_dim)
+        positions = torch.tensor(contexts, device=subject.device) - 1
+        blocks = table.long().gather(1, positions[:, None] // block_size)[:, 0]
+        slots = blocks * block_size + positions % block_size
+
+        def attend(
+            kv: LayerKV, qkv: Tensor, reads: KVReads = reads, slots: Tensor = slots, positions: Tensor = positions,
+            contexts: list[int] = contexts, table: Tensor = table,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            head_dim = kv.k.shape[3]
+            plan = _plan(reads, kv, table, contexts, [1] * len(contexts), 1)
+            angles = _angles(head_dim, contexts[-1]).to(subject.device)
+            heads = RawHeads(qkv, slots, plan_rotation(angles, positions), None, 0.0)
+            is_raw = rotates_heads(plan, heads, kv)
+            q = heads if is_raw else rotary_store_kv(qkv, kv, slots, heads.rotation)
+            out = paged_attention(
+                q, kv.k, kv.v, plan, scale=head_dim**-0.5, k_scale=kv.k_scale, v_scale=kv.v_scale
+            )  # fmt: skip
+            stored = [side.view(len(side), -1, head_dim)[:, slots] for side in _in_fp32(kv)[:2]]
+            return out, torch.cat([side.flatten() for side in stored])
+
+        named = f"{_kind_of_reads(reads)}, rotated"
+        yield Case(
+            named, lambda attend=attend, kv=kv, qkv=qkv: [attend(kv, qkv)[0]],  # type: ignore[misc]
+            close_to(
+                lambda attend=attend, kv=kv, qkv=qkv: attend(_in_fp32(kv), qkv.float())[0],  # type: ignore[misc]
+                lambda attend=attend, kv=kv, qkv=qkv: attend(kv, qkv)[0],  # type: ignore[misc]
+                _in_16_bits(reads),
+            ),
+        )  # fmt: skip
+        yield Case(
+            f"{named}, as stored", lambda attend=attend, kv=kv, qkv=qkv: [attend(kv, qkv)[1]],  # type: ignore[misc]
+            close_to(
+                lambda attend=attend, kv=kv, qkv=qkv: attend(kv, qkv)[1],  # type: ignore[misc]
+                share=ROTATED_SHARES[reads.cache_dtype.itemsize],
+            ),
+        )  # fmt: skip
+
+
+def _contexts(subject: Subject, least: int) -> list[int]:
+    most = min(MOST_CONTEXT, subject.max_model_len)
+    return sorted({min(max(context, least), most) for context in (*CONTEXTS, most)})
+
+
 def _attention_case(subject: Subject, reads: KVReads, queries: int) -> Case:
     """queries: of each row; 0: rows are prompts of different lengths."""
-    most = min(MOST_CONTEXT, subject.max_model_len)
-    contexts = sorted({min(max(context, queries), most) for context in (*CONTEXTS, most)})
+    contexts = _contexts(subject, queries)
     lengths = [queries or min(context, PROMPT) for context in contexts]
-    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    head_dim = reads.cache_shape[3]
     kv, table = _cache(subject, reads, contexts)
     q = subject.random(sum(lengths), reads.num_heads, head_dim)
-    scale = head_dim**-0.5
 
     def attend(kv: LayerKV, q: Tensor) -> Tensor:
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        device = subject.device
-        positions = [context - n + i for context, n in zip(contexts, lengths, strict=True) for i in range(n)]
-        plan = plan_attention(
-            table, torch.tensor(contexts, dtype=torch.int32, device=device),
-            torch.tensor([0, *ends], dtype=torch.int32, device=device),
-            num_decodes=len(contexts) if queries else 0, query_lens=lengths, context_lens_host=contexts,
-            num_heads=reads.num_heads, cache_shape=kv.k.shape, cache_dtype=kv.k.dtype, window=reads.window,
-            decode_queries=max(1, queries),
-            positions=torch.tensor(positions, device=device) if queries > 1 else None,
+        plan = _plan(reads, kv, table, contexts, lengths, queries)
+        return paged_attention(
+            q, kv.k, kv.v, plan, scale=head_dim**-0.5, k_scale=kv.k_scale, v_scale=kv.v_scale
         )  # fmt: skip
-        return paged_attention(q, kv.k, kv.v, plan, scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale)
 
     kind = f"{queries} quer{'y' if queries == 1 else 'ies'} a row" if queries else "prompts"
+    return Case(
+        f"{kind}, {_kind_of_reads(reads)}", lambda: [attend(kv, q)],
+        close_to(lambda: attend(_in_fp32(kv), q.float()), lambda: attend(kv, q), _in_16_bits(reads)),
+    )  # fmt: skip
+
+
+def _plan(
+    reads: KVReads, kv: LayerKV, table: Tensor, contexts: list[int], lengths: list[int], queries: int
+) -> AttentionPlan:
+    device = table.device
+    positions = [context - n + i for context, n in zip(contexts, lengths, strict=True) for i in range(n)]
+    return plan_attention(
+        table, torch.tensor(contexts, dtype=torch.int32, device=device),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+        num_decodes=len(contexts) if queries else 0, query_lens=lengths, context_lens_host=contexts,
+        num_heads=reads.num_heads, cache_shape=kv.k.shape, cache_dtype=kv.k.dtype, window=reads.window,
+        decode_queries=max(1, queries), positions=torch.tensor(positions, device=device) if queries > 1 else None,
+    )  # fmt: skip
+
+
+def _kind_of_reads(reads: KVReads) -> str:
+    num_kv_heads, _, block_size, head_dim = reads.cache_shape
     dtype = str(reads.cache_dtype).removeprefix("torch.")
     window = "" if reads.window is None else f", window {reads.window}"
-    heads = f"{reads.num_heads} heads over {num_kv_heads} of {head_dim}"
-    in_16_bits = 2.0**-9 if reads.cache_dtype.itemsize == 1 else 0.0  # kernels multiply such keys and values as float16
-    return Case(
-        f"{kind}, {heads}, {dtype} in blocks of {block_size}{window}", lambda: [attend(kv, q)],
-        close_to(lambda: attend(_in_fp32(kv), q.float()), lambda: attend(kv, q), in_16_bits),
-    )  # fmt: skip
+    return f"{reads.num_heads} heads over {num_kv_heads} of {head_dim}, {dtype} in blocks of {block_size}{window}"
+
+
+def _in_16_bits(reads: KVReads) -> float:
+    """Return the error of a cache of 8 bits: kernels multiply its keys and values as float16."""
+    return 2.0**-9 if reads.cache_dtype.itemsize == 1 else 0.0
 
 
 def _cache(subject: Subject, reads: KVReads, contexts: list[int]) -> tuple[LayerKV, Tensor]:
@@ -201,8 +273,7 @@ def _rotated(subject: Subject, reads: KVReads, qkv: Tensor) -> Tensor:
     """Return q, the stored k and v, and what was stored where nothing should be, all in fp32."""
     num_kv_heads, _, size, head_dim = reads.cache_shape
     kv = _empty_cache(subject, reads)
-    angles = torch.outer(torch.arange(64.0), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim))
-    table = torch.cat([angles.cos(), angles.sin()], 1).to(subject.device)
+    table = _angles(head_dim, 64).to(subject.device)
     slots = torch.tensor([size, -1, size + 1, 2 * size, 3], device=subject.device)
     positions = torch.tensor([63, 0, 1, 17, 5], device=subject.device)
     q = rotary_store_kv(qkv, kv, slots, plan_rotation(table, positions))
@@ -213,6 +284,12 @@ def _rotated(subject: Subject, reads: KVReads, qkv: Tensor) -> Tensor:
         rows[:, slots[slots >= 0]] = 0
         parts.append(rows.abs().amax()[None])
     return torch.cat([part.flatten() for part in parts])
+
+
+def _angles(head_dim: int, positions: int) -> Tensor:
+    """Return cosines and sines [positions, head_dim] fp32."""
+    angles = torch.outer(torch.arange(float(positions)), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim))
+    return torch.cat([angles.cos(), angles.sin()], 1)
 
 
 def _empty_cache(subject: Subject, reads: KVReads) -> LayerKV:

@@ -18,6 +18,7 @@ from localllm.kernels.checks.floats import (
     norm_cases,
     prefill_cases,
     product_cases,
+    rotating_decode_cases,
     rotation_cases,
 )
 from localllm.kernels.checks.plain import early_launch_cases, graph_cases, tma_cases
@@ -145,6 +146,16 @@ TABLE: tuple[CheckedKernel, ...] = (
         decode_cases,
         True,
         ("paged_attention.device._launch_decode", "paged_attention.device.filled_list"),
+    ),
+    CheckedKernel(
+        "rotation in decode attention",
+        (
+            KernelVariant("on", least_arch=80),
+            _avoiding("a kernel of its own", "about 5 % slower at one request", "decode rotation"),
+        ),
+        rotating_decode_cases,
+        True,
+        ("paged_attention.device._launch_rotating_decode",),
     ),
     CheckedKernel(
         "prefill attention",

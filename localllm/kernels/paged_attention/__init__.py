@@ -9,6 +9,7 @@ never reach the output. A row whose context_len is 0 is padding and its output i
 
     twin.py      in plain torch, planned from lengths on the host; used by the CPU engine
     kernels.py   in Triton: one body for prompts (many queries) and decode rows (one query, keys in parts)
+    newest.py    heads of a projection, which the decode kernel rotates and stores itself
     device.py    plans and launches the kernels from tensors on the device alone
 
 A decode row reads each key once for all heads of its group, so it is limited by memory: 2 * head_dim * bytes for every
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention.device import (
     DevicePlan,
     KVReads,
@@ -32,7 +34,9 @@ from localllm.kernels.paged_attention.device import (
     plan_on_device,
     splits_decodes,
     splitting,
+    takes_raw_heads,
 )
+from localllm.kernels.paged_attention.newest import RawHeads
 from localllm.kernels.paged_attention.twin import (
     HostPlan,
     paged_attention_reference,
@@ -41,8 +45,8 @@ from localllm.kernels.paged_attention.twin import (
 )
 
 __all__ = [
-    "AttentionPlan", "KVReads", "WorkLists", "kv_cache_shape", "paged_attention", "paged_attention_reference",
-    "plan_attention", "splits_decodes", "splitting",
+    "AttentionPlan", "KVReads", "RawHeads", "WorkLists", "kv_cache_shape", "paged_attention",
+    "paged_attention_reference", "plan_attention", "rotates_heads", "splits_decodes", "splitting",
 ]  # fmt: skip
 
 AttentionPlan = HostPlan | DevicePlan
@@ -94,8 +98,14 @@ def plan_attention(
     )  # fmt: skip
 
 
+def rotates_heads(plan: AttentionPlan, heads: RawHeads, kv: LayerKV) -> bool:
+    """Return whether `paged_attention` takes these heads as they are, instead of queries that are rotated, with keys
+    and values in the cache. Without sinks and slopes; it costs a kernel less."""
+    return isinstance(plan, DevicePlan) and takes_raw_heads(plan, heads, kv)
+
+
 def paged_attention(
-    q: Tensor,
+    q: Tensor | RawHeads,
     k_cache: Tensor,
     v_cache: Tensor,
     plan: AttentionPlan,
@@ -107,7 +117,8 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return [T, num_heads * head_dim] in q's dtype. q [T, num_heads, head_dim]. This step's K and V are in the cache.
+    """Return [T, num_heads * head_dim] in q's dtype. q [T, num_heads, head_dim]. This step's K and V are in the cache,
+    unless q is raw heads, which only a plan for which `rotates_heads` takes: then they are stored here.
 
     softcap: scores become softcap * tanh(score / softcap). sinks [num_heads] fp32: an additional score per head in the
     softmax, without a value. alibi_slopes [num_heads] fp32: minus the slope is added per position that a key precedes
@@ -117,6 +128,7 @@ def paged_attention(
         return attend_on_device(
             q, k_cache, v_cache, plan, scale, softcap, sinks, alibi_slopes, k_scale, v_scale
         )  # fmt: skip
+    assert isinstance(q, Tensor), "the twin reads queries that are rotated"
     return paged_attention_reference(
         q, k_cache, v_cache, plan, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
         k_scale=k_scale, v_scale=v_scale,

@@ -20,9 +20,13 @@ from localllm.kernels.launch import (
     early_launch,
     launch_options,
     next_power_of_2,
+    runs_triton,
     uses,
 )
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention.kernels import decode_kernel, plan_kernel, prefill_kernel, reduce_kernel
+from localllm.kernels.paged_attention.newest import RawHeads
+from localllm.kernels.quantize import as_bytes
 from localllm.kernels.tuned import settings_for
 
 MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the merge than they save
@@ -180,8 +184,27 @@ def splits_decodes() -> bool:
     return not launch_options().deterministic and uses("decode kernel")
 
 
+def takes_raw_heads(plan: DevicePlan, heads: RawHeads, kv: LayerKV) -> bool:
+    """Return whether the decode kernel rotates and stores these heads: in a step where every row is a decode row of one
+    token, and each token has a key and a value."""
+    num_kv_heads, _, _, head_dim = kv.k.shape
+    num_tokens, width = heads.qkv.shape
+    norm_rows = 0 if heads.norm_weight is None else len(heads.norm_weight)
+    return (
+        plan.splits is not None
+        and plan.decode_queries == 1
+        and num_tokens == plan.num_decodes
+        and uses("decode rotation")
+        and runs_triton(heads.qkv, "rotation")
+        and not kv.values_are_keys
+        and head_dim <= MATRIX_D
+        and not 0 < _arch(heads.qkv.device) < 80  # without matrix units registers hold nothing more
+        and norm_rows <= width // head_dim - num_kv_heads  # values are not normed
+    )
+
+
 def attend_on_device(
-    q: Tensor,
+    heads: Tensor | RawHeads,
     k_cache: Tensor,
     v_cache: Tensor,
     plan: DevicePlan,
@@ -193,13 +216,19 @@ def attend_on_device(
     v_scale: Tensor | None,
 ) -> Tensor:
     """Compute paged_attention: decode rows by the split kernel, the others by the prefill kernel."""
+    raw = heads if isinstance(heads, RawHeads) else None
+    if isinstance(heads, RawHeads):
+        num_kv_heads, _, _, head_dim = k_cache.shape
+        q = heads.qkv.unflatten(1, (-1, head_dim))[:, : -2 * num_kv_heads]
+    else:
+        q = heads
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "a head's elements must be contiguous"
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     assert k_cache.itemsize > 1 or (k_scale is not None and v_scale is not None), "a cache in 8 bits has scales"
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    call = _Call(q, out, k_cache, v_cache, plan, scale, softcap or 0.0, sinks, alibi_slopes, k_scale, v_scale)
+    call = _Call(q, out, k_cache, v_cache, plan, scale, softcap or 0.0, sinks, alibi_slopes, k_scale, v_scale, raw)
     if plan.splits is not None:
         _launch_decode(call, plan.splits)
     if num_tokens > plan.num_decode_tokens:
@@ -374,6 +403,7 @@ class _Call(NamedTuple):
     alibi_slopes: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    raw: RawHeads | None  # q is a view of the queries in its qkv
 
     @property
     def format(self) -> str:
@@ -417,6 +447,13 @@ class _Call(NamedTuple):
         }
 
 
+_STORED: dict[str, Any] = {
+    "slots": None, "angles": None, "norms": None, "eps": 0.0, "k_store": None, "v_store": None, "ROTARY_DIM": 0,
+    "INTERLEAVED": False,
+}  # fmt: skip
+"""Arguments of the decode kernel for queries that are rotated, and keys and values that are in the cache."""
+
+
 def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     plan, launch = call.plan, call.plan.decode
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
@@ -425,20 +462,42 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     at_once = tile_queries(group_size, head_dim, queries)
     merge_rows, merge_parts = merge_tile(group_size * at_once, head_dim, launch.num_warps)
     merge_parts = merge_parts if uses("decode merge") else 0
-    decode_kernel[(len(splits.items), num_kv_heads, cdiv(queries, at_once))](
+    grid = (len(splits.items), num_kv_heads, cdiv(queries, at_once))
+    arguments = (
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, call.q,
         call.cache(call.k_cache, launch), call.cache(call.v_cache, launch), call.k_scale, call.v_scale,
-        plan.block_table, plan.context_lens, plan.positions, splits.items, splits.split_starts, splits.counters,
+        plan.block_table, plan.context_lens, splits.items, splits.split_starts, splits.counters,
         call.sinks, call.alibi_slopes, call.scale,
         num_blocks, plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
-        QUERIES=queries, TILE_QUERIES=at_once, MERGE_ROWS=merge_rows, MERGE_PARTS=merge_parts, **call.constants(launch),
     )  # fmt: skip
+    named = {
+        "QUERIES": queries, "TILE_QUERIES": at_once, "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts,
+        **call.constants(launch),
+    }  # fmt: skip
+    if call.raw is None:
+        decode_kernel[grid](*arguments, positions=plan.positions, **_STORED, **named)
+    else:
+        _launch_rotating_decode(call, call.raw, grid, arguments, named)
     if merge_parts or len(splits.items) == plan.num_decodes:
         return  # the decode kernel has merged the parts, or no row can have several
     reduce_kernel[(num_tokens, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=REDUCED_AT_ONCE, QUERIES=queries, num_warps=4,
         **early_launch(call.q.device),
+    )  # fmt: skip
+
+
+def _launch_rotating_decode(
+    call: _Call, raw: RawHeads, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Launch the decode kernel for raw heads. A function of its own, so that its errors can be told from others."""
+    table, positions, interleaved = (None, None, False) if raw.rotation is None else raw.rotation[:3]
+    is_wide = call.format == "plain"
+    decode_kernel[grid](
+        *arguments, positions=positions, slots=raw.slot_mapping, angles=table, norms=raw.norm_weight, eps=raw.norm_eps,
+        k_store=call.k_cache if is_wide else as_bytes(call.k_cache),
+        v_store=call.v_cache if is_wide else as_bytes(call.v_cache),
+        ROTARY_DIM=0 if table is None else table.shape[1], INTERLEAVED=interleaved, **named,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ zero (0 * NaN is NaN). A row that has seen no key yet keeps a maximum of -inf th
 from __future__ import annotations
 
 from localllm.kernels.launch import is_last_program, tl, triton, wait_for_inputs
+from localllm.kernels.paged_attention.newest import rotated_heads, store_newest
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FP8_SHIFT = tl.constexpr(256.0)
@@ -50,6 +51,13 @@ def _halves(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _capped(scores, scale, SOFTCAP: tl.constexpr):
+    """Return softcap * tanh(score / softcap) as powers of two. scale: from scores to powers of two."""
+    # tanh(x) = 1 - 2 / (e^2x + 1): overflow is harmless at both ends
+    return (SOFTCAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(scores * (scale * (2.0 / SOFTCAP))) + 1.0))
+
+
+@triton.jit
 def _attend_tile(
     acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
     tile, first_key, end_key, scale,
@@ -59,6 +67,7 @@ def _attend_tile(
     """Add the keys of one tile to (acc, row_max, row_sum). scale: from scores to powers of two.
 
     MASKED: some key of the tile is hidden from some row; keys outside first_key .. end_key-1 are hidden from all rows.
+    q_positions None: all others are visible to all rows.
     """
     BLOCK_D: tl.constexpr = acc.shape[1]
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
@@ -93,18 +102,19 @@ def _attend_tile(
     # From scores to powers of two. Without cap and slopes the factor is applied in the exponent's subtraction.
     factor = scale
     if SOFTCAP > 0:
-        # tanh(x) = 1 - 2 / (e^2x + 1): overflow is harmless at both ends
-        doubled = scores * (scale * (2.0 / SOFTCAP))
-        scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+        scores = _capped(scores, scale, SOFTCAP)
         factor = 1.0
     if slopes is not None:
         distance = (positions[None, :] - q_positions[:, None]).to(tl.float32)
         scores = scores * factor + slopes[:, None] * distance
         factor = 1.0
     if MASKED:
-        visible = positions[None, :] <= q_positions[:, None]
-        if WINDOW > 0:
-            visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
+        if q_positions is None:
+            visible = seen[None, :]
+        else:
+            visible = positions[None, :] <= q_positions[:, None]
+            if WINDOW > 0:
+                visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
@@ -162,6 +172,12 @@ def _load_queries(
     dims = tl.arange(0, BLOCK_D)
     places = tokens[:, None].to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :]
     queries = tl.load(q + places, mask=present[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return _as_keys(queries, k_cache, FORMAT, TMA)
+
+
+@triton.jit
+def _as_keys(queries, k_cache, FORMAT: tl.constexpr, TMA: tl.constexpr):
+    """Convert queries to the keys' type."""
     if FORMAT != "plain":
         return queries.to(tl.float16)  # the type to which 8 bits convert cheaply and exactly
     elif TMA:
@@ -356,15 +372,71 @@ def _merge_if_last(
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=present[:, None] & (dims < HEAD_DIM)[None, :])
 
 
+@triton.jit
+def _read_newest(stored, own_scale, FORMAT: tl.constexpr):
+    """Return what `store_newest` has stored as `_attend_tile` reads it, fp32."""
+    if FORMAT == "plain":
+        return stored.to(tl.float32)
+    elif FORMAT == "int8" or FORMAT == "int8_ptx":
+        return _halves(stored.to(tl.int8, bitcast=True), "int8", tl.float16).to(tl.float32) * own_scale
+    elif FORMAT == "fp8":
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return _halves(stored, FORMAT, tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _begin_with_newest(
+    q, row, kv_head, heads, is_last, slots, angles, positions, norms, eps, k_store, v_store, k_cache, k_scale, v_scale,
+    num_slots, q_token_stride, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr, TMA: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Return (queries, acc, row_max, row_sum) of a decode row whose heads are raw, after its newest key if `is_last`:
+    the program whose part ends with the newest key stores it and its value."""
+    num_kv_heads = tl.num_programs(1)
+    key_head = num_kv_heads * GROUP_SIZE + kv_head
+    token = q + row.to(tl.int64) * q_token_stride
+    table, key_norm, query_norms = None, None, None
+    if ROTARY_DIM > 0:
+        table = angles + tl.load(positions + row).to(tl.int64) * ROTARY_DIM
+    one = tl.arange(0, 1)
+    if norms is not None:
+        key_norm = norms + key_head * HEAD_DIM + one
+        query_norms = norms + heads * HEAD_DIM
+    k = rotated_heads(
+        token + key_head * HEAD_DIM + one, key_norm, table, eps, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+    )
+    v = rotated_heads(token + (key_head + num_kv_heads) * HEAD_DIM + one, None, None, eps, HEAD_DIM, BLOCK_D, 0, False)
+    slot = tl.load(slots + row).to(tl.int64)
+    place = kv_head.to(tl.int64) * num_slots + slot
+    is_stored = is_last & (slot >= 0)
+    k, own_scale = store_newest(k, k_store, k_scale, kv_head, place, is_stored, HEAD_DIM, FORMAT)
+    k = _read_newest(k, own_scale, FORMAT)
+    v, own_scale = store_newest(v, v_store, v_scale, kv_head, place, is_stored, HEAD_DIM, FORMAT)
+    v = _read_newest(v, own_scale, FORMAT)
+    queries = rotated_heads(
+        token + heads * HEAD_DIM, query_norms, table, eps, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+    )
+    queries = _as_keys(queries.to(q.dtype.element_ty), k_cache, FORMAT, TMA)
+    scores = tl.sum(queries.to(tl.float32) * k, 1)
+    scores = _capped(scores, scale, SOFTCAP) if SOFTCAP > 0 else scores * scale
+    row_max = tl.where(is_last, scores, float("-inf"))
+    row_sum = tl.where(is_last, 1.0, 0.0) + tl.zeros([heads.shape[0]], tl.float32)
+    acc = tl.where(is_last, v, 0.0) + tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
+    return queries, acc, row_max, row_sum
+
+
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def decode_kernel(
     out, partial_out, partial_max, partial_sum, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens,
-    positions, items, split_starts, counters, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride,
-    q_head_stride, out_stride,
+    items, split_starts, counters, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride,
+    out_stride, positions, slots, angles, norms, eps, k_store, v_store,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, PDL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per item of the work list, key head and TILE_QUERIES query tokens: part of one request's keys for its
     QUERIES query tokens.
@@ -375,6 +447,10 @@ def decode_kernel(
 
     positions [num_decodes * QUERIES] int64: read if QUERIES > 1, of each row's first query. A query from the context's
     end on is padding; its output is not defined.
+
+    slots [num_decodes] int64: given if heads are raw (newest.py). QUERIES is 1 then, q points to a row's queries, keys
+    and values, and the newest key is not in the cache yet: k_store and v_store are the cache as pointers. angles:
+    of positions, [max_pos, ROTARY_DIM] fp32. norms [query heads + kv heads, HEAD_DIM] fp32, with eps; None: no norm.
     """
     wait_for_inputs(PDL)
     item = tl.program_id(0)
@@ -403,21 +479,35 @@ def decode_kernel(
         tokens = row * QUERIES + tl.minimum(queries, QUERIES - 1)
         first_position = tl.load(positions + row * QUERIES).to(tl.int32) + first_query
         q_positions = first_position + tile_rows // GROUP_SIZE
-    q_block = _load_queries(
-        q, tokens, heads, loaded, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
-    )
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
     first_key = tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    end_key = context_len
+    free_end = first_position + 1  # keys before it are visible to all queries
     is_first = first_tile == _first_tile(context_len, TILE, WINDOW, QUERIES)
-    if sinks is None:
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-    else:  # the sink belongs to the first part
-        has_sink = present & is_first
-        row_max = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, float("-inf"))
-        row_sum = tl.where(has_sink, 1.0, 0.0)
+    is_last = end_tile * TILE >= context_len
+    if slots is not None:
+        # The last of several parts may be empty, and so is a padding row: the newest key belongs to neither.
+        q_block, acc, row_max, row_sum = _begin_with_newest(
+            q, row, kv_head, heads, is_last & (first_tile < end_tile), slots, angles, positions, norms, eps, k_store,
+            v_store, k_cache, k_scale, v_scale, num_blocks.to(tl.int64) * BLOCK_SIZE, q_token_stride, scale,
+            GROUP_SIZE, HEAD_DIM, BLOCK_D, SOFTCAP, FORMAT, TMA, ROTARY_DIM, INTERLEAVED,
+        )  # fmt: skip
+        end_key = context_len - 1
+        free_end = end_key
+        q_positions = None
+    else:
+        q_block = _load_queries(
+            q, tokens, heads, loaded, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
+        )
+        if sinks is None:
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+        else:  # the sink belongs to the first part
+            has_sink = present & is_first
+            row_max = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, float("-inf"))
+            row_sum = tl.where(has_sink, 1.0, 0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     slopes = None if alibi_slopes is None else _load_slopes(alibi_slopes, heads, loaded)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     table = block_table + row.to(tl.int64) * table_stride
     head_blocks = kv_head.to(tl.int64) * num_blocks
@@ -429,24 +519,24 @@ def decode_kernel(
         free_tile = tl.minimum(tl.maximum(tl.cdiv(last_first_key, TILE), first_tile), end_tile)
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
-            head_blocks, first_tile, free_tile, first_key, context_len, scale,
+            head_blocks, first_tile, free_tile, first_key, end_key, scale,
             True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
         )  # fmt: skip
-    last_tile = tl.maximum(tl.minimum((first_position + 1) // TILE, end_tile), free_tile)
+    last_tile = tl.maximum(tl.minimum(free_end // TILE, end_tile), free_tile)
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-        free_tile, last_tile, first_key, context_len, scale,
+        free_tile, last_tile, first_key, end_key, scale,
         False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
     )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-        last_tile, end_tile, first_key, context_len, scale,
+        last_tile, end_tile, first_key, end_key, scale,
         True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)
     stored = present[:, None] & (dims < HEAD_DIM)[None, :]
-    if is_first & (end_tile * TILE >= context_len):
+    if is_first & is_last:
         acc = acc * (v_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
         places = tokens[:, None].to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=stored)

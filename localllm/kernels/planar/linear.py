@@ -337,7 +337,13 @@ class PlanarProduct(Product):
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 **register_limit(
-                    tile, weight.bits, weight.group, mins=weight.mins is not None, wgmma=_gpu(x.device)[1]
+                    tile,
+                    weight.bits,
+                    weight.group,
+                    mins=weight.mins is not None,
+                    wgmma=_gpu(x.device)[1],
+                    reads_squares=num_squares > 0,
+                    gated=activation is not None,
                 ),
                 **early_launch(x.device),
             )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import LayerKV
-from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
 from localllm.models.inputs import ForwardInputs, GroupInputs
@@ -176,6 +176,11 @@ class Attention:
         made = self.qkv.weight.shape[0] // head_dim
         return (self.made == "qk" and heads > made) or (self.made == "qkv" and heads == made)
 
+    @property
+    def _may_be_raw(self) -> bool:
+        """Return whether attention may rotate the heads: after their norm, with nothing added to its scores."""
+        return self.made == "qkv" and not self.norm_last and self.sinks is None and self.alibi_slopes is None
+
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
         return whole(self.unfinished(x, kv, step))
@@ -184,12 +189,15 @@ class Attention:
         """Do the same, but leave the last work of the last product to the reader."""
         qkv, gate = self._project(x)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        q = rotary_store_kv(
-            qkv, kv, step.slot_mapping, step.rotation, norm, eps,
-            norm_last=self.norm_last, made=self.made, all_valid=step.all_slots_valid,
-        )  # fmt: skip
-        if step.query_scale is not None:
-            q.mul_(step.query_scale)
+        heads = RawHeads(whole(qkv), step.slot_mapping, step.rotation, norm, eps)
+        q: Tensor | RawHeads = heads
+        if step.query_scale is not None or not (self._may_be_raw and rotates_heads(step.plan, heads, kv)):
+            q = rotary_store_kv(
+                heads.qkv, kv, step.slot_mapping, step.rotation, norm, eps,
+                norm_last=self.norm_last, made=self.made, all_valid=step.all_slots_valid,
+            )  # fmt: skip
+            if step.query_scale is not None:
+                q.mul_(step.query_scale)
         attended = paged_attention(
             q,
             kv.k,

@@ -13,15 +13,18 @@ POINTERS = {
     "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",
     "cu_seqlens_q": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32", "counters": "*i32",
     "sinks": "*fp32", "alibi_slopes": "*fp32", "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
+    "slots": "*i64", "angles": "*fp32", "norms": "*fp32",
 }  # fmt: skip
 
 
 def attention(
     entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
     format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
-    one_loop: bool = False, queries: int = 1, has_positions: bool = False, **budget: Any,
+    one_loop: bool = False, queries: int = 1, has_positions: bool = False, raw: bool = False, norm: bool = False,
+    **budget: Any,
 ) -> Variant:  # fmt: skip
-    """archs share the settings of the first. queries: of a decode row. has_positions: of a prefill row."""
+    """archs share the settings of the first. queries: of a decode row. has_positions: of a prefill row. raw: heads that
+    the kernel rotates and stores, and norms with `norm`."""
     kernel, choose = {
         "decode": (kernels.decode_kernel, device.decode_launch),
         "prefill": (kernels.prefill_kernel, device.prefill_launch),
@@ -39,11 +42,16 @@ def attention(
         "QUERIES": queries, "TILE_QUERIES": at_once, "positions": None,
         "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts,
         "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
+        "slots": None, "angles": None, "norms": None, "k_store": None, "v_store": None,
+        "ROTARY_DIM": head_dim if raw else 0, "INTERLEAVED": False,
     }  # fmt: skip
     if format != "plain":
         del constants["k_scale"], constants["v_scale"]
-    if queries > 1 or has_positions:
+    if queries > 1 or has_positions or raw:
         del constants["positions"]
+    if raw:
+        for name_of_input in ("slots", "angles", "k_store", "v_store", *(("norms",) if norm else ())):
+            del constants[name_of_input]
     if has_sinks:
         del constants["sinks"]
     if has_slopes:
@@ -52,7 +60,10 @@ def attention(
     constants = {name: value for name, value in constants.items() if name in names}
     cache = f"tensordesc<{cache_type}[{launch.tile},{block_d}]>" if launch.tma else f"*{cache_type}"
     types = {name: kind.format(dtype) for name, kind in POINTERS.items()} | {"k_cache": cache, "v_cache": cache}
-    signature = {name: types.get(name, "fp32" if name == "scale" else "i32") for name in names if name not in constants}
+    types |= dict.fromkeys(("k_store", "v_store"), "*u8" if format != "plain" else f"*{dtype}")
+    signature = {
+        name: types.get(name, "fp32" if name in ("scale", "eps") else "i32") for name in names if name not in constants
+    }
     del signature["PDL"]
     return Variant(
         f"{entry}, {name}", kernel, signature, constants, launch.num_warps, launch.num_stages, STRIDES,
@@ -87,7 +98,7 @@ VARIANTS = [
     attention("decode", "8B, small shared memory", 4, 128, 120, min_shared=2 * 2 * 8),
     attention("decode", "8B, before Hopper", 4, 128, 80, min_shared=2 * 2 * 16),
     attention("decode", "8B, RTX 40", 4, 128, 89, 86, min_shared=2 * 2 * 8),
-    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True, max_hip_spills=46),
+    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True, max_hip_spills=49),
     attention("decode", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=128, mma="HMMA"),
     attention(
         "decode", "8B, fp8 cache", 4, 128, 90, format="fp8", max_registers=144, mma="HMMA", forbidden=("F2F",),
@@ -96,6 +107,31 @@ VARIANTS = [
     attention(
         "decode", "8B, int8 cache", 4, 128, 90, format="int8_ptx", max_registers=144, mma="HMMA",
         forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.1,
+    ),
+    attention(
+        "decode", "8B, rotates and stores", 4, 128, 90, raw=True, max_registers=128, mma="HMMA", min_shared=2 * 2 * 16,
+    ),
+    attention("decode", "8B, rotates and stores, before Hopper", 4, 128, 80, raw=True, min_shared=2 * 2 * 16),
+    attention("decode", "8B, rotates and stores, RTX 40", 4, 128, 89, 86, raw=True, min_shared=2 * 2 * 8),
+    attention("decode", "8B, rotates and stores, small shared memory", 4, 128, 120, raw=True, min_shared=2 * 2 * 8),
+    attention("decode", "Qwen3 8B, rotates and stores", 4, 128, 90, raw=True, norm=True, max_registers=128, mma="HMMA"),
+    attention("decode", "Qwen3 8B, rotates and stores, before Hopper", 4, 128, 80, raw=True, norm=True),
+    attention("decode", "Qwen2.5 0.5B, rotates and stores", 7, 64, 90, raw=True, max_registers=128, mma="HMMA"),
+    attention(
+        "decode", "Qwen2.5 0.5B, rotates and stores, before Hopper", 7, 64, 80, raw=True, max_spills=2, hip=True,
+        max_hip_spills=41,
+    ),
+    attention(
+        "decode", "Gemma 2 9B, rotates and stores", 2, 256, 90, raw=True, window=4096, softcap=50.0, max_registers=128,
+        mma="HMMA",
+    ),
+    attention(
+        "decode", "8B, fp8 cache, rotates and stores", 4, 128, 90, format="fp8", raw=True, max_registers=144,
+        mma="HMMA", forbidden=("F2F",),
+    ),
+    attention(
+        "decode", "8B, int8 cache, rotates and stores", 4, 128, 90, format="int8_ptx", raw=True, max_registers=144,
+        mma="HMMA", forbidden=("F2F", "I2F"),
     ),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
