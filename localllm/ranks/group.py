@@ -186,7 +186,7 @@ def transport_of(backend: str, environ: Mapping[str, str]) -> str:
     """Return the name of a backend of torch.distributed; for NCCL its version too, and what `environ` sets of WAYS."""
     if backend != "nccl":
         return backend
-    version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version: Any = torch.cuda.nccl.version()
     settings = [f"{name}={environ[name]}" for name in WAYS if name in environ]
     return ", ".join([f"NCCL {'.'.join(map(str, version))}", *settings])
 
