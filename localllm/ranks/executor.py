@@ -83,7 +83,9 @@ class RankExecutor:
             pids = links.answers(0, int, START_S, "their start")
             report(f"{len(pids)} ranks started")
             connected = links.call(Kind.CONNECT, _connect(ranks, supervisor.store, timeout_s), Connected, CONNECT_S)
-            report(f"ranks connected, a small all-reduce takes {max(c.all_reduce_s for c in connected) * 1e6:.0f} µs")
+            ways = "; ".join(sorted({each.transport for each in connected}))
+            slowest_us = max(each.all_reduce_s for each in connected) * 1e6
+            report(f"ranks connected over {ways}, a small all-reduce takes {slowest_us:.0f} µs")
             shares = [encode(Open(str(path), spec, config, plan_of(plan, rank), rank.shard)) for rank in ranks]
             asked = links.ask(Kind.OPEN, shares)
             loaded = links.answers(asked, Loaded, QUIET_S, "loading", _sum_of(progress, len(ranks)))

@@ -7,9 +7,10 @@ Does not know: which layers ask for a collective, processes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,9 @@ from localllm.ranks.messages import Connect
 
 MOST_SENDS = 2
 """Sends to the next stage that may be under way: as many as steps are in flight between two stages."""
+
+WAYS = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_SHM_DISABLE"
+"""Settings of NCCL that decide how GPUs of one machine reach each other: directly, in the switch, over host memory."""
 
 
 class ProcessGroup:
@@ -133,6 +137,11 @@ class World:
         _wait_for(self._device)
         return time.monotonic() - begun
 
+    @property
+    def transport(self) -> str:
+        """What carries the collectives, and the settings of NCCL that change its way, for the line at the start."""
+        return transport_of(self._backend, os.environ)
+
     def disconnect(self) -> None:
         """Give back what the connections hold: NCCL keeps up to 1 GiB on each GPU."""
         if dist.is_initialized():
@@ -171,6 +180,15 @@ class World:
 
     def _new(self, ranks: list[int]) -> Any:
         return dist.new_group(ranks, timeout=self._timeout)
+
+
+def transport_of(backend: str, environ: Mapping[str, str]) -> str:
+    """Return the name of a backend of torch.distributed; for NCCL its version too, and what `environ` sets of WAYS."""
+    if backend != "nccl":
+        return backend
+    version: Any = torch.cuda.nccl.version()
+    settings = [f"{name}={environ[name]}" for name in WAYS if name in environ]
+    return ", ".join([f"NCCL {'.'.join(map(str, version))}", *settings])
 
 
 def _sendable(x: Tensor, group: Any) -> Tensor:

@@ -29,6 +29,7 @@ class Connected(msgspec.Struct, frozen=True):
     """The rank has met the others."""
 
     all_reduce_s: float  # of one small all-reduce
+    transport: str  # what carries it: gloo, or NCCL with its version and settings
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ class TorchShare:
         self._world = World(rank, asked, self._device)
         self.samples = self._world.is_last_stage and self._world.group.index == 0
         self.answers_later = self._device.type == "cuda"
-        return Connected(self._world.measure_s())
+        return Connected(self._world.measure_s(), self._world.transport)
 
     def enter_thread(self) -> None:
         make_current(self._device)  # else the thread would use, and create a context on, the first GPU

@@ -78,7 +78,7 @@ class FakeShare:
         self._rank = rank
         self.samples = rank == len(asked.devices) - asked.shards
         self.answers_later = asked.backend == "later"
-        return Connected(1e-6 * (rank + 1))
+        return Connected(1e-6 * (rank + 1), "gloo")
 
     def enter_thread(self) -> None:
         self.thread = threading.current_thread()

@@ -9,6 +9,7 @@ import pytest
 from localllm.errors import DeviceLost, RanksLost
 from localllm.machine.hardware import count_cores
 from localllm.machine.processes import bind_to_node, cores_of_node, threads_per_process
+from localllm.ranks.group import transport_of
 from localllm.ranks.supervisor import ended_how, environment
 from localllm.web.errors import retry_headers
 
@@ -51,3 +52,11 @@ def test_a_client_may_send_again_after_ranks_are_lost() -> None:
 @pytest.mark.parametrize(("code", "words"), [(3, "exit code 3"), (-9, "SIGKILL"), (-200, "signal 200")])
 def test_words_for_an_end(code: int, words: str) -> None:
     assert words in ended_how(code)
+
+
+def test_the_start_says_which_nccl_talks_and_which_settings_change_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
+    environ = {"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "1"}
+    assert transport_of("nccl", environ) == "NCCL 2.27.5, NCCL_P2P_DISABLE=1, NCCL_NVLS_ENABLE=0"
+    assert transport_of("nccl", {}) == "NCCL 2.27.5"
+    assert transport_of("gloo", environ) == "gloo"

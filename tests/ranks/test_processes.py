@@ -88,7 +88,7 @@ def test_two_groups_at_once_are_independent_and_leave_nothing() -> None:
             first, second = opened(one), opened(two, 1)
             check_tokens(first)
             check_tokens(second)
-            assert reports == ["2 ranks started", "ranks connected, a small all-reduce takes 2 µs"]
+            assert reports == ["2 ranks started", "ranks connected over gloo, a small all-reduce takes 2 µs"]
             assert one.weights_bytes == 2 * (100 + 256)
             assert one.as_if_not_loaded(HARDWARE).ram_available_bytes == 2**30 + one.weights_bytes
             with pytest.raises(ModelNotFound):
