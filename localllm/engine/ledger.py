@@ -60,7 +60,7 @@ class Ledger:
         self.step_reserve = tuple(0 if w is None else self.places(step_tokens) for w in self.windows)
 
     def places(self, num_tokens: int) -> int:
-        """Return how many places so many positions take."""
+        """Return the number of places that the positions take."""
         return -(-num_tokens // self.block_size)
 
     # ---- counts ------------------------------------------------------------------------------------------------------

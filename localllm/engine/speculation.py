@@ -53,7 +53,7 @@ class StepCosts:
         self._means[key] = mean, count + 1, self._num_steps
 
     def is_stale(self, tokens: int) -> bool:
-        """Return whether a step of so many tokens was not measured recently, while others were."""
+        """Return whether no step of this number of tokens was measured recently, while others were."""
         return self._num_steps > 0 and _bucket(tokens) not in self._fresh()
 
     def ratio(self, tokens: int, base: int) -> float:

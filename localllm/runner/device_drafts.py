@@ -37,7 +37,7 @@ def most_draws(max_num_seqs: int, max_num_batched_tokens: int) -> int:
 
 
 def draft_support(draws: int) -> DraftSupport:
-    """Return what steps of at most so many draws verify."""
+    """Return what steps verify that draw at most as many tokens."""
     widths = tuple(width for width in DRAFT_WIDTHS if width < draws)
     if not widths:
         return DraftSupport(why_none=f"a step of {draws} tokens does not hold {1 + DRAFT_WIDTHS[0]} of one request")

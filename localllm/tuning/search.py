@@ -277,7 +277,7 @@ class _Search:
         return known.score(effort)
 
     def _spread_points(self, count: int) -> list[Point]:
-        """Return so many points, each as far as possible from the start and the previous ones."""
+        """Return `count` points, each as far as possible from the start and the previous ones."""
         left = [point for point in self.space.points() if point != self.start]
         self.source.shuffle(left)
         chosen: list[Point] = []
