@@ -14,6 +14,7 @@ from litestar import Litestar, get
 
 from localllm.serving.manager import ModelManager
 from localllm.web.api.openapi import document
+from localllm.web.api.operation import JSON
 from localllm.web.app import create_app
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
@@ -98,8 +99,8 @@ def test_bodies_are_read_as_the_structs_that_are_shown(server: LiveServer, read_
     for route in server.server.app.routes:
         for handler in getattr(route, "route_handlers", ()):
             operation = handler.opt.get("operation")
-            if operation is None or operation.body is None:
-                continue
+            if operation is None or operation.body is None or operation.body.media_type != JSON:
+                continue  # test_fuzz.py sends forms
             read_kinds.clear()
             server.http.request(min(handler.http_methods), route.path, json={"nobody": "knows"})
             assert read_kinds[:1] == [operation.body.kind], route.path
