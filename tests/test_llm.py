@@ -65,7 +65,7 @@ def test_vllm_quickstart_runs_unchanged_but_for_the_import(model_path: Path) -> 
     llm.close()
 
 
-@pytest.mark.parametrize("name", ["client.py", "offline_chat.py"])
+@pytest.mark.parametrize("name", ["offline.py", "offline_chat.py"])
 def test_example_runs(
     name: str, model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
