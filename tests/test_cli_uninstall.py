@@ -120,6 +120,7 @@ def test_data_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith((*PROGRAM, ".local/bin/localllm"))]
     assert not (home / ".local/share/localllm/tools").exists()
     assert all(word in done.stdout for word in ("Kept:", "settings", "chats", "keys", "logs", "profiles"))
+    assert "asked for" not in done.stdout, "nobody was asked"
 
 
 def test_without_a_terminal_and_an_answer_nothing_is_changed(tmp_path: Path) -> None:

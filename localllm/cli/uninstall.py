@@ -34,7 +34,7 @@ class NotRemoved(LocalLLMError):
 def uninstall(options: argparse.Namespace) -> int:
     """Run the verb. Raises `ConfigError` while a server runs, or where there is no terminal to ask at."""
     parts = footprint()
-    _print_parts(parts)
+    _print_parts(parts, options)
     if options.dry_run:
         return 0
     # The user's own service is stopped below.
@@ -58,11 +58,13 @@ def uninstall(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_parts(parts: Iterable[Part]) -> None:
+def _print_parts(parts: Iterable[Part], options: argparse.Namespace) -> None:
+    """Show what the answers that were given as flags do with each part."""
+    data = Group.PROGRAM if options.all else Group.KEPT if options.keep_data or options.yes else Group.DATA
     rows = [("", "part", "size", "where")]
     for part in parts:
         where = ", ".join(map(_short, part.paths)) + (f"   ({part.note})" if part.note else "")
-        rows.append((part.group, part.what, format_bytes(part.size_bytes), where))
+        rows.append((data if part.group is Group.DATA else part.group, part.what, format_bytes(part.size_bytes), where))
     print_table(rows)
 
 
