@@ -139,7 +139,7 @@ class World:
 
     @property
     def transport(self) -> str:
-        """Return what carries the collectives, and the settings of NCCL that change its way, for the line at the start."""
+        """Return what carries the collectives, and the settings of NCCL that change its way, for the first lines."""
         return transport_of(self._backend, os.environ)
 
     def disconnect(self) -> None:
