@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -341,6 +342,16 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that generation_config.json recommends; the default of `sampling_params`."""
         return self._engine.default_params
+
+    def start_profile(self) -> None:
+        """Begin to record a trace of the steps of this thread's calls. It needs the argument torch_profiler_dir."""
+        with self._alone():
+            self._engine.profiler.start()
+
+    def stop_profile(self) -> Path:
+        """End the trace, on the same thread, and write it. Return the path of the file, for Perfetto."""
+        with self._alone():
+            return self._engine.profiler.stop()(self._engine.name)
 
     def close(self) -> None:
         """Free the memory. Idempotent; calls on a closed LLM raise `EngineStopped`."""

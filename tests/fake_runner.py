@@ -91,7 +91,7 @@ class FakeRunner:
         propose: Callable[[Sequence[int], int], Sequence[int]] | None = None,
         drafts: DraftSupport = NO_DRAFTS,
     ) -> None:
-        self._propose, self.drafts = propose, drafts
+        self._propose, self.drafts, self.profiler = propose, drafts, None
         self.num_blocks = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
         self.block_size, self.num_stages, self.windows = block_size, 1, tuple(windows)
         self.vocab_size = vocab_size
@@ -310,6 +310,7 @@ class FakePipeline:
     def __init__(self, last: FakeRunner, num_stages: int) -> None:
         self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
         self.num_stages, self.drafts = num_stages, DraftSupport(why_none="the model is in stages")
+        self.profiler = None
         self._last = last
         self._given: dict[int, list[int]] = {}  # token ids by slot, as the first stage knows them
         self._unread: dict[int, frozenset[str]] = {}  # requests that sample in each step whose result was not read

@@ -66,6 +66,7 @@ def test_every_setting_has_a_flag(name: str) -> None:
         ("--max-num-queued-reqs 5", "max_num_queued_reqs", 5),
         ("--async-scheduling", "async_scheduling", True),
         ("--enforce-eager", "enforce_eager", True),
+        ("--torch-profiler-dir traces", "torch_profiler_dir", "traces"),
         ("--generation-config vllm", "generation_config", "vllm"),
         ("--trust-remote-code", "trust_remote_code", True),
         ("--quantization awq", "quantization", "awq"),

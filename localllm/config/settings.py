@@ -244,6 +244,9 @@ class EngineConfig:
         note="first: once for each GPU, driver, version and kind of model")
     deterministic: bool = setting(
         False, SCHEDULING, "bit-identical output whatever else is in the batch", note="slower")
+    torch_profiler_dir: str | None = setting(
+        None, SCHEDULING, "folder for traces of the engine's steps, between POST /start_profile and /stop_profile",
+        metavar_text="DIR", is_path=True, unset="no traces, and steps without NVTX ranges")
     # fmt: on
 
     def __post_init__(self) -> None:

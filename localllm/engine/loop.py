@@ -15,10 +15,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ from localllm.text.grammar import fill_along
 from localllm.version import __version__
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SNAPSHOT_INTERVAL_S = 0.1
 SWITCH_INTERVAL_S = 1e-4
@@ -57,6 +59,13 @@ Drafter = Callable[[Request], tuple[int, ...]]
 class _Cancel(NamedTuple):
     request_id: str
     reason: str
+
+
+class _Errand(NamedTuple):
+    """Work for the engine's thread, and the future that has its result."""
+
+    work: Callable[[], Any]
+    answer: Future[Any]
 
 
 class EngineLoop:
@@ -87,7 +96,7 @@ class EngineLoop:
         self._open: dict[str, Request] = {}  # accepted requests without a last output
         self._left: deque[Adapter] = deque()  # adapters of ended requests, to be released
         self._outputs: list[EngineOutput] = []  # outputs not delivered yet
-        self._inbox: deque[Request | _Cancel | RequestTimeline] = deque()
+        self._inbox: deque[Request | _Cancel | RequestTimeline | _Errand] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._uses_idle_time = True
@@ -127,6 +136,18 @@ class EngineLoop:
         with self._wake:
             self._inbox.append(search)
             self._wake.notify()
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` between two steps, on the thread that runs them, at once if the engine is idle.
+
+        The future has its result or its error, or the engine's if the engine ends first. Raises as `submit`.
+        """
+        answer: Future[T] = Future()
+        with self._wake:
+            self._refuse_when_ended()
+            self._inbox.append(_Errand(work, answer))
+            self._wake.notify()
+        return answer
 
     def stats(self) -> EngineStats:
         """Return the latest snapshot: at most 100 ms old while the engine works, exact while it is idle.
@@ -216,6 +237,8 @@ class EngineLoop:
             partial(self._fail_all, error), partial(self._end_open, error), partial(self._refuse_inbox, error),
             partial(self._refresh_stats, 0.0), self._hand_over,
         ]  # fmt: skip
+        if self.runner.profiler is not None:
+            acts.append(self.runner.profiler.drop)
         for act in acts:
             try:
                 act()
@@ -241,6 +264,8 @@ class EngineLoop:
             if isinstance(item, Request):
                 self._open[item.request_id] = item
                 self._collect([EngineOutput(item.request_id, finish_reason="error", error=error)])
+            elif isinstance(item, _Errand) and item.answer.set_running_or_notify_cancel():
+                item.answer.set_exception(error)
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -285,6 +310,8 @@ class EngineLoop:
                     self.scheduler.recorder.on_search(item)
                 except Exception:
                     log.exception("statistics of a search were not recorded id=%s", item.request_id)
+            elif isinstance(item, _Errand):
+                _run_errand(item)
             else:
                 self._take_in(item)
 
@@ -482,6 +509,14 @@ def _begin(adapters: list[Adapter]) -> None:
         for adapter in begun:
             _end(adapter)
         raise
+
+
+def _run_errand(errand: _Errand) -> None:
+    if errand.answer.set_running_or_notify_cancel():
+        try:
+            errand.answer.set_result(errand.work())
+        except Exception as error:
+            errand.answer.set_exception(error)
 
 
 def _end(adapter: Adapter) -> None:

@@ -9,8 +9,9 @@ its slot from the step that (re)admits it until it finishes or is preempted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -257,6 +258,20 @@ class PendingStep(Protocol):
     def result(self) -> StepResult: ...
 
 
+class Profiler(Protocol):
+    """Records traces of a runner's steps. Every call is made on the thread that runs the steps."""
+
+    def start(self) -> None:
+        """Begin to record. Raises a `RequestError` if a trace is being recorded."""
+
+    def stop(self) -> Callable[[str], Path]:
+        """End the trace. Return a function that writes it for a model's name, on any thread, and returns the file.
+        Raises a `RequestError` if no trace is being recorded."""
+
+    def drop(self) -> None:
+        """End a trace that nobody will read, if one is being recorded."""
+
+
 class Runner(Protocol):
     """Executes steps. `forward` and `sample` are two calls, so that masks can be made while the forward runs."""
 
@@ -265,6 +280,10 @@ class Runner(Protocol):
     vocab_size: int
     num_stages: int  # pipeline stages; each works on a step of its own
     drafts: DraftSupport
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """The recorder of traces; None: --torch-profiler-dir is not set, or the steps run in other processes."""
 
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""

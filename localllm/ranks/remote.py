@@ -40,6 +40,8 @@ class RunnerSizes(Protocol):
 class RankRunner:
     """Implements `engine.step.Runner`. Not thread-safe: the engine loop is the only caller."""
 
+    profiler = None  # the steps run in other processes
+
     def __init__(
         self, links: Links, opened: RunnerSizes, *, num_stages: int, sampling_rank: int, timeout_s: float,
         read_ranks: Callable[[], tuple[RankStats, ...]] = tuple, in_flight: InFlight | None = None,

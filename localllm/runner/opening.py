@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -36,6 +38,7 @@ from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
+from localllm.runner.profiling import ProfiledRunner, StepProfiler
 from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
     check_device,
@@ -195,7 +198,12 @@ def open_on(
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
     has_drafts = not config.speculation.is_off and "drafts" not in options.avoids
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts)
+    profiler = (
+        None
+        if config.torch_profiler_dir is None
+        else StepProfiler(Path(config.torch_profiler_dir).expanduser(), device)
+    )
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts, profiler)
     if capture is not None:
         report("capturing CUDA graphs")
     try:
@@ -340,8 +348,10 @@ def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
     states: StateCache | None = None, drafter: OpenDrafter | None = None, has_drafts: bool = True,
+    profiler: StepProfiler | None = None,
 ) -> TorchRunner:  # fmt: skip
-    return TorchRunner(
+    opened = TorchRunner if profiler is None else partial(ProfiledRunner, profiler=profiler)
+    return opened(
         model,
         spec,
         kv,

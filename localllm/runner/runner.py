@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import DraftSupport, KernelFallBack, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
+from localllm.engine.step import (
+    DraftSupport,
+    KernelFallBack,
+    NewSlot,
+    PendingStep,
+    Profiler,
+    RunnerStats,
+    StepPlan,
+    TokenMasks,
+)
 from localllm.kernels.fused_epilogue import new_counters
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
@@ -60,6 +69,7 @@ class TorchRunner:
     stage that is not the last.
     """
 
+    profiler: Profiler | None = None  # that of a ProfiledRunner (profiling.py)
     _kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
 
     def __init__(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from localllm.engine.loop import EngineLoop
     from localllm.engine.pooling import PoolingLoop
     from localllm.engine.pooling_client import PoolingClient
+    from localllm.engine.step import Profiler
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.prompt_embeds import PromptEmbedsReader
     from localllm.models.spec.model_spec import ModelSpec
@@ -122,6 +123,19 @@ class ServedModel:
         """The engine's loop, for callers that run it step by step. Raises `WrongTask`."""
         self.require("generate")
         return cast("EngineLoop", self.loop), cast("Admission", self.admission)
+
+    @property
+    def profiler(self) -> Profiler:
+        """The recorder of traces of the engine's steps, called on their thread. Raises `UnsupportedOption` if
+        nothing does, and `WrongTask`."""
+        profiler = self.engine[0].runner.profiler
+        if self.plan.ranks:
+            why = f"{len(self.plan.ranks)} other processes run its steps."
+            raise UnsupportedOption(f"{self.name} is split over several GPUs: its steps cannot be recorded.", why)
+        if profiler is None:
+            what, why = f"Steps of {self.name} cannot be recorded.", "--torch-profiler-dir is not set."
+            raise UnsupportedOption(what, why, "Start with --torch-profiler-dir DIR.", param="torch_profiler_dir")
+        return profiler
 
     @property
     def pooler(self) -> PoolingClient:

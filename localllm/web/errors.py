@@ -56,6 +56,8 @@ API_PREFIXES = (
     "/sleep",
     "/wake_up",
     "/is_sleeping",
+    "/start_profile",
+    "/stop_profile",
     "/tokenizer_info",
     "/embeddings",
     "/rerank",

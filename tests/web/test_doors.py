@@ -68,7 +68,7 @@ ADMIN = {
     "POST /tune/run/cancel", "GET /tune/result", "POST /tune/result/apply", "POST /tune/result/save",
     "GET /tune/result/flags.txt", "GET /tune/result/profile.toml", "POST /tune/plans/apply",
     "POST /tune/plans/delete", "POST /library/models", "POST /library/delete", "POST /library/downloads/x",
-    "POST /library/partial", "POST /chat/model",
+    "POST /library/partial", "POST /chat/model", "POST /start_profile", "POST /stop_profile",
 }  # fmt: skip
 
 

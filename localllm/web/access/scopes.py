@@ -72,6 +72,7 @@ API_RULES = RouteRules(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/localllm/v1/server",
+        *("/start_profile", "/stop_profile"),
         *("/api/pull", "/api/push", "/api/create", "/api/copy"),  # Ollama's routes
     ),
     infer=Paths(

@@ -1,4 +1,4 @@
-"""Model management in the formats of other servers: llama.cpp's router and slots, vLLM's sleep.
+"""Model management in the formats of other servers: llama.cpp's router and slots, vLLM's sleep and traces.
 
     GET    /slots            llama.cpp: running and waiting sequences, of `model` or of all models
     POST   /models/load      llama.cpp: {"model"} starts a load; GET /models shows its progress
@@ -7,6 +7,8 @@
     POST   /sleep            vLLM: ?level=1 keeps the weights in host memory, 2 keeps nothing
     POST   /wake_up          vLLM: wakes the model; after level 2 it is loaded again
     GET    /is_sleeping      vLLM: {"is_sleeping": true} after either
+    POST   /start_profile    vLLM: begins to record a trace of the engine's steps
+    POST   /stop_profile     vLLM: writes it; the answer names the file
 
 vLLM has only one model. Here `model` in the query names it; the default is the model that a request without a name
 would get: the last used one of those that are ready, else of all.
@@ -15,6 +17,7 @@ Does not know: how models are loaded and unloaded (serving/manager.py).
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 import msgspec
@@ -178,10 +181,50 @@ async def is_sleeping(request: ApiRequest) -> ASGIResponse:
     return json_response(shapes.Sleeping(is_sleeping=entry is not None and entry.state in GONE))
 
 
+@post(
+    "/start_profile",
+    status_code=200,
+    operation=Operation(dict[str, Any], query=ModelQuery, also=OF_MODELS, guide="metrics"),
+)
+async def start_profile(request: ApiRequest) -> ASGIResponse:
+    """Begin to record a trace of a model's steps, which `POST /stop_profile` writes.
+
+    vLLM has the same route. It needs `--torch-profiler-dir`. Steps are slower while a trace is recorded.
+    """
+    model = _ready(request)
+    await asyncio.wrap_future(model.engine[0].call(model.profiler.start))
+    return json_response({})
+
+
+@post(
+    "/stop_profile",
+    status_code=200,
+    operation=Operation(shapes.WrittenTrace, query=ModelQuery, also=OF_MODELS, guide="metrics"),
+)
+async def stop_profile(request: ApiRequest) -> ASGIResponse:
+    """Write the trace that `POST /start_profile` began, for Perfetto or chrome://tracing.
+
+    vLLM has the same route. The file is in the folder of `--torch-profiler-dir`.
+    """
+    model = _ready(request)
+    write = await asyncio.wrap_future(model.engine[0].call(model.profiler.stop))
+    path = await asyncio.to_thread(write, model.name)
+    return json_response(shapes.WrittenTrace(model=model.name, file=str(path)))
+
+
+def _ready(request: ApiRequest) -> ServedModel:
+    """Return the model that a request means. Raises `ModelNotLoaded` if it has no engine now."""
+    entry = _meant(request)
+    if entry is None or entry.state != "ready" or entry.served is None:
+        what = "No model is loaded." if entry is None else f"{entry.name} cannot be traced: it is {entry.state}."
+        raise ModelNotLoaded(what, "", "localllm ps", param="model")
+    return entry.served
+
+
 def _meant(request: ApiRequest) -> ModelEntry | None:
     manager, name = manager_of(request), request.query_params.get("model")
     return manager.register.require(name) if name else manager.default
 
 
 def routes() -> list[ControllerRouterHandler]:
-    return [slots, load, unload, remove, sleep, wake_up, is_sleeping]
+    return [slots, load, unload, remove, sleep, wake_up, is_sleeping, start_profile, stop_profile]

@@ -162,3 +162,8 @@ class RouterDeletedModel(DeletedModel):
 
 class Sleeping(Shape):
     is_sleeping: bool
+
+
+class WrittenTrace(Shape):
+    model: str
+    file: str  # on the server's machine
