@@ -65,6 +65,18 @@ class HybridCache(NamedTuple):
 LayerCache = LayerKV | LayerState | HybridCache
 
 
+def kv_of(cache: LayerCache | None) -> LayerKV | None:
+    """Return the keys and values of a layer; None if it has none."""
+    kept = cache.kv if isinstance(cache, HybridCache) else cache
+    return kept if isinstance(kept, LayerKV) else None
+
+
+def state_of(cache: LayerCache | None) -> LayerState | None:
+    """Return the states of a layer; None if it has none."""
+    kept = cache.state if isinstance(cache, HybridCache) else cache
+    return kept if isinstance(kept, LayerState) else None
+
+
 class HostRow(NamedTuple):
     """One row of a `StateStep` on the host: its tokens first .. end - 1, and its places."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
-from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerState
+from localllm.kernels.layer_cache import LayerCache, state_of
 from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotSupportedNatively, open_native_program
 from localllm.models.inputs import CausalModel, ForwardInputs
@@ -225,10 +225,10 @@ class HostSteps:
             return DraftSupport(MAX_ROWS - 1, MAX_ROWS, proposes=True)
         if self._deterministic:
             return DraftSupport(why_none="requests are computed token by token in deterministic mode")
-        if has_only_float32(self._model) and any(isinstance(each, LayerState | HybridCache) for each in self._layers):
-            return DraftSupport(MAX_ROWS - 1, MAX_ROWS, proposes=True)  # each row with drafts has its state copied
         if has_only_float32(self._model):
-            return DraftSupport(TORCH_DRAFTS, TORCH_TOKENS, proposes=True)
+            copies_states = any(map(state_of, self._layers))  # of each row with drafts, so there are few rows
+            most = (MAX_ROWS - 1, MAX_ROWS) if copies_states else (TORCH_DRAFTS, TORCH_TOKENS)
+            return DraftSupport(*most, proposes=True)
         return DraftSupport(
             why_none=f"torch rounds steps of several tokens otherwise, and {self._decode_steps.rstrip('.')}"
         )

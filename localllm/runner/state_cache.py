@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from localllm.errors import DoesNotFit
-from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState, state_of
 from localllm.models.spec.model_spec import ModelSpec, state_group
 from localllm.runner.batch import Ints
 from localllm.runner.kv_cache import zeros
@@ -55,9 +55,8 @@ class StateCopies:
 
     def __init__(self, layers: Sequence[LayerCache | None], places: Ints) -> None:
         """places: [N] of the states to copy."""
-        states = [layer.state if isinstance(layer, HybridCache) else layer for layer in layers]
-        index = torch.from_numpy(places)
-        self._kept = [(t, t[index]) for state in states if isinstance(state, LayerState) for t in state.tensors()]
+        states, index = filter(None, map(state_of, layers)), torch.from_numpy(places)
+        self._kept = [(tensor, tensor[index]) for state in states for tensor in state.tensors()]
 
     def restore(self, copies: Ints, places: Ints) -> None:
         """Write some of the copies, by their indices in the constructor's places, to other places."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.fused_epilogue import whole
-from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, StateStep
+from localllm.kernels.layer_cache import LayerCache, StateStep, kv_of
 from localllm.kernels.paged_attention import AttentionPlan
 from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
@@ -205,8 +205,8 @@ class DecoderModel:
             kind, group = key
             if key in steps or group < 0:
                 continue
-            own, kv = inputs.groups[group], kept.kv if isinstance(kept, HybridCache) else kept
-            assert isinstance(kv, LayerKV), "a layer in a KV group has keys and values"
+            own, kv = inputs.groups[group], kv_of(kept)
+            assert kv is not None, "a layer in a KV group has keys and values"
             if group not in plans:
                 plans[group] = plan_step(inputs, own, kv.k, heads, self._windows[group])
             steps[key] = AttentionStep(plans[group], self._rotation(kind, inputs), own.slot_mapping, valid, query_scale)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV
+from localllm.kernels.layer_cache import LayerCache, LayerKV, kv_of
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.inputs import ForwardInputs
@@ -130,9 +130,8 @@ def _attend(
 
 def _kv_of(step: Step, layer: int, k: Tensor) -> LayerKV:
     """Return the layer's cache. Raises `UnsupportedModel` if keys [1, kv_heads, T, head_dim] do not fit into it."""
-    cache = step.caches[layer]
-    kv = cache.kv if isinstance(cache, HybridCache) else cache
-    if not isinstance(kv, LayerKV):
+    kv = kv_of(step.caches[layer])
+    if kv is None:
         raise UnsupportedModel(
             f"{step.spec.architecture} is not supported.",
             f"Layer {layer} attends, which its config does not say.",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_cache import HybridCache, LayerState
+from localllm.kernels.layer_cache import LayerState, state_of
 from localllm.models.transformers_backend.attention import Step
 from localllm.models.transformers_backend.module import code_names
 
@@ -175,9 +175,8 @@ def _run(mixer: Mixer, step: Step, call: Callable[[slice, int, RowStates], Tenso
     inputs = step.inputs
     assert inputs is not None, "recurrent modules run inside a step"
     assert inputs.state is not None, "a model with recurrent layers has places"
-    cache = step.caches[mixer.layer]
-    state = cache.state if isinstance(cache, HybridCache) else cache
-    assert isinstance(state, LayerState), "a recurrent layer has states"
+    state = state_of(step.caches[mixer.layer])
+    assert state is not None, "a recurrent layer has states"
     outputs: list[Tensor] = []
     start = row = 0
     while row < len(inputs.query_lens):
