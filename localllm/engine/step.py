@@ -269,7 +269,7 @@ class Profiler(Protocol):
         Raises a `RequestError` if no trace is being recorded."""
 
     def drop(self) -> None:
-        """End a trace that nobody will read, if one is being recorded."""
+        """End a trace without writing it, if one is being recorded."""
 
 
 class Runner(Protocol):

@@ -198,11 +198,8 @@ def open_on(
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
     has_drafts = not config.speculation.is_off and "drafts" not in options.avoids
-    profiler = (
-        None
-        if config.torch_profiler_dir is None
-        else StepProfiler(Path(config.torch_profiler_dir).expanduser(), device)
-    )
+    traces = config.torch_profiler_dir
+    profiler = None if traces is None else StepProfiler(Path(traces).expanduser(), device)
     runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts, profiler)
     if capture is not None:
         report("capturing CUDA graphs")

@@ -19,7 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from localllm.engine.step import PendingStep, StepPlan, TokenMasks
-from localllm.errors import ConfigError, DiskFull, NotWritable, RequestError
+from localllm.errors import ConfigError, RequestError
+from localllm.files.folders import translated_write
 from localllm.runner.runner import TorchRunner
 
 _RECORDING = threading.Lock()
@@ -75,24 +76,22 @@ class StepProfiler:
         return lambda name: self._write(trace, name)
 
     def drop(self) -> None:
-        """End a trace that nobody will read, if one is being recorded."""
+        """End a trace without writing it, if one is being recorded."""
         if self._trace is not None:
             self.stop()
 
     def _write(self, trace: profile, name: str) -> Path:
         safe = re.sub(r"[^\w.-]+", "-", name).strip(".-")
-        try:
-            for number in count(1):
-                path = self._folder / f"localllm-{safe}-{number}.json.gz"
+        paths = (self._folder / f"localllm-{safe}-{number}.json.gz" for number in count(1))
+        path = next(paths)
+        with translated_write("The trace", path, param="torch_profiler_dir"):
+            while True:
                 try:
                     path.touch(exist_ok=False)  # two traces that are written at the same time get two numbers
                     break
                 except FileExistsError:
-                    continue
+                    path = next(paths)
             trace.export_chrome_trace(str(path))
-        except OSError as error:
-            failure = DiskFull if error.errno == 28 else NotWritable
-            raise failure(f"The trace was not written to {self._folder}.", f"{error.strerror}.") from error
         return path
 
     @contextmanager
