@@ -225,25 +225,26 @@ class BatchWorker:
         self, batch: BatchRecord, index: InputIndex, left: Sequence[int], outputs: tuple[_AnswerFile, _AnswerFile]
     ) -> str:
         """Answer lines, several at a time. Return why it ended: done, turn, cancelled, expired."""
-        turn_ends_s, why = time.monotonic() + TURN_S, ""
+        turn_ends_s = time.monotonic() + TURN_S
 
-        def is_over() -> bool:
-            nonlocal why
+        def why_over() -> str:
+            """Return why no further line is to be answered; empty: it is."""
             if batch.status == "cancelling":
-                why = "cancelled"
-            elif time.time() >= batch.expires_s:
-                why = "expired"
-            elif time.monotonic() > turn_ends_s and any(
+                return "cancelled"
+            if time.time() >= batch.expires_s:
+                return "expired"
+            if time.monotonic() > turn_ends_s and any(
                 other.is_open and other.owner != batch.owner for other in self.records.all()
             ):
-                why = "turn"
-            return bool(why)
+                return "turn"
+            return ""
 
-        async def answer_next() -> None:
+        async def answer_next() -> str:
             for number in numbers:
                 await self._answer_one(batch, index, number, self._key_of(batch), outputs)
-                if is_over():
-                    return
+                if why := why_over():
+                    return why
+            return ""
 
         # Each task takes one line after another: a task for each line, and a wait for all of them whenever one ends,
         # were an eighth of what a line costs outside of the engine.
@@ -252,10 +253,9 @@ class BatchWorker:
         try:
             while running:
                 done, running = await asyncio.wait(running, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                self._key_of(batch)
-                if is_over():
+                ended = [task.result() for task in done]
+                self._key_of(batch)  # a key that is removed ends lines that are being answered
+                if why := next(filter(None, [*ended, why_over()]), ""):
                     return why
             return "done"
         finally:
