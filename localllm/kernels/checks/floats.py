@@ -25,6 +25,7 @@ from localllm.kernels.paged_attention import (
     plan_attention,
     rotates_heads,
 )
+from localllm.kernels.paged_attention.device import MATRIX_D
 from localllm.kernels.quantize import quantize_reference, round_to
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
@@ -83,48 +84,36 @@ def prefill_cases(subject: Subject) -> Iterator[Case]:
 def rotating_decode_cases(subject: Subject) -> Iterator[Case]:
     """Yield attention of rows of one token that rotates and stores that token itself, and what it has stored."""
     for reads in subject.attention:
-        num_kv_heads, _, block_size, head_dim = reads.cache_shape
-        if head_dim > 256:
-            continue  # those heads are rotated by a kernel of their own
-        contexts = _contexts(subject, 1)
-        kv, table = _cache(subject, reads, contexts)
-        qkv = subject.random(len(contexts), (reads.num_heads + 2 * num_kv_heads) * head_dim)
-        positions = torch.tensor(contexts, device=subject.device) - 1
-        blocks = table.long().gather(1, positions[:, None] // block_size)[:, 0]
-        slots = blocks * block_size + positions % block_size
+        if reads.cache_shape[3] <= MATRIX_D:  # wider heads are rotated by a kernel of their own
+            yield from _rotating_decode_cases(subject, reads)
 
-        def attend(
-            kv: LayerKV, qkv: Tensor, reads: KVReads = reads, slots: Tensor = slots, positions: Tensor = positions,
-            contexts: list[int] = contexts, table: Tensor = table,
-        ) -> tuple[Tensor, Tensor]:  # fmt: skip
-            head_dim = kv.k.shape[3]
-            plan = _plan(reads, kv, table, contexts, [1] * len(contexts), 1)
-            angles = _angles(head_dim, contexts[-1]).to(subject.device)
-            heads = RawHeads(qkv, slots, plan_rotation(angles, positions), None, 0.0)
-            is_raw = rotates_heads(plan, heads, kv)
-            q = heads if is_raw else rotary_store_kv(qkv, kv, slots, heads.rotation)
-            out = paged_attention(
-                q, kv.k, kv.v, plan, scale=head_dim**-0.5, k_scale=kv.k_scale, v_scale=kv.v_scale
-            )  # fmt: skip
-            stored = [side.view(len(side), -1, head_dim)[:, slots] for side in _in_fp32(kv)[:2]]
-            return out, torch.cat([side.flatten() for side in stored])
 
-        named = f"{_kind_of_reads(reads)}, rotated"
-        yield Case(
-            named, lambda attend=attend, kv=kv, qkv=qkv: [attend(kv, qkv)[0]],  # type: ignore[misc]
-            close_to(
-                lambda attend=attend, kv=kv, qkv=qkv: attend(_in_fp32(kv), qkv.float())[0],  # type: ignore[misc]
-                lambda attend=attend, kv=kv, qkv=qkv: attend(kv, qkv)[0],  # type: ignore[misc]
-                _in_16_bits(reads),
-            ),
+def _rotating_decode_cases(subject: Subject, reads: KVReads) -> Iterator[Case]:
+    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    contexts = _contexts(subject, 1)
+    kv, table = _cache(subject, reads, contexts)
+    qkv = subject.random(len(contexts), (reads.num_heads + 2 * num_kv_heads) * head_dim)
+    positions = torch.tensor(contexts, device=subject.device) - 1
+    blocks = table.long().gather(1, positions[:, None] // block_size)[:, 0]
+    slots = blocks * block_size + positions % block_size
+
+    def attend(kv: LayerKV, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and the keys and values of the rows' tokens as they are in the cache."""
+        plan = _plan(reads, kv, table, contexts, [1] * len(contexts), 1)
+        angles = _angles(head_dim, contexts[-1]).to(subject.device)
+        heads = RawHeads(qkv, slots, plan_rotation(angles, positions), None, 0.0)
+        q = heads if rotates_heads(plan, heads, kv) else rotary_store_kv(qkv, kv, slots, heads.rotation)
+        out = paged_attention(
+            q, kv.k, kv.v, plan, scale=head_dim**-0.5, k_scale=kv.k_scale, v_scale=kv.v_scale
         )  # fmt: skip
-        yield Case(
-            f"{named}, as stored", lambda attend=attend, kv=kv, qkv=qkv: [attend(kv, qkv)[1]],  # type: ignore[misc]
-            close_to(
-                lambda attend=attend, kv=kv, qkv=qkv: attend(kv, qkv)[1],  # type: ignore[misc]
-                share=ROTATED_SHARES[reads.cache_dtype.itemsize],
-            ),
-        )  # fmt: skip
+        stored = [side.view(len(side), -1, head_dim)[:, slots] for side in _in_fp32(kv)[:2]]
+        return out, torch.cat([side.flatten() for side in stored])
+
+    named = f"{_kind_of_reads(reads)}, rotated"
+    right = close_to(lambda: attend(_in_fp32(kv), qkv.float())[0], lambda: attend(kv, qkv)[0], _in_16_bits(reads))
+    yield Case(named, lambda: [attend(kv, qkv)[0]], right)
+    as_stored = close_to(lambda: attend(kv, qkv)[1], share=ROTATED_SHARES[reads.cache_dtype.itemsize])
+    yield Case(f"{named}, as stored", lambda: [attend(kv, qkv)[1]], as_stored)
 
 
 def _contexts(subject: Subject, least: int) -> list[int]:
