@@ -1,7 +1,7 @@
 """Tables with slots for the demo model: capitals, colours, lists, haikus, names, system prompts, and questions for
 them.
 
-The pattern language is that of pull.py: `[a|b|]` chooses one, `{x}` is a slot.
+The pattern language is that of facts.py: `[a|b|]` chooses one, `{x}` is a slot.
 Does not know: how patterns become conversations (corpus.py).
 """
 

@@ -1,4 +1,4 @@
-"""Conversations for the demo model, generated from the patterns of pull.py and chat.py with a seed.
+"""Conversations for the demo model, generated from the patterns of facts.py and chat.py with a seed.
 
 `conversations(seed)` is an endless stream; the same seed gives the same bytes. No text from outside the project is
 used.

@@ -60,6 +60,17 @@ async def collect(client, request):
     return [event async for event in client.generate(request)]
 
 
+async def streaming(tokenizer, depth):
+    """A client whose engine is about to fail, and three streams that have begun."""
+    client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
+    slow_down(engine)
+    await client.start()
+    streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
+    for stream in streams:
+        await anext(stream)
+    return client, engine, streams
+
+
 def ids(events, index=0):
     return [token for event in events if event.index == index for token in event.token_ids]
 
@@ -164,12 +175,7 @@ async def test_idle_engine_sleeps(tokenizer):
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_lost_device_ends_every_stream_and_then_the_engine(tokenizer, depth):
-    client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
-    slow_down(engine)
-    await client.start()
-    streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
-    for stream in streams:
-        await anext(stream)
+    client, engine, streams = await streaming(tokenizer, depth)
     lost = asyncio.create_task(client.ended())
     touched = []
 
@@ -221,12 +227,7 @@ def failing(error):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("breaks", [broken_reset, broken_thread, broken_recovery])
 async def test_an_engine_that_cannot_go_on_ends_every_stream_and_says_why(tokenizer, depth, breaks):
-    client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
-    slow_down(engine)
-    await client.start()
-    streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
-    for stream in streams:
-        await anext(stream)
+    client, engine, streams = await streaming(tokenizer, depth)
     ended = asyncio.create_task(client.ended())
     breaks(engine)
     for stream in streams:
