@@ -118,11 +118,11 @@ class _Overlap(NamedTuple):
 
 
 class PromptHistory:
-    """The last requests of an engine. `unit`: tokens of which hits are multiples."""
+    """Remembers the last requests of an engine. unit: the length of each hit is a multiple of it, in tokens."""
 
     def __init__(self, block_size: int, unit: int) -> None:
         self._block_size, self._unit = block_size, unit
-        self._requests: OrderedDict[int, Prefix] = OrderedDict()  # by sequence number, the oldest news first
+        self._requests: OrderedDict[int, Prefix] = OrderedDict()  # by sequence number, in the order of `remember`
         self._misses: OrderedDict[str, tuple[str, CacheMiss | None]] = OrderedDict()  # with owners, by request id
         self.num_tokens = 0  # of all remembered requests
 

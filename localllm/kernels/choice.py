@@ -63,4 +63,4 @@ def settings_without(kernel: str, settings: SettingsT, avoids: frozenset[Feature
 
 
 class Crossover(NamedTuple):
-    skinny_rows: int  # the kernel for few rows is used up to so many
+    skinny_rows: int  # most rows for which the kernel for few rows is used

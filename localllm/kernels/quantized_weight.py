@@ -85,7 +85,7 @@ def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: tor
 
 
 def rows_in_fp32(weight: Tensor, scales: Tensor, zeros: Tensor | None, rows: slice) -> Tensor:
-    """Return these rows [n, K] in fp32, the first of which is a multiple of SCALE_BLOCK."""
+    """Return rows [n, K] in fp32. rows: its start is a multiple of SCALE_BLOCK."""
     wide = weight[rows].float()  # ROW_BLOCK is a multiple of SCALE_BLOCK: blocks begin where a slice does
     if scales.ndim == 2:
         blocks = scales[rows.start // SCALE_BLOCK : cdiv(rows.stop, SCALE_BLOCK)]

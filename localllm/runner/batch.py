@@ -95,8 +95,8 @@ class StepRows(NamedTuple):
         return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
     def begun_again(self, rows: Ints, scheduled: Ints) -> StepRows:
-        """Return some rows with so many of their tokens, all of them known, which begin from the states at the places
-        that they write. rows: indices. scheduled: at least 1 for each of them."""
+        """Return some rows with their first tokens, all of them known, which begin from the states at the places that
+        they write. rows: indices. scheduled: tokens of each of them, at least 1."""
         assert self.states is not None, "rows without states have nothing to begin again from"
         write, none = self.states[1, rows], np.zeros(len(rows), np.int64)
         return StepRows(

@@ -108,7 +108,7 @@ class StatePlaces(NamedTuple):
 def state_places(
     left_bytes: int, bytes_per_place: int, max_num_seqs: int, num_blocks: int, *, caches_prefixes: bool
 ) -> StatePlaces:
-    """Divide what weights and a step leave. num_blocks: KV blocks, each of which may have a checkpoint at its end."""
+    """Divide the memory that weights and a step leave. num_blocks: KV blocks; each may have a checkpoint at its end."""
     checkpoints = MIN_CHECKPOINTS if caches_prefixes else 0
     affordable = int(left_bytes * STATE_SHARE) // bytes_per_place
     running = (affordable - 1) // 2 if caches_prefixes else affordable - 1  # rather a checkpoint for each of fewer

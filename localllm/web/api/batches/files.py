@@ -69,7 +69,10 @@ def upload_route(config: ServerConfig) -> HTTPRouteHandler:
         operation=Operation(shapes.FileObject, RequestBody(Upload, media_type=FORM), also=(507,), guide="batches"),
     )
     async def upload_file(request: ApiRequest) -> ASGIResponse:
-        """Upload a file of requests for a batch. `expires_after[seconds]` is how long it is kept, 30 days otherwise."""
+        """Upload a file of requests for a batch.
+
+        `expires_after[seconds]` is how long it is kept, 30 days otherwise; with it, `expires_after[anchor]` is needed.
+        """
         if request.content_type[0] != "multipart/form-data":
             raise UnsupportedMediaType(
                 "The file must be sent as multipart/form-data.",
