@@ -259,13 +259,17 @@ class EngineLoop:
         self._collect([EngineOutput(name, finish_reason="error", error=error) for name in self._open])
 
     def _refuse_inbox(self, error: LocalLLMError) -> None:
+        """Refuse what was not taken in. An interrupt may come in between: the rest is refused all the same."""
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, Request):
-                self._open[item.request_id] = item
-                self._collect([EngineOutput(item.request_id, finish_reason="error", error=error)])
-            elif isinstance(item, _Errand) and item.answer.set_running_or_notify_cancel():
-                item.answer.set_exception(error)
+            try:
+                if isinstance(item, Request):
+                    self._open[item.request_id] = item
+                    self._collect([EngineOutput(item.request_id, finish_reason="error", error=error)])
+                elif isinstance(item, _Errand) and item.answer.set_running_or_notify_cancel():
+                    item.answer.set_exception(error)
+            except BaseException:
+                log.exception("the inbox was refused in part left=%d", len(self._inbox))
 
     # One step ---------------------------------------------------------------------------------------------------
 

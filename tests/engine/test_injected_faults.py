@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from localllm.engine.adapter import Adapter
 from localllm.errors import DeviceLost
 from tests.engine.harness import make_engine, make_request
 from tests.engine.injected_faults import run_walks
@@ -53,3 +55,18 @@ def test_an_engine_that_is_interrupted_while_it_ends_holds_no_request(monkeypatc
     assert sorted(engine.endings) == ["a", "b", "c"]
     assert not engine.scheduler.requests
     assert engine.scheduler.ledger.main_pool.num_free == engine.scheduler.ledger.main_pool.capacity
+
+
+def test_an_engine_that_is_interrupted_while_it_ends_answers_what_it_had_not_taken_in() -> None:
+    class Interrupted(Adapter):
+        def end(self) -> None:
+            raise KeyboardInterrupt
+
+    engine, adapter = make_engine(num_blocks=32), Interrupted("a", 0, "")
+    for name in "abc":
+        request = make_request(name, [1, 2, 3], max_tokens=4)
+        request.options = replace(request.options, adapter=adapter)
+        engine.loop.submit(request)
+    engine.loop.lose(DeviceLost("The device is lost."))
+    engine.loop.step()
+    assert sorted(engine.endings) == ["a", "b", "c"]
