@@ -300,7 +300,7 @@ class DeviceSteps:
             self._look_up(shape)
             for rows in kernel_sizes(shape.tokens):
                 self._model.compute_logits(last[:rows])
-        if most > 1:
+        if most > 1 and staged.max_num_seqs > 1:
             self._padding_step(StepShape(1, 1, 1))  # beside a prompt, attention of a decode row has rotated heads
         shape = StepShape(staged.max_num_seqs)
         _, last = self._padding_step(shape)

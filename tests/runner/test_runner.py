@@ -133,6 +133,18 @@ def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[..., Des
     assert desk.generate(second, 10, chunk=9) == reference(make_desk, OTHER, GREEDY, 10)
 
 
+def test_a_runner_of_one_request_is_warmed_up_within_its_buffers(
+    spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk]
+) -> None:
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    runner = TorchRunner(spy, spec, cache, max_num_seqs=1, max_num_batched_tokens=256, max_model_len=MAX_LEN,
+                         block_size=BLOCK, device=CPU, staged=True)  # fmt: skip
+    runner.warm_up()
+    desk = Desk(runner)
+    only = desk.enter("only", 0, OTHER)
+    assert desk.generate(only, 10, chunk=9) == reference(make_desk, OTHER, GREEDY, 10)
+
+
 def test_recording_graphs_between_requests_touches_nobody(
     spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk]
 ) -> None:
