@@ -187,7 +187,9 @@ def _gone(hub: LocalHub, patch: pytest.MonkeyPatch) -> None:
     ("trouble", "error", "why"),
     [
         (_no_network, HubUnreachable, "127.0.0.1:9"),
-        pytest.param(_no_room, DiskFull, "more; 64.0 MiB are free where", marks=pytest.mark.slow),
+        pytest.param(
+            _no_room, DiskFull, "stay free for other programs; 64.0 MiB are free where", marks=pytest.mark.slow
+        ),
         pytest.param(_gone, ModelNotFound, "No token was sent", marks=pytest.mark.slow),
     ],
 )

@@ -24,8 +24,9 @@ RECURRENT = (
 OTHERS = (
     "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "ernie4_5_moe", "dots1", "minimax_m2", "solar_open",
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
-    "afmoe", "exaone_moe", "granite_moe_shared", "flex_olmo",
+    "afmoe", "exaone_moe", "granite_moe_shared",
 )  # fmt: skip
+WITHOUT_GGUF = ("flex_olmo",)  # its tensors have no names in GGUF files
 TOKENS, STEPS = prompt(40), 8
 
 
@@ -45,7 +46,7 @@ def answered(model: Path, folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*RECURRENT, *OTHERS])
+@pytest.mark.parametrize("family", [*RECURRENT, *OTHERS, *WITHOUT_GGUF])
 def test_a_family_answers_from_its_folder(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
     path = tiny_model_path(family)
     assert answered(path, tmp_path) == reference_greedy(reference(path), TOKENS, STEPS)
