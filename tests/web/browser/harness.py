@@ -16,8 +16,6 @@ from tests.web.tuned_server import TunedServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 
 def long_chat(server: LiveServer, count: int = 500) -> str:
@@ -32,10 +30,18 @@ def long_chat(server: LiveServer, count: int = 500) -> str:
         return browser.post("/chats/import", files={"file": body}).url.path
 
 
+@contextmanager
+def finishing(page: Page) -> Iterator[None]:
+    """Wait for the end of the reply to what the block sends. Until then the page tells of the end of the last one."""
+    page.evaluate("document.querySelector('#chat-status').textContent = ''")
+    yield
+    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
+
+
 def say(page: Page, text: str) -> None:
     page.fill("#composer-message", text)
-    page.press("#composer-message", "Enter")
-    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
+    with finishing(page):
+        page.press("#composer-message", "Enter")
 
 
 QUESTIONS = ("What is paged attention?", "How do I start localllm?", "What is a KV cache?")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.web.browser.harness import Keyboard, say
+from tests.web.browser.harness import Keyboard, finishing, say
 from tests.web.browser.looks import overflow, small_targets, until
 from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer
@@ -80,14 +80,14 @@ def test_a_prompt_is_chosen_filled_and_sent_by_keyboard(open_page: Open, server:
     until(page, "document.querySelector('#composer-message').value === 'Into French:\\na tree'")
     until(page, "!document.querySelector('#manage').open")
     assert page.input_value("#system") == "Be tidy."
-    keys.press("Enter")
-    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
+    with finishing(page):
+        keys.press("Enter")
     assert page.locator(".message__text").inner_text() == "Into French:\na tree"
     keys.type("/nothing like it")
     page.wait_for_timeout(150)
-    keys.press("Enter")  # no prompt is called that, so it is a message
+    with finishing(page):
+        keys.press("Enter")  # no prompt is called that, so it is a message
     page.locator(".message--user").nth(1).wait_for()
-    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
     keys.press("ArrowUp")
     until(page, "document.activeElement.value === '/nothing like it'")
 
