@@ -65,6 +65,8 @@ def test_a_person_allows_a_tool_always_and_the_chat_goes_on_by_itself(chromium: 
             page.goto(f"{tooled.url}/settings/tools")
             assert overflow(page) == 0
             assert small_targets(page) == []
+        page.goto(tooled.link())  # what starts a program needs the owner
+        page.goto(f"{tooled.url}/settings/tools")
         page.get_by_role("button", name="Test and list its tools").click()
         page.get_by_text("Tools (1)").wait_for()
         assert serious(page) == []
