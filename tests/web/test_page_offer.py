@@ -198,7 +198,7 @@ def _too_large(hub: LocalHub, loads: Loads, patch: pytest.MonkeyPatch) -> None:
     ("trouble", "said"),
     [
         (_no_network, "The hub cannot be reached at http://127.0.0.1:9."),
-        pytest.param(_no_room, "KiB more; 64.0 MiB are free where", marks=pytest.mark.slow),
+        pytest.param(_no_room, "other programs; 64.0 MiB are free where", marks=pytest.mark.slow),
         pytest.param(_gated, "is gated, and no token was sent.", marks=pytest.mark.slow),
         (_too_large, "27.5 GiB needed, 2.1 GiB free."),
     ],
