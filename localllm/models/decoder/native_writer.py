@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import CACHE_TYPES
 from localllm.kernels.cpu.matrix import HeldMatrix, matrices_of
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
     Activation,
-    CacheType,
     HeadNorm,
     HeadsMade,
     NativeAttention,
@@ -47,7 +47,6 @@ from localllm.models.layers.moe import MoE
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.spec.model_spec import kv_groups
 
-_CACHE_TYPES = {**STATE_TYPES, torch.int8: CacheType.I8}
 _HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -382,7 +381,7 @@ class Writer:
 
     def _attention(self, attention: Attention, kind: LayerKind, kv: LayerKV) -> NativeAttention:
         spec, (kv_heads, num_blocks, block_size, head_dim) = self.model.spec, kv.k.shape
-        if kv.k.dtype not in _CACHE_TYPES:
+        if kv.k.dtype not in CACHE_TYPES:
             raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         table = self.model.rope_table(kind)
         window = kv_groups(spec)[self.group].window
@@ -390,7 +389,7 @@ class Writer:
             k=kv.k.data_ptr(), v=kv.v.data_ptr(),
             k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
             v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
-            cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
+            cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
             heads=count_query_heads(
                 (attention.qkv.weight.shape[0] - attention.gate_size) // head_dim, kv, attention.made
             ),
