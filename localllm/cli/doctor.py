@@ -28,6 +28,7 @@ from localllm.cli.doctor_gpu import check_kernels, check_recorded
 from localllm.cli.doctor_machine import check_gpu_use, check_hardware, check_native, check_packages, check_python
 from localllm.cli.doctor_server import check_server
 from localllm.cli.findings import Finding, finding_lines, redacted, report
+from localllm.config.flags import add_json
 from localllm.errors import LocalLLMError
 from localllm.machine.threads import set_thread_environment
 
@@ -47,6 +48,22 @@ CHECKS: tuple[Check, ...] = (
     check_crash,
     check_fit,
 )
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report", action="store_true", help="print a report to paste into an issue, without user names or keys"
+    )
+    help = "only the problems, the best model that fits, and the next command"
+    parser.add_argument("--brief", action="store_true", help=help)
+    parser.add_argument("--gpu", action="store_true", help="compare the kernels with PyTorch on the GPU")
+    parser.add_argument("--network", action="store_true", help="also check that the hub can be reached")
+    parser.add_argument("--server", action="store_true", help="check a running server and its parts")
+    parser.add_argument(
+        "--url", metavar="URL", help="with --server: the server; default: the one running on this machine"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="with --server: a key with the scope admin")
+    add_json(parser)
 
 
 def doctor(options: argparse.Namespace) -> int:

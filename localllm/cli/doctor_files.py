@@ -21,8 +21,6 @@ from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.platforms import has_file_modes
 from localllm.machine.wsl import is_on_windows_drive, is_wsl
-from localllm.mcp.servers import require_mcp
-from localllm.mcp.values import McpMissing
 from localllm.units import format_bytes, format_seconds
 
 LITTLE_DISK_BYTES = 5 * 1024**3
@@ -40,6 +38,9 @@ def check_settings() -> Iterator[Finding]:
 
 def _tool_servers(settings: Settings) -> Iterator[Finding]:
     """Report the MCP servers of the config file, and the package that they need if it is missing."""
+    from localllm.mcp.servers import require_mcp
+    from localllm.mcp.values import McpMissing
+
     names = ", ".join(server.name for server in settings.mcp.values() if server.enabled)
     if not names:
         return

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import date
+from typing import TYPE_CHECKING
 
 from localllm.cli.findings import Finding
 from localllm.config.resolve import resolve
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import read_hardware
-from localllm.models.library.pick_list import read_picks
-from localllm.models.library.picks import FittingPick, fitting_picks
 from localllm.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from localllm.models.library.picks import FittingPick
 
 
 def check_fit() -> Iterator[Finding]:
     """Report the memory's bandwidth, and the suggested models that fit, the best first."""
+    from localllm.models.library.picks import fitting_picks
+
     settings, hardware = resolve({}), read_hardware()
     bandwidth = memory_bandwidth(hardware)
     if bandwidth is not None:
@@ -44,6 +48,8 @@ def fit_in_words(found: FittingPick) -> str:
 
 def old_list(today: date) -> Iterator[Finding]:
     """Report a list of suggestions that is a year old."""
+    from localllm.models.library.pick_list import read_picks
+
     picks = read_picks(resolve({}).picks)
     if picks.is_old(today):
         text = f"{picks.source} is {picks.age_months(today)} months old: newer models may answer better"

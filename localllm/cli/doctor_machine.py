@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from localllm.cli.config import package_versions
 from localllm.cli.findings import Finding
-from localllm.cli.tell import package_versions
 from localllm.errors import ConfigError
 from localllm.kernels.cpu.native.choice import X86_V3, chosen_set, why_unusable
 from localllm.machine.cpu import fast_instructions, read_cpu_flags

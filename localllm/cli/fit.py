@@ -11,15 +11,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.flags import settings_from
-from localllm.cli.tell import print_table
+from localllm.config.flags import add_engine_flags, add_model, settings_from
 from localllm.errors import DoesNotFit
+from localllm.terminal import print_table
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
     from localllm.models.library.about import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
+
+
+def fit_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=True)
+    add_engine_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def fit(options: argparse.Namespace) -> int:

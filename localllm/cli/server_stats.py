@@ -11,15 +11,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from localllm.cli.running import ROOT, state_of
 from localllm.cli.server import ServerClient, ServerRefused
-from localllm.engine.stats import EngineStats
-from localllm.engine.step import RankStats
 from localllm.units import format_seconds
+
+if TYPE_CHECKING:
+    from localllm.engine.stats import EngineStats
+    from localllm.engine.step import RankStats
 
 ANSWER_WITHIN_S = 3.0
 MINUTE_S = 60.0
@@ -77,6 +79,8 @@ class StatsPoller:
             return ServerStats(self._last.url, self._last.models, str(error), time.monotonic() - self._answered_s)
 
     def _model(self, told: Mapping[str, Any]) -> ModelStats:
+        from localllm.engine.stats import EngineStats
+
         if told["stats"] is None:
             return ModelStats(told["name"], state_of(told), told, None, {})
         stats = msgspec.convert(told["stats"], EngineStats)

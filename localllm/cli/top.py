@@ -10,14 +10,23 @@ import argparse
 import json
 import sys
 import time
+from typing import TYPE_CHECKING
 
+from localllm.cli.server import add_server
 from localllm.cli.server_stats import ModelStats, ServerStats, StatsPoller, last_words, shown
-from localllm.engine.stats import SpeculationStats
-from localllm.engine.step import RunnerStats
 from localllm.units import format_count, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from localllm.engine.stats import SpeculationStats
+    from localllm.engine.step import RunnerStats
 
 EVERY_S = 0.5
 LINES_EVERY_S = 2.0
+
+
+def top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    add_server(parser)
 
 
 def top(options: argparse.Namespace) -> int:

@@ -7,14 +7,16 @@ Does not know: hardware, folders (files/folders.py), what is served.
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import asyncio
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,6 +58,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:
+        import asyncio
+
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
@@ -67,7 +71,9 @@ def handled_signals(handler: Callable[[], None]) -> Iterator[None]:
 
     Windows' event loops have no `add_signal_handler`; there Python's own handler passes the signal to the loop.
     """
-    loop = asyncio.get_running_loop()
+    from asyncio import get_running_loop
+
+    loop = get_running_loop()
     with ExitStack() as undo:
         for number in SIGNALS:
             undo.callback(signal.signal, number, signal.getsignal(number))  # a loop leaves Python's own handler

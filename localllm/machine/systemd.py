@@ -4,7 +4,7 @@
     NOTIFY_SOCKET             where to send READY=1, STATUS=..., STOPPING=1 and WATCHDOG=1 (sd_notify(3))
     WATCHDOG_USEC             systemd restarts the service if no WATCHDOG=1 arrives for that long
 
-Without these variables every function here does nothing. Does not know: units (cli/unit.py), what a server does.
+Without these variables every function here does nothing. Does not know: units (setup/units.py), what a server does.
 """
 
 from __future__ import annotations

@@ -23,9 +23,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from localllm.cli.completion import SHELLS, installed_path, is_ours
-from localllm.cli.installed_wheel import keep_wheel, kept_wheel
-from localllm.cli.releases import (
+from localllm.config.flags import add_debug_flag
+from localllm.errors import ConfigError
+from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, is_bundle, uv
+from localllm.machine.running_servers import running_servers
+from localllm.setup.completion import SHELLS, installed_path, is_ours
+from localllm.setup.installed_wheel import keep_wheel, kept_wheel
+from localllm.setup.releases import (
     Release,
     Source,
     SourceKind,
@@ -36,20 +40,26 @@ from localllm.cli.releases import (
     read_wheel,
     source_of,
 )
-from localllm.cli.service import Systemd
-from localllm.cli.tell import confirmed, print_table
-from localllm.cli.unit import SERVICE
-from localllm.errors import ConfigError
-from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, is_bundle, uv
-from localllm.machine.running_servers import running_servers
+from localllm.setup.service import Systemd
+from localllm.setup.units import SERVICE
+from localllm.terminal import confirmed, print_table
 from localllm.units import format_bytes
 from localllm.version import __version__
-from localllm.web.pages.chat.store.database import chats_path
-from localllm.web.pages.chat.store.file_versions import put_back
 
 PYPI = "https://pypi.org/simple"
 USED = "It uses the files of this environment."
 MAX_CHANGE_LINES = 60
+
+
+def update_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="only look for a newer release, and show what it changes")
+    parser.add_argument("--to", metavar="VERSION", help="install this release, newer or older")
+    parser.add_argument("--back", action="store_true", help="undo the last update, without a network")
+    help = "package index (.../simple), page that links wheels, or folder of wheels; default: that of the install"
+    parser.add_argument("--from", dest="source", metavar="ADDRESS", help=help)
+    parser.add_argument("--restart", action="store_true", help="restart the service afterwards, instead of refusing")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask for confirmation")
+    add_debug_flag(parser)
 
 
 def update(options: argparse.Namespace) -> int:
@@ -126,6 +136,9 @@ def _go_back(options: argparse.Namespace) -> int:
 
 def _put_chats_back(release: str) -> None:
     """Give an earlier release the chats that it wrote, where it cannot read what a later one made of them."""
+    from localllm.web.pages.chat.store.database import chats_path
+    from localllm.web.pages.chat.store.file_versions import put_back
+
     try:
         newer = put_back(chats_path(), release)
     except (OSError, sqlite3.Error) as error:
