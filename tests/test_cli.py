@@ -18,7 +18,7 @@ from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig
 from localllm.config.unsupported import UNSUPPORTED
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.machine import threads
+from localllm.machine import processes
 from localllm.units import parse_keep_alive
 
 FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fields(config)]
@@ -387,10 +387,10 @@ def test_report_names_neither_user_nor_machine(
 
 def test_thread_environment_is_set_and_the_users_choice_stays() -> None:
     environ = {"OMP_NUM_THREADS": "3"}
-    threads.set_thread_environment(environ)
+    processes.set_thread_environment(environ)
     assert environ == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "10000"}
     environ = {}
-    threads.set_thread_environment(environ)
+    processes.set_thread_environment(environ)
     assert int(environ["OMP_NUM_THREADS"]) >= 1
 
 

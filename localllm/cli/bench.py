@@ -12,7 +12,7 @@ from pathlib import Path
 from localllm.cli.hub import fetch_if_missing
 from localllm.cli.server import is_ours
 from localllm.config.flags import add_engine_flags, add_model, settings_from
-from localllm.machine.threads import set_thread_environment
+from localllm.machine.processes import set_thread_environment
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:

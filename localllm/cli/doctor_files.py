@@ -19,8 +19,7 @@ from localllm.cli.findings import Finding
 from localllm.config.resolve import resolve
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
-from localllm.machine.platforms import has_file_modes
-from localllm.machine.wsl import is_on_windows_drive, is_wsl
+from localllm.machine.platforms import has_file_modes, is_on_windows_drive, is_wsl
 from localllm.units import format_bytes, format_seconds
 
 LITTLE_DISK_BYTES = 5 * 1024**3

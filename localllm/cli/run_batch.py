@@ -24,8 +24,8 @@ from localllm.cli.server import ServerClient, ServerRefused
 from localllm.config.flags import add_engine_flags, settings_from
 from localllm.config.settings import SETTINGS, Settings
 from localllm.errors import ConfigError, LocalLLMError
+from localllm.machine.processes import set_thread_environment
 from localllm.machine.running_servers import running_servers
-from localllm.machine.threads import set_thread_environment
 
 if TYPE_CHECKING:
     import asyncio

@@ -51,9 +51,8 @@ def serve(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
     from localllm.machine.memory import paused_collection
-    from localllm.machine.restart import can_restart, restart, was_restarted
+    from localllm.machine.processes import can_restart, restart, set_thread_environment, was_restarted
     from localllm.machine.systemd import inherited_socket
-    from localllm.machine.threads import set_thread_environment
 
     environ, again = dict(os.environ), was_restarted()
     settings, passed = settings_from(options), inherited_socket()

@@ -18,7 +18,7 @@ from localllm.cli import INTERRUPTED
 from localllm.cli.hub import fetch_if_missing
 from localllm.config.flags import add_engine_flags, add_model, settings_from
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.machine.threads import set_thread_environment
+from localllm.machine.processes import set_thread_environment
 from localllm.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:

@@ -2,21 +2,25 @@
 and what is promised on each.
 
 Linux is tested in full. macOS and Windows are supported on the CPU; what they lack has a replacement here.
+WSL2, a Linux inside Windows, and folders that are Windows' own are detected here, too.
 Does not know: hardware, folders (files/folders.py), what is served.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import asyncio
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -117,3 +121,21 @@ def most_open_files() -> int | None:
         return None
     soft: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+VERSION = Path("/proc/version")
+_DRIVE = re.compile(r"/mnt/[a-z](/|$)")
+
+
+def is_wsl(version: Path = VERSION) -> bool:
+    """Return whether the kernel is the one that Microsoft builds for WSL2."""
+    try:
+        text = version.read_text(errors="replace").lower()
+    except OSError:
+        return False
+    return "microsoft" in text or "wsl2" in text
+
+
+def is_on_windows_drive(path: Path) -> bool:
+    """Return whether a path is on a drive of Windows, which WSL reads over a network protocol."""
+    return bool(_DRIVE.match(str(path.expanduser().absolute())))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from localllm.errors import ConfigError
-from localllm.machine.wsl import is_wsl
+from localllm.machine.platforms import is_wsl
 
 FIRST_FD = 3
 """The first passed file descriptor (SD_LISTEN_FDS_START)."""

@@ -11,10 +11,11 @@ import argparse
 import getpass
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import config_home
 from localllm.machine import systemd
-from localllm.machine.wsl import is_wsl
+from localllm.machine.platforms import is_wsl
+from localllm.machine.running_servers import running_servers
 from localllm.setup.units import (
     KEY_FILE,
     MARK,
@@ -317,3 +319,43 @@ def _refuse_what_has_no_effect(options: argparse.Namespace) -> None:
             raise ConfigError(f"localllm service {options.action} does not accept {given[0]}.", why)
     if options.json and options.action != "status":
         raise ConfigError(f"localllm service {options.action} has no --json.", "Only status has it.")
+
+
+# ---- servers that use this install -----------------------------------------------------------------------------------
+
+
+def refuse_servers(verb: str, allowed: Collection[int] = ()) -> None:
+    """Refuse a verb while servers of this user, or the machine's service, run. allowed: processes that may run."""
+    services, why = running_services(), "It uses the files of this environment."
+    for server in running_servers():
+        if server.pid not in allowed:
+            what = f"A server runs: {server.url} ({server.model}), process {server.pid}."
+            hint = f"Ctrl-C in its terminal, or: kill {server.pid}"
+            service = services.get(server.pid)
+            raise ConfigError(what, why, hint if service is None else _how_to_stop(service, verb))
+    for pid, manager in services.items():
+        if pid not in allowed:
+            raise ConfigError(f"The service runs, process {pid}.", why, _how_to_stop(manager, verb))
+
+
+def running_services() -> dict[int, Systemd]:
+    """Return the managers whose localllm service runs, by the service's process."""
+    found = {}
+    for manager in (Systemd(is_system=False), Systemd(is_system=True)):
+        if shutil.which("systemctl") and (manager.folder / SERVICE).exists():
+            told = re.search(r"MainPID=(\d+)", manager.run("show", SERVICE, "--property=MainPID", must=False))
+            if told and told[1] != "0":
+                found[int(told[1])] = manager
+    return found
+
+
+def _how_to_stop(manager: Systemd, verb: str) -> str:
+    restart = "localllm update --restart, or: " if verb == "update" else ""
+    return f"{restart}{'sudo systemctl' if manager.is_system else 'systemctl --user'} stop {SERVICE}"
+
+
+def restart_services(services: Iterable[Systemd]) -> None:
+    """Restart services after an update."""
+    for manager in services:
+        manager.run("restart", SERVICE)
+        print("The service was restarted.")

@@ -8,7 +8,6 @@ Does not know: how localllm was installed (machine/install_kind.py).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,13 +22,13 @@ from localllm.config.flags import add_debug_flag
 from localllm.config.resolve import default_config_path
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import cache_folder, config_home, data_folder
-from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, is_bundle, uv
+from localllm.machine.install_kind import bundle_folder, is_bundle
 from localllm.setup import launchd
 from localllm.setup.completion import SHELLS, installed_path, is_ours
-from localllm.setup.installed_wheel import drop_kept, kept_folder
-from localllm.setup.service import Systemd, unit_path
+from localllm.setup.environment import kept_folder, remove_package
+from localllm.setup.installers import Installer, installer
+from localllm.setup.service import Systemd, refuse_servers, running_services, unit_path
 from localllm.setup.units import MARK
-from localllm.setup.update import refuse_servers, running_services
 from localllm.terminal import confirmed, print_table
 from localllm.units import format_bytes
 
@@ -74,7 +73,7 @@ class Part:
 
 def footprint() -> list[Part]:
     """Return the parts that exist, those that are removed first."""
-    environment = list(_environment())
+    environment = list(_environment(installer()))
     inside = [path for part in environment if part.group is Group.PROGRAM for path in part.paths]
     parts = [
         Part("service", tuple(_units()), Group.PROGRAM),
@@ -102,15 +101,6 @@ def size_of(path: Path) -> int:
             except OSError:  # deleted meanwhile
                 continue
     return total
-
-
-def removes_package_only() -> bool:
-    """Return whether localllm shares its environment with packages that the person installed: only the package is
-    removed."""
-    kind = install_kind()
-    if kind is InstallKind.CHECKOUT:
-        return not _is_venv_of(checkout_folder())
-    return kind is InstallKind.PIP
 
 
 def _existing(paths: Iterable[Path]) -> Iterator[Path]:
@@ -158,20 +148,18 @@ def own_root() -> Iterator[Path]:
         yield prefix.parent.parent
 
 
-def _environment() -> Iterator[Part]:
+def _environment(install: Installer) -> Iterator[Part]:
     """Yield the environment of this localllm, or what of it is localllm's."""
-    kind, prefix = install_kind(), Path(sys.prefix)
-    if kind is InstallKind.CONTAINER:
-        note = "a container: docker compose down, and docker image rm; its volume holds what is listed here"
-        yield Part("environment", (prefix,), Group.KEPT, note)
-    elif removes_package_only():
+    if install.kept_note:
+        yield Part("environment", (install.folder,), Group.KEPT, install.kept_note)
+    elif install.is_shared:
         yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
     else:
         made = [path for root in own_root() for path in _made_in(root)]
-        yield Part("environment", tuple(made) or (bundle_folder() or prefix,), Group.PROGRAM)
-    root = checkout_folder() if kind is InstallKind.CHECKOUT else None
-    if root is not None:
-        yield Part("clone", (root,), Group.KEPT, f"yours; git -C {root} clean -Xdf removes what was built in it")
+        yield Part("environment", tuple(made) or (install.folder,), Group.PROGRAM)
+    if install.clone is not None:
+        note = f"yours; git -C {install.clone} clean -Xdf removes what was built in it"
+        yield Part("clone", (install.clone,), Group.KEPT, note)
 
 
 def _made_in(root: Path) -> Iterator[Path]:
@@ -188,10 +176,6 @@ def _made_in(root: Path) -> Iterator[Path]:
         yield from (path for path in sorted(root.glob("app/*")) if is_bundle(path))
     if marked:
         yield marker
-
-
-def _is_venv_of(root: Path | None) -> bool:
-    return root is not None and Path(sys.prefix).resolve() == (root / ".venv").resolve()
 
 
 def _package() -> Iterator[Path]:
@@ -313,11 +297,11 @@ def _remove(parts: Iterable[Part]) -> None:
     roots = [Path.home(), config_home(), data_folder().parent, cache_folder().parent]
     own = list(own_root())
     roots += [root.parent for root in own]
-    package_only = removes_package_only()
+    package_only = installer().is_shared
     failed: list[str] = []
     for part in sorted(parts, key=lambda part: part.what == "environment"):
         if part.what == "environment" and package_only:
-            failed += _remove_package()
+            failed += remove_package()
             continue
         if part.what == "service":
             _stop_service(part.paths)
@@ -348,20 +332,6 @@ def _run(*command: str) -> None:
     """Run a program if it is installed. Without a session of its manager there is nothing that it would stop."""
     if shutil.which(command[0]):
         subprocess.run(command, capture_output=True, check=False)
-
-
-def _remove_package() -> list[str]:
-    """Uninstall the package localllm with pip or uv. Return what failed."""
-    drop_kept()
-    if importlib.util.find_spec("pip") is not None:
-        command = [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", "localllm"]
-    else:
-        command = [uv(), "pip", "uninstall", "--quiet", "--python", sys.prefix, "localllm"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        return [f"{command[0]}: {error.strerror}"]
-    return [] if done.returncode == 0 else [" ".join(done.stderr.split())]
 
 
 def _remove_empty(folder: Path, roots: Iterable[Path]) -> None:

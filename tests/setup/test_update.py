@@ -427,10 +427,10 @@ def test_a_bundle_goes_back_to_the_version_beside_it(tmp_path: Path) -> None:
 
 
 def test_nothing_to_install_with_is_told(tmp_path: Path, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.setup import update
+    from localllm.setup import environment
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(update.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UpdateError) as caught:
-        update._installer()
+        environment.installer_command()
     assert caught.value.hint == "sh install.sh"
