@@ -294,13 +294,12 @@ def _facts_of(model: ServedModel) -> dict[str, Any]:
         "kv_tokens": plan.num_kv_tokens,
         "weights_bytes": plan.weights_bytes,
         "kv_bytes": plan.kv_bytes,
-        "memory": {part.name: _predicted_and_measured(part) for part in model.memory.parts} if model.memory else {},
+        "memory": {
+            part.name: {"predicted_bytes": part.predicted_bytes, "measured_bytes": part.measured_bytes}
+            for part in (model.memory.parts if model.memory else ())
+        },
         "notes": list(plan.notes),
     }
-
-
-def _predicted_and_measured(part: MemoryPart) -> dict[str, int | None]:
-    return {"predicted_bytes": part.predicted_bytes, "measured_bytes": part.measured_bytes}
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:

@@ -137,7 +137,7 @@ def check_network() -> Iterator[Finding]:
 
     proxies = ", ".join(f"{kind} {address}" for kind, address in sorted(getproxies().items()))
     if proxies:
-        yield Finding("proxy", "ok", _without_password(proxies))
+        yield Finding("proxy", "ok", re.sub(r"//[^/@\s]+@", "//", proxies))
     url = client.endpoint()
     if client.is_offline():
         yield Finding("hub", "note", "HF_HUB_OFFLINE is set: nothing is downloaded", "unset HF_HUB_OFFLINE")
@@ -149,7 +149,3 @@ def check_network() -> Iterator[Finding]:
         yield Finding("hub", "problem", str(error), error.hint)
         return
     yield Finding("hub", "ok", f"{url} answered in {format_seconds(time.perf_counter() - began_s)}")
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"//[^/@\s]+@", "//", text)

@@ -123,15 +123,12 @@ def _device_facts(each: Estimate) -> dict[str, Any]:
 
 def _plan_facts(plan: MemoryPlan) -> dict[str, Any]:
     """Return a plan's fields. A range becomes its first number and the one after its last."""
-    ranks = [
-        asdict(rank) | {"shard": {name: _plain(value) for name, value in asdict(rank.shard).items()}}
-        for rank in plan.ranks
-    ]
+    ranks = []
+    for rank in plan.ranks:
+        shard = asdict(rank.shard)
+        cut = {name: [each.start, each.stop] for name, each in shard.items() if isinstance(each, range)}
+        ranks.append(asdict(rank) | {"shard": shard | cut})
     return asdict(plan) | {"ranks": ranks}
-
-
-def _plain(value: Any) -> Any:
-    return [value.start, value.stop] if isinstance(value, range) else value
 
 
 def _option_facts(option: FitOption) -> dict[str, Any]:

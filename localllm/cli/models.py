@@ -67,7 +67,9 @@ def show_model(options: argparse.Namespace) -> int:
             spec, problem = spec_or_reason(remote.path)
     else:
         model = resolve_model(options.model, options.revision)
-        facts, rows = {**_listed(model), "weights_bytes": _weights_bytes(model)}, _local_rows(model)
+        weights = [file for file in model.files if model.format == "gguf" or file.suffix == ".safetensors"]
+        weights_bytes = sum(file.stat().st_size for file in weights)
+        facts, rows = {**_listed(model), "weights_bytes": weights_bytes}, _local_rows(model)
         spec, problem = spec_or_reason(model.path)
         if problem is not None and not isinstance(problem, UnsupportedModel):
             raise problem
@@ -182,10 +184,6 @@ def _local_rows(model: ResolvedModel) -> dict[str, str]:
         "format": model.format,
         **(gguf_rows(model.path) if model.format == "gguf" else {}),
     }
-
-
-def _weights_bytes(model: ResolvedModel) -> int:
-    return sum(file.stat().st_size for file in model.files if model.format == "gguf" or file.suffix == ".safetensors")
 
 
 def _files_line(files: Sequence[tuple[str, int]]) -> str:

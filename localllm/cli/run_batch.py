@@ -125,7 +125,7 @@ def _output(name: str) -> Iterator[IO[bytes]]:
 
 
 async def _in_process(settings: Settings, index: InputIndex, out: IO[bytes], progress: _BatchProgress) -> None:
-    """Load the model and answer each line. The endpoints are those of a server, without its sockets."""
+    """Load the model and answer each line. The endpoints are a server's, without its sockets."""
     set_thread_environment()
     from localllm.cli.hub import fetch_if_missing
     from localllm.serving.manager import ModelManager

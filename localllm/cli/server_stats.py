@@ -1,4 +1,4 @@
-"""Poll a running server for its models' statistics, and keep those of the last minute for the quantiles.
+"""Poll a running server for its models' statistics, and keep the last minute's for the quantiles.
 
 The statistics are the same as on the dashboard and in /metrics.
 Does not know: how the server computes them, how they are printed (top.py) or drawn (top_screen.py).
@@ -41,7 +41,7 @@ class ModelStats:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """The state of a server at one time. With a `problem`, the models are those of the last successful request."""
+    """The state of a server at one time. With a `problem`, the models are from the last successful request."""
 
     url: str
     models: tuple[ModelStats, ...]

@@ -315,7 +315,7 @@ def _unsatisfied(requirements: Sequence[str]) -> Iterator[str]:
 
 
 def _refresh_completions() -> None:
-    """Write the completions of the new release where those of the old one are installed."""
+    """Write the new release's completions where the old release's are installed."""
     for shell in SHELLS:
         if is_ours(installed_path(shell)):
             command = [sys.executable, "-m", "localllm", "completion", shell, "--install"]

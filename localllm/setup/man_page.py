@@ -97,7 +97,8 @@ def _section(verb: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> 
         if verb is not shared and first is not None and first.help == action.help:
             same.append(action.option_strings[0])
         else:
-            value = f" {_metavar(action)}" if action.nargs != 0 else ""
+            metavar = action.metavar or "|".join(map(str, action.choices or [action.dest.upper()]))
+            value = f" {metavar}" if action.nargs != 0 else ""
             yield from _entry(", ".join(f"{flag}{value}" for flag in action.option_strings), help_of(action))
     if same:
         yield from (".PP", _escaped(f"Also, as for {SHARED}: {', '.join(same)}."))
@@ -110,10 +111,6 @@ def _entry(term: str, text: str) -> Iterator[str]:
 def _usage(action: argparse.Action) -> str:
     name = action.metavar or "|".join(map(str, action.choices or [action.dest]))
     return f"[{name}]" if action.nargs in ("?", "*") else str(name)
-
-
-def _metavar(action: argparse.Action) -> str:
-    return str(action.metavar or "|".join(map(str, action.choices or [action.dest.upper()])))
 
 
 def _escaped(text: str) -> str:

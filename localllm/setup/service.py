@@ -256,7 +256,8 @@ def _status(options: argparse.Namespace) -> int:
     facts = {"unit": str(path), "installed": path.exists()}
     asks = path.exists() and bool(shutil.which("systemctl"))
     state = _properties(manager) if asks else {}
-    listens = asks and (manager.folder / SOCKET).exists() and _listens(manager)
+    has_socket = asks and (manager.folder / SOCKET).exists()
+    listens = has_socket and manager.run("is-active", SOCKET, must=False).strip() == "active"
     answers = state.get("ActiveState") == "active" or listens
     if options.json:
         print(json.dumps({**facts, **state, **({"socket": "listening"} if listens else {})}, indent=2))
@@ -299,10 +300,6 @@ def _properties(manager: Systemd) -> dict[str, str]:
     told = manager.run("show", SERVICE, *(f"--property={name}" for name in names))
     found = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
     return {name: found.get(name, "") for name in names}
-
-
-def _listens(manager: Systemd) -> bool:
-    return manager.run("is-active", SOCKET, must=False).strip() == "active"
 
 
 def _lingers() -> bool:

@@ -253,7 +253,9 @@ def uninstall(options: argparse.Namespace) -> int:
         return 0
     # The user's own service is stopped below.
     refuse_servers("uninstall", allowed=[pid for pid, manager in running_services().items() if not manager.is_system])
-    _require_answers(options)
+    if not options.yes and not sys.stdin.isatty():
+        hint = "localllm uninstall --yes --keep-data, or: localllm uninstall --yes --all"
+        raise ConfigError("Nothing was changed.", "There is no terminal to ask at.", hint)
     chosen = [part for part in parts if part.group is Group.PROGRAM]
     if options.all:
         chosen += [part for part in parts if part.group is Group.DATA]
@@ -284,12 +286,6 @@ def _print_parts(parts: Iterable[Part], options: argparse.Namespace) -> None:
 
 def _short(path: Path) -> str:
     return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
-
-
-def _require_answers(options: argparse.Namespace) -> None:
-    if not options.yes and not sys.stdin.isatty():
-        hint = "localllm uninstall --yes --keep-data, or: localllm uninstall --yes --all"
-        raise ConfigError("Nothing was changed.", "There is no terminal to ask at.", hint)
 
 
 def _remove(parts: Iterable[Part]) -> None:

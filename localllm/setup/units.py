@@ -132,7 +132,7 @@ STOP_S = 45
 WATCHDOG_S = 120
 """systemd restarts a server that has been stuck for this long, by its own watchdog (web/watchdog.py)."""
 MAX_STARTS, STARTS_S = 5, 600
-"""systemd gives up after so many starts in so many seconds. Starts of an idle server by its socket count as well."""
+"""systemd's start limit: a number of starts within a number of seconds. Starts of an idle server by its socket count."""
 NVIDIA = Path("/proc/driver/nvidia")
 KEY_FILE = Path("/etc/localllm/api-key")
 """The API key of the machine's service, readable by root alone."""
