@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import launchd, main, readable, service
-from localllm.cli.service import unit_path
-from localllm.cli.service_command import KEPT
-from localllm.cli.unit import MARK, SOCKET
+from localllm.cli import main
 from localllm.machine import systemd
+from localllm.setup import launchd, service, units
+from localllm.setup.service import unit_path
+from localllm.setup.units import KEPT, MARK, SOCKET
 from localllm.web.access.keys import add_key, keys_path
 
 Capture = pytest.CaptureFixture[str]
@@ -150,7 +150,7 @@ def system(calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path
     monkeypatch.setattr(service, "SYSTEM_FOLDER", tmp_path / "system")
     monkeypatch.setattr(service, "KEY_FILE", tmp_path / "api-key")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(readable, "why_unreadable", lambda path: "")
+    monkeypatch.setattr(units, "why_unreadable", lambda path: "")
     return tmp_path / "system"
 
 
@@ -213,11 +213,11 @@ def test_files_that_another_user_cannot_read_are_named(tmp_path: Path, closed: s
         (Path("/tmp") / path).chmod(0o755)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        assert "of its own, which is empty" in readable.why_unreadable(folder / "file")
-        patch.setattr(readable, "PRIVATE", ())
-        assert readable.why_unreadable(folder / "file") == ""
+        assert "of its own, which is empty" in units.why_unreadable(folder / "file")
+        patch.setattr(units, "PRIVATE", ())
+        assert units.why_unreadable(folder / "file") == ""
         (folder if closed == "folder" else folder / "file").chmod(0o600)
-        assert closed in readable.why_unreadable(folder / "file").split(" is closed")[0].rsplit("/", 1)[1]
+        assert closed in units.why_unreadable(folder / "file").split(" is closed")[0].rsplit("/", 1)[1]
 
 
 # ---- the socket ------------------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
-"""The files of localllm on this machine, their sizes, and those that other programs use, too.
+"""`localllm uninstall`: list what localllm put on this machine, and remove it.
 
-Does not know: which are removed, how (uninstall.py).
+The service, the command, the environment and the caches are removed; settings and data only if the person says so;
+models and other files that programs share, never.
+Does not know: how localllm was installed (machine/install_kind.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,14 +18,19 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from localllm.cli import launchd
-from localllm.cli.completion import SHELLS, installed_path, is_ours
-from localllm.cli.installed_wheel import kept_folder
-from localllm.cli.service import Systemd, unit_path
-from localllm.cli.unit import MARK
+from localllm.config.flags import add_debug_flag
 from localllm.config.resolve import default_config_path
-from localllm.files.folders import cache_folder, data_folder
-from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, is_bundle
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.files.folders import cache_folder, config_home, data_folder
+from localllm.machine.install_kind import bundle_folder, is_bundle
+from localllm.setup import launchd
+from localllm.setup.completion import SHELLS, installed_path, is_ours
+from localllm.setup.environment import kept_folder, remove_package
+from localllm.setup.installers import Installer, installer
+from localllm.setup.service import Systemd, refuse_servers, running_services, unit_path
+from localllm.setup.units import MARK
+from localllm.terminal import confirmed, print_table
+from localllm.units import format_bytes
 
 PROGRAMS = ("tools", "python", "cache", "bin", "torch", "app")
 """Folders and a file in the data folder that install.sh and an offline bundle make."""
@@ -64,7 +73,7 @@ class Part:
 
 def footprint() -> list[Part]:
     """Return the parts that exist, those that are removed first."""
-    environment = list(_environment())
+    environment = list(_environment(installer()))
     inside = [path for part in environment if part.group is Group.PROGRAM for path in part.paths]
     parts = [
         Part("service", tuple(_units()), Group.PROGRAM),
@@ -92,15 +101,6 @@ def size_of(path: Path) -> int:
             except OSError:  # deleted meanwhile
                 continue
     return total
-
-
-def removes_package_only() -> bool:
-    """Return whether localllm shares its environment with packages that the person installed: only the package is
-    removed."""
-    kind = install_kind()
-    if kind is InstallKind.CHECKOUT:
-        return not _is_venv_of(checkout_folder())
-    return kind is InstallKind.PIP
 
 
 def _existing(paths: Iterable[Path]) -> Iterator[Path]:
@@ -148,20 +148,18 @@ def own_root() -> Iterator[Path]:
         yield prefix.parent.parent
 
 
-def _environment() -> Iterator[Part]:
+def _environment(install: Installer) -> Iterator[Part]:
     """Yield the environment of this localllm, or what of it is localllm's."""
-    kind, prefix = install_kind(), Path(sys.prefix)
-    if kind is InstallKind.CONTAINER:
-        note = "a container: docker compose down, and docker image rm; its volume holds what is listed here"
-        yield Part("environment", (prefix,), Group.KEPT, note)
-    elif removes_package_only():
+    if install.kept_note:
+        yield Part("environment", (install.folder,), Group.KEPT, install.kept_note)
+    elif install.is_shared:
         yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
     else:
         made = [path for root in own_root() for path in _made_in(root)]
-        yield Part("environment", tuple(made) or (bundle_folder() or prefix,), Group.PROGRAM)
-    root = checkout_folder() if kind is InstallKind.CHECKOUT else None
-    if root is not None:
-        yield Part("clone", (root,), Group.KEPT, f"yours; git -C {root} clean -Xdf removes what was built in it")
+        yield Part("environment", tuple(made) or (install.folder,), Group.PROGRAM)
+    if install.clone is not None:
+        note = f"yours; git -C {install.clone} clean -Xdf removes what was built in it"
+        yield Part("clone", (install.clone,), Group.KEPT, note)
 
 
 def _made_in(root: Path) -> Iterator[Path]:
@@ -178,10 +176,6 @@ def _made_in(root: Path) -> Iterator[Path]:
         yield from (path for path in sorted(root.glob("app/*")) if is_bundle(path))
     if marked:
         yield marker
-
-
-def _is_venv_of(root: Path | None) -> bool:
-    return root is not None and Path(sys.prefix).resolve() == (root / ".venv").resolve()
 
 
 def _package() -> Iterator[Path]:
@@ -231,3 +225,118 @@ def remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
+
+
+class NotRemoved(LocalLLMError):
+    """Some files could not be removed."""
+
+    code = "not_removed"
+
+
+def uninstall_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed, with sizes")
+    data = parser.add_mutually_exclusive_group()
+    help = "keep settings, keys, chats, logs and profiles, without asking"
+    data.add_argument("--keep-data", action="store_true", help=help)
+    data.add_argument("--all", action="store_true", help="also remove settings, keys, chats, logs and profiles")
+    parser.add_argument(
+        "--yes", "-y", action="store_true", help="do not ask for confirmation; data is kept without --all"
+    )
+    add_debug_flag(parser)
+
+
+def uninstall(options: argparse.Namespace) -> int:
+    """Run the verb. Raises `ConfigError` while a server runs, or where there is no terminal to ask at."""
+    parts = footprint()
+    _print_parts(parts, options)
+    if options.dry_run:
+        return 0
+    # The user's own service is stopped below.
+    refuse_servers("uninstall", allowed=[pid for pid, manager in running_services().items() if not manager.is_system])
+    if not options.yes and not sys.stdin.isatty():
+        hint = "localllm uninstall --yes --keep-data, or: localllm uninstall --yes --all"
+        raise ConfigError("Nothing was changed.", "There is no terminal to ask at.", hint)
+    chosen = [part for part in parts if part.group is Group.PROGRAM]
+    if options.all:
+        chosen += [part for part in parts if part.group is Group.DATA]
+    if not options.yes and not confirmed(f"Remove {', '.join(part.what for part in chosen)}?"):
+        print("Nothing was changed.")
+        return 1
+    if not (options.all or options.keep_data or options.yes):
+        chosen += [
+            part
+            for part in parts
+            if part.group is Group.DATA and confirmed(f"Remove {part.what}, too ({format_bytes(part.size_bytes)})?")
+        ]
+    _remove(chosen)
+    left = [part for part in parts if part not in chosen and part.group is Group.DATA]
+    print("localllm is removed." + (f" Kept: {', '.join(part.what for part in left)}." if left else ""))
+    return 0
+
+
+def _print_parts(parts: Iterable[Part], options: argparse.Namespace) -> None:
+    """Show what the answers that were given as flags do with each part."""
+    data = Group.PROGRAM if options.all else Group.KEPT if options.keep_data or options.yes else Group.DATA
+    rows = [("", "part", "size", "where")]
+    for part in parts:
+        where = ", ".join(map(_short, part.paths)) + (f"   ({part.note})" if part.note else "")
+        rows.append((data if part.group is Group.DATA else part.group, part.what, format_bytes(part.size_bytes), where))
+    print_table(rows)
+
+
+def _short(path: Path) -> str:
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
+
+
+def _remove(parts: Iterable[Part]) -> None:
+    """Remove parts, the environment of this process last. Raises `NotRemoved` with what is left."""
+    roots = [Path.home(), config_home(), data_folder().parent, cache_folder().parent]
+    own = list(own_root())
+    roots += [root.parent for root in own]
+    package_only = installer().is_shared
+    failed: list[str] = []
+    for part in sorted(parts, key=lambda part: part.what == "environment"):
+        if part.what == "environment" and package_only:
+            failed += remove_package()
+            continue
+        if part.what == "service":
+            _stop_service(part.paths)
+        for path in part.paths:
+            try:
+                remove_path(path)
+            except OSError as error:
+                failed.append(f"{path}: {error.strerror}")
+            _remove_empty(path.parent, roots)
+        if part.what == "service":
+            _run("systemctl", "--user", "daemon-reload")
+    for folder in (*(root / "bin" for root in own), data_folder()):  # install.sh makes bin also where it needs no uv
+        _remove_empty(folder, roots)
+    if failed:
+        raise NotRemoved("Not everything could be removed.", "; ".join(failed), "the same with the rights to do so")
+
+
+def _stop_service(paths: Iterable[Path]) -> None:
+    """Stop units and agents, and disable them."""
+    units = sorted({path.name for path in paths if path.suffix != ".plist"})
+    if units:
+        _run("systemctl", "--user", "disable", "--now", *units)
+    for agent in (path for path in paths if path.suffix == ".plist"):
+        _run("launchctl", "unload", str(agent))
+
+
+def _run(*command: str) -> None:
+    """Run a program if it is installed. Without a session of its manager there is nothing that it would stop."""
+    if shutil.which(command[0]):
+        subprocess.run(command, capture_output=True, check=False)
+
+
+def _remove_empty(folder: Path, roots: Iterable[Path]) -> None:
+    """Remove a folder below one of the roots, and the folders between the root and it, while they are empty."""
+    while any(folder != root and folder.is_relative_to(root) for root in roots):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:  # not empty
+            return
+        folder = folder.parent

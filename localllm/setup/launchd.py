@@ -11,16 +11,14 @@ import json
 import os
 import plistlib
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.flags import settings_from
-from localllm.cli.service_command import kept_environment, service_command
-from localllm.cli.tell import print_table
-from localllm.cli.unit import STOP_S
+from localllm.config.flags import settings_from
 from localllm.errors import ConfigError, LocalLLMError, UnsupportedOption
 from localllm.logs.log_file import log_path
+from localllm.setup.units import STOP_S, kept_environment, service_command
+from localllm.terminal import print_table, say
 
 LABEL = "localllm"
 MARK = "<!-- Written by `localllm service install`. Running it again overwrites this file. -->"
@@ -72,24 +70,24 @@ def _install(options: argparse.Namespace) -> int:
     print(text, end="", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    _say(f"Written to {path}.")
+    say(f"Written to {path}.")
     _launchctl("bootout", f"{_domain()}/{LABEL}", must=False)
     _launchctl("bootstrap", _domain(), str(path))
-    _say("Started; it starts with each login. See localllm service status and localllm logs.")
+    say("Started; it starts with each login. See localllm service status and localllm logs.")
     if os.environ.get("LOCALLLM_API_KEY"):
-        _say("LOCALLLM_API_KEY was not written to the agent: create keys with localllm keys add NAME.")
+        say("LOCALLLM_API_KEY was not written to the agent: create keys with localllm keys add NAME.")
     return 0
 
 
 def _uninstall(options: argparse.Namespace) -> int:
     path = plist_path()
     if not path.exists():
-        _say(f"There is no {path}.")
+        say(f"There is no {path}.")
         return 0
     _require_ours(path)
     _launchctl("bootout", f"{_domain()}/{LABEL}", must=False)
     path.unlink()
-    _say(f"Stopped and removed {path}.")
+    say(f"Stopped and removed {path}.")
     return 0
 
 
@@ -121,7 +119,3 @@ def _launchctl(*words: str, must: bool = True) -> str:
             f"launchctl {' '.join(words)} failed.", done.stderr.strip(), "the same at the Mac's own screen"
         )
     return "" if done.returncode else done.stdout
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

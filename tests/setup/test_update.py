@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from localllm.cli import main
-from localllm.cli.releases import UpdateError, changes_between, find_releases, read_wheel, source_of
-from localllm.cli.unit import MARK
 from localllm.machine.install_kind import InstallKind
 from localllm.machine.running_servers import announced
+from localllm.setup.releases import UpdateError, changes_between, find_releases, read_wheel, source_of
+from localllm.setup.units import MARK
 from localllm.version import __version__
 from localllm.web.pages.chat.store import file_versions
 from tests.prefixes import CHANGELOG, CONTAINER, NEXT, make_prefix, make_wheel, run, tree
@@ -427,10 +427,10 @@ def test_a_bundle_goes_back_to_the_version_beside_it(tmp_path: Path) -> None:
 
 
 def test_nothing_to_install_with_is_told(tmp_path: Path, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.cli import update
+    from localllm.setup import environment
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(update.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UpdateError) as caught:
-        update._installer()
+        environment.installer_command()
     assert caught.value.hint == "sh install.sh"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.unit import MARK
 from localllm.machine.install_kind import InstallKind
+from localllm.setup.units import MARK
 from tests.prefixes import CONTAINER, make_prefix, prefix_of, run, tree
 
 OURS = {

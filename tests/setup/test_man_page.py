@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from localllm.cli import build_parser, main
-from localllm.cli.man_page import EXIT_CODES, man_page
 from localllm.errors import LocalLLMError
+from localllm.setup.man_page import EXIT_CODES, man_page
 
 needs_man = pytest.mark.skipif(not shutil.which("man"), reason="needs man")
 
@@ -22,7 +22,7 @@ needs_man = pytest.mark.skipif(not shutil.which("man"), reason="needs man")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page as a terminal of 200 columns shows it, without hyphenation."""
     path = tmp_path_factory.mktemp("man") / "localllm.1"
-    path.write_text(man_page(), encoding="utf-8")
+    path.write_text(man_page(*build_parser()), encoding="utf-8")
     environ = {**os.environ, "MANWIDTH": "200", "LC_ALL": "C.UTF-8", "MAN_KEEP_FORMATTING": ""}
     done = subprocess.run(
         ["man", "-l", "--warnings", "--no-hyphenation", path], env=environ, capture_output=True, text=True, check=True

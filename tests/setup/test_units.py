@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import parse, unit
-from localllm.cli.flags import settings_from
-from localllm.cli.service_command import KEPT
-from localllm.cli.unit import SERVICE, SOCKET, listen_stream, packaged_units, unit_texts
+from localllm.cli import parse
+from localllm.config.flags import settings_from
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
+from localllm.setup import units
+from localllm.setup.units import KEPT, SERVICE, SOCKET, listen_stream, packaged_units, unit_texts
 from scripts.layout import ROOT
 
 PACKAGED = ROOT / "packaging" / "systemd"
@@ -33,8 +33,8 @@ def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # systemd-analyze needs one
-    monkeypatch.setattr(unit, "KEY_FILE", tmp_path / "api-key")
-    monkeypatch.setattr(unit, "NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(units, "KEY_FILE", tmp_path / "api-key")
+    monkeypatch.setattr(units, "NVIDIA", tmp_path / "none")
     monkeypatch.chdir(tmp_path)
 
 
@@ -103,14 +103,14 @@ def test_a_lost_gpu_starts_it_again_and_a_wrong_setting_does_not() -> None:
 
 
 def test_a_unit_for_a_gpu_lets_the_drivers_setuid_helper_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(unit, "NVIDIA", tmp_path)
+    monkeypatch.setattr(units, "NVIDIA", tmp_path)
     settings = [line for line in service_of().splitlines() if not line.startswith("#")]
     implies = ("NoNewPrivileges", "Restrict", "Private", "Protect", "SystemCall", "Lock", "MemoryDeny", "Device")
     assert not [line for line in settings if line.startswith(implies)]
     assert any(
         line.startswith("ExecStartPre=-+") and "modprobe" in line for line in service_of("--system").splitlines()
     )
-    monkeypatch.setattr(unit, "NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(units, "NVIDIA", tmp_path / "none")
     assert "NoNewPrivileges=yes" in service_of()
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from localllm.config.flags import add_debug_flag
 from localllm.errors import ConfigError
 from localllm.files.folders import config_home, data_folder, translated_write, write_whole
 
@@ -65,9 +66,15 @@ class VerbCompletions:
     takes_model: bool
 
 
+def print_script_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="the shell to complete in")
+    parser.add_argument("--install", action="store_true", help="write the script to the place where the shell loads it")
+    add_debug_flag(parser)
+
+
 def print_script(options: argparse.Namespace) -> int:
     """Print the script, or install it. Raises `ConfigError` for a file that localllm did not write."""
-    text = script_of(options.shell)
+    text = script_of(options.shell, options.all_parsers()[1])
     if not options.install:
         print(text, end="")
         return 0
@@ -103,11 +110,9 @@ def is_ours(path: Path) -> bool:
         return False
 
 
-def script_of(shell: str) -> str:
-    """Return the script for a shell."""
-    from localllm.cli import build_parser
-
-    verbs = {name: _verb(parser) for name, parser in build_parser()[1].items()}
+def script_of(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Return the script for a shell. parsers: the parser of each verb, by name."""
+    verbs = {name: _verb(parser) for name, parser in parsers.items()}
     return f"{MARK}\n" + (_fish(verbs) if shell == "fish" else _bash(verbs, zsh=shell == "zsh"))
 
 

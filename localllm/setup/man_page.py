@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from localllm.config.flags import add_debug_flag, help_of
 from localllm.config.settings import SETTINGS
 from localllm.version import __version__
 
@@ -37,25 +38,24 @@ FILES = {
 }
 
 
+def show_man_arguments(parser: argparse.ArgumentParser) -> None:
+    add_debug_flag(parser)
+
+
 def show_man(options: argparse.Namespace) -> int:
     """Show the page with `man`, or print the help of all verbs where `man` is not installed."""
     if not shutil.which("man"):
-        from localllm.cli import build_parser
-
-        parser, verbs = build_parser()
+        parser, verbs = options.all_parsers()
         print("\n\n".join(each.format_help() for each in (parser, *verbs.values())))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "localllm.1"
-        path.write_text(man_page(), encoding="utf-8")
+        path.write_text(man_page(*options.all_parsers()), encoding="utf-8")
         return subprocess.run(["man", str(path)], check=False).returncode
 
 
-def man_page() -> str:
-    """Return the manual page."""
-    from localllm.cli import build_parser
-
-    parser, verbs = build_parser()
+def man_page(parser: argparse.ArgumentParser, verbs: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Return the manual page. parser: the parser of the whole command line; verbs: the parser of each verb, by name."""
     return "\n".join(_lines(parser, verbs)) + "\n"
 
 
@@ -88,7 +88,7 @@ def _section(verb: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> 
     yield _escaped(verb.description or "")
     for action in positionals:
         if action.help:
-            yield from _entry(_usage(action), _help(action))
+            yield from _entry(_usage(action), help_of(action))
     same: list[str] = []
     for action in verb._actions:
         if not action.option_strings or isinstance(action, argparse._HelpAction):
@@ -97,8 +97,9 @@ def _section(verb: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> 
         if verb is not shared and first is not None and first.help == action.help:
             same.append(action.option_strings[0])
         else:
-            value = f" {_metavar(action)}" if action.nargs != 0 else ""
-            yield from _entry(", ".join(f"{flag}{value}" for flag in action.option_strings), _help(action))
+            metavar = action.metavar or "|".join(map(str, action.choices or [action.dest.upper()]))
+            value = f" {metavar}" if action.nargs != 0 else ""
+            yield from _entry(", ".join(f"{flag}{value}" for flag in action.option_strings), help_of(action))
     if same:
         yield from (".PP", _escaped(f"Also, as for {SHARED}: {', '.join(same)}."))
 
@@ -110,16 +111,6 @@ def _entry(term: str, text: str) -> Iterator[str]:
 def _usage(action: argparse.Action) -> str:
     name = action.metavar or "|".join(map(str, action.choices or [action.dest]))
     return f"[{name}]" if action.nargs in ("?", "*") else str(name)
-
-
-def _metavar(action: argparse.Action) -> str:
-    return str(action.metavar or "|".join(map(str, action.choices or [action.dest.upper()])))
-
-
-def _help(action: argparse.Action) -> str:
-    from localllm.cli import help_of
-
-    return help_of(action)
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The files that `localllm uninstall` removes, in folders with files of others. test_cli_uninstall.py runs the verb."""
+"""The files that `localllm uninstall` removes, in folders with files of others. test_uninstall.py runs the verb."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import footprint as footprints
-from localllm.cli.footprint import MARKER, Group, footprint, remove_path
+from localllm.setup import uninstall as footprints
+from localllm.setup.uninstall import MARKER, Group, footprint, remove_path
 
 NAMES = (
     "cache", "tools", "python", "bin", "app", "torch", "cache/thesis.txt", "tools/build.sh", "python/code.py",

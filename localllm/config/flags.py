@@ -94,3 +94,20 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_debug_flag(parser)
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the argument MODEL, which is a setting without a flag."""
+    help = SETTINGS["model"].allowed
+    parser.add_argument("model", nargs=None if required else "?", metavar="MODEL", help=help)
+
+
+def help_of(action: argparse.Action) -> str:
+    """Return the help of an argument with its default, if it has one."""
+    default = "" if action.default in (None, False, argparse.SUPPRESS) else f"; default: {action.default}"
+    return f"{action.help or ''}{default}"

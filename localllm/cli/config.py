@@ -1,5 +1,4 @@
-"""The verbs `config` and `version`, which only print facts: as text, or as JSON with --json. Also a table and a
-question at a terminal, for all verbs.
+"""The verbs `config` and `version`, which only print facts: as text, or as JSON with --json.
 
 Does not know: models.
 """
@@ -10,18 +9,27 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
+from localllm.config.flags import add_json
 from localllm.config.resolve import default_config_path, resolve, unknown_variables
 from localllm.config.settings import SETTINGS, Settings
+from localllm.terminal import print_table
 from localllm.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "litestar", "uvicorn")
 
 
-def tell_config(options: argparse.Namespace) -> int:
+def show_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("show", "path"), nargs="?", default="show", help="without it: show")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings (or LOCALLLM_CONFIG)")
+    add_json(parser)
+
+
+def show_config(options: argparse.Namespace) -> int:
     """Print every setting with its value and source, or the path of the config file."""
     if options.action == "path":
         print(default_config_path())
@@ -45,7 +53,11 @@ def _settings_rows(settings: Settings) -> Iterable[tuple[str, Any, str]]:
         yield name, "(set)" if value and spec.is_secret else value, settings.source(name)
 
 
-def tell_versions(options: argparse.Namespace) -> int:
+def show_versions_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def show_versions(options: argparse.Namespace) -> int:
     """Print the versions of localllm, Python and the main packages."""
     versions = {"localllm": __version__, "python": platform.python_version(), **package_versions()}
     if options.json:
@@ -64,16 +76,3 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def confirmed(question: str, *, default: bool = False) -> bool:
-    """Ask a question at the terminal. default: what an empty answer means."""
-    answer = input(f"{question} [{'Y/n' if default else 'y/N'}] ").strip().lower()
-    return answer in ("y", "yes") or (default and not answer)
-
-
-def print_table(rows: Sequence[Sequence[str]], out: TextIO | None = None) -> None:
-    """Print a table whose columns are as wide as their widest cell; the last column is not padded."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)

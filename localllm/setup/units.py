@@ -8,14 +8,122 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import re
-from collections.abc import Sequence
+import stat
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from localllm.cli.service_command import FOLDERS, kept_environment, service_command
+from localllm.config.flags import FLAGS
 from localllm.config.resolve import CREDENTIAL
-from localllm.config.settings import ServerConfig
+from localllm.config.setting_spec import SettingSpec
+from localllm.config.settings import SETTINGS, ServerConfig
 from localllm.errors import ConfigError, DeviceLost
+
+PRIVATE = (Path("/tmp"), Path("/var/tmp"))
+"""Folders that systemd replaces by empty ones for a service with `DynamicUser=`."""
+
+
+def require_readable(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for the first file that another user than its owner cannot read."""
+    for path in (Path(sys.executable), Path(sys.executable).resolve(), Path(__file__).resolve()):
+        if why := why_unreadable(path):
+            hint = "python3 -m venv /opt/localllm && /opt/localllm/bin/pip install localllm"
+            raise ConfigError("A service with a user of its own cannot run this installation.", why, hint)
+    for path in _named_files(options):
+        if why := why_unreadable(path):
+            hint = "move it to /srv or /opt, and let everybody read it: chmod -R a+rX FOLDER"
+            raise ConfigError(f"A service with a user of its own cannot read {path}.", why, hint)
+
+
+def why_unreadable(path: Path) -> str:
+    """Return why other users cannot read a file or folder; empty if they can."""
+    path = path.absolute()
+    for folder in PRIVATE:
+        if path.is_relative_to(folder):
+            return f"The service has a {folder} of its own, which is empty."
+    for each in (*reversed(path.parents), path):
+        needed = stat.S_IROTH if each == path else stat.S_IXOTH
+        mode = each.stat().st_mode
+        if not mode & needed:
+            return f"{each} is closed to other users (mode {stat.S_IMODE(mode):o})."
+    return ""
+
+
+def _named_files(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the existing files and folders that the flags name."""
+    named = [options.model, *(getattr(options, spec.name) for spec in FLAGS if spec.is_path)]
+    named += [module.partition("=")[2] for module in options.lora_modules or ()]
+    yield from (path.resolve() for name in named if name and (path := Path(name).expanduser()).exists())
+    if options.config:
+        yield options.config.expanduser().resolve()
+
+
+FOLDERS = (
+    *("HF_HOME", "HF_HUB_CACHE", "TRITON_CACHE_DIR"),
+    *("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALLLM_CONFIG"),
+)
+"""Variables that name folders and files of the user who installs the service."""
+KEPT = (
+    "PYTHONPATH",
+    *("HF_ENDPOINT", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "LD_LIBRARY_PATH"),
+    *FOLDERS,
+    *(spec.environment for spec in SETTINGS.values() if spec.environment and not spec.is_secret),
+)
+
+
+def kept_environment(leave_out: Collection[str] = (), environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of `KEPT` that are set."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in KEPT if environ.get(name) and name not in leave_out}
+
+
+def service_command(options: argparse.Namespace, leave_out: Collection[str] = ()) -> list[str]:
+    """Return the words of `localllm serve` with the given flags, without the settings in `leave_out`.
+
+    Raises `ConfigError` for a key, which must not be on a command line.
+    """
+    if options.api_key:
+        why = "Anyone on this machine could read it in the list of processes."
+        raise ConfigError("A key must not be in a unit.", why, "localllm keys add NAME", param="api_key")
+    return list(_command(options, leave_out))
+
+
+def _command(options: argparse.Namespace, leave_out: Collection[str]) -> Iterator[str]:
+    yield from (sys.executable, "-P", "-m", "localllm", "serve")  # -P: do not import from a folder ~/localllm
+    if options.model:
+        yield _absolute(options.model)
+    for spec in FLAGS:
+        value = getattr(options, spec.name)
+        if value is not None and spec.name not in leave_out:
+            yield from _words(spec, value)
+    if options.config:
+        yield from ("--config", str(options.config.expanduser().resolve()))
+
+
+def _words(spec: SettingSpec, value: bool | str | Sequence[str]) -> Iterator[str]:
+    """Yield one setting as command line words."""
+    if spec.kind == "bool":
+        yield spec.flag if value else spec.flag.replace("--", "--no-", 1)
+    elif spec.takes_words:
+        yield spec.flag
+        for module in value if isinstance(value, Sequence) else ():
+            name, equals, path = module.partition("=")
+            yield f"{name}={_absolute(path)}" if equals else module
+    elif spec.repeats and not isinstance(value, str):
+        for each in value if isinstance(value, Sequence) else ():
+            yield from (spec.flag, each)
+    else:
+        yield from (spec.flag, _absolute(str(value)) if spec.is_path else str(value))
+
+
+def _absolute(name: str) -> str:
+    """Make the path of a file or folder absolute; another name, such as a repository, stays as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name.startswith((".", "/", "~")) or path.exists() else name
+
 
 SERVICE, SOCKET = "localllm.service", "localllm.socket"
 MARK = "# Written by `localllm service install`."
@@ -24,7 +132,7 @@ STOP_S = 45
 WATCHDOG_S = 120
 """systemd restarts a server that has been stuck for this long, by its own watchdog (web/watchdog.py)."""
 MAX_STARTS, STARTS_S = 5, 600
-"""systemd gives up after so many starts in so many seconds. Starts of an idle server by its socket count as well."""
+"""systemd's start limit: a number of starts within a number of seconds. Starts of an idle server by its socket count."""
 NVIDIA = Path("/proc/driver/nvidia")
 KEY_FILE = Path("/etc/localllm/api-key")
 """The API key of the machine's service, readable by root alone."""

@@ -2,7 +2,7 @@
 
 systemd's service belongs to this user, and starts with the user's session; with --system it belongs to the machine, and
 runs as a user of its own. With --socket systemd listens, and the first request starts the server.
-Does not know: the texts of the units (unit.py), launchd (launchd.py).
+Does not know: the texts of the units (units.py), launchd (launchd.py).
 """
 
 from __future__ import annotations
@@ -11,24 +11,32 @@ import argparse
 import getpass
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.cli.flags import FLAGS, settings_from
-from localllm.cli.readable import require_readable
-from localllm.cli.service_command import kept_environment
-from localllm.cli.tell import print_table
-from localllm.cli.unit import KEY_FILE, MARK, SERVICE, SOCKET, leave_out, unit_texts
+from localllm.config.flags import FLAGS, add_server_flags, settings_from
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import config_home
 from localllm.machine import systemd
-from localllm.machine.wsl import is_wsl
-from localllm.web.access.keys import keys_path, read_keys
+from localllm.machine.platforms import is_wsl
+from localllm.machine.running_servers import running_servers
+from localllm.setup.units import (
+    KEY_FILE,
+    MARK,
+    SERVICE,
+    SOCKET,
+    kept_environment,
+    leave_out,
+    require_readable,
+    unit_texts,
+)
+from localllm.terminal import print_table, say
 
 NAME = SERVICE
 SYSTEM_FOLDER = Path("/etc/systemd/system")
@@ -51,6 +59,20 @@ class ServiceError(LocalLLMError):
     code = "service_error"
 
 
+def service_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=("install", "uninstall", "status"), nargs="?", default="status", help="without it: status"
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to serve, as for `localllm serve`")
+    help = "only print the unit; write and start nothing"
+    parser.add_argument("--print", "--dry-run", action="store_true", help=help)
+    help = "the machine's service, with a user of its own, instead of this user's; needs root"
+    parser.add_argument("--system", action="store_true", help=help)
+    help = "let systemd listen on the address, and start the server with the first request"
+    parser.add_argument("--socket", action="store_true", help=help)
+    add_server_flags(parser, json="with status: print JSON")
+
+
 def service(options: argparse.Namespace) -> int:
     _refuse_what_has_no_effect(options)
     if sys.platform == "win32":
@@ -58,7 +80,7 @@ def service(options: argparse.Namespace) -> int:
         hint = f'schtasks /Create /SC ONLOGON /TN localllm /TR "{sys.executable} -m localllm serve"'
         raise ConfigError(what, why, hint)
     if sys.platform == "darwin":
-        from localllm.cli import launchd
+        from localllm.setup import launchd
 
         return launchd.service(options)
     return {"install": _install, "uninstall": _uninstall, "status": _status}[options.action](options)
@@ -119,12 +141,12 @@ def _install(options: argparse.Namespace) -> int:
     texts = unit_texts(options, settings.server)
     if options.print:
         print("\n".join(texts.values()), end="")
-        _say(f"Nothing was written. The units belong in {manager.folder}: {', '.join(texts)}.")
+        say(f"Nothing was written. The units belong in {manager.folder}: {', '.join(texts)}.")
         return 0
     why_not = systemd.why_not_running() if shutil.which("systemctl") else "systemctl was not found."
     if why_not:
         print("\n".join(texts.values()), end="")
-        _say(
+        say(
             f"{why_not} So nothing was written. With systemd, the units belong in {manager.folder}: {', '.join(texts)}."
         )
         return 1
@@ -135,7 +157,7 @@ def _install(options: argparse.Namespace) -> int:
     manager.folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (manager.folder / name).write_text(text)
-        _say(f"Written to {manager.folder / name}.")
+        say(f"Written to {manager.folder / name}.")
     _start(manager, options, settings.server)
     return 0
 
@@ -158,6 +180,8 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def _require_key(settings: Settings, *, is_system: bool) -> None:
     """Raise if the service would refuse to start, because it listens on the network and has no key."""
+    from localllm.web.access.keys import keys_path, read_keys
+
     server = settings.server
     if server.is_loopback or (server.api_keys and settings.source("api_key") == "file"):
         return
@@ -181,19 +205,19 @@ def _start(manager: Systemd, options: argparse.Namespace, server: ServerConfig) 
     manager.run("restart", "--no-block", started)  # a service is started when its model has loaded
     flag = " --system" if options.system else ""
     if options.socket:
-        _say(f"systemd listens on {server.host}:{server.port}; the first request starts the server.")
+        say(f"systemd listens on {server.host}:{server.port}; the first request starts the server.")
         if server.exit_when_idle is None:
-            _say("It then runs until it is stopped; --exit-when-idle 30m ends it when it is not used.")
+            say("It then runs until it is stopped; --exit-when-idle 30m ends it when it is not used.")
     else:
-        _say(f"Started; it starts with {'the machine' if options.system else 'each session'}.")
+        say(f"Started; it starts with {'the machine' if options.system else 'each session'}.")
     as_root = 'sudo "$(command -v localllm)"' if options.system else "localllm"
-    _say(f"To manage it in a browser, open the one-time link that this prints: {as_root} link")
-    _say(f"See localllm service status{flag} and {'journalctl -u localllm' if options.system else 'localllm logs'}.")
+    say(f"To manage it in a browser, open the one-time link that this prints: {as_root} link")
+    say(f"See localllm service status{flag} and {'journalctl -u localllm' if options.system else 'localllm logs'}.")
     if not options.system and not _lingers():
-        _say("To start it at boot and keep it running after you log out: loginctl enable-linger")
+        say("To start it at boot and keep it running after you log out: loginctl enable-linger")
     if os.environ.get("LOCALLLM_API_KEY"):
         where = f"write it to {KEY_FILE}, mode 600" if options.system else "create keys with localllm keys add NAME"
-        _say(f"LOCALLLM_API_KEY was not written to the unit: {where}.")
+        say(f"LOCALLLM_API_KEY was not written to the unit: {where}.")
 
 
 # ---- uninstall and status --------------------------------------------------------------------------------------------
@@ -203,12 +227,12 @@ def _uninstall(options: argparse.Namespace) -> int:
     manager = Systemd(options.system)
     names = manager.installed()
     if not names:
-        _say(f"There is no {manager.folder / SERVICE}.")
+        say(f"There is no {manager.folder / SERVICE}.")
         return 0
     manager.require_rights(options.action)
     _remove(manager, names)
     if options.system:
-        _say("Models, chats and settings stay in /var/lib/localllm, /var/cache/localllm and /etc/localllm.")
+        say("Models, chats and settings stay in /var/lib/localllm, /var/cache/localllm and /etc/localllm.")
     return 0
 
 
@@ -222,7 +246,7 @@ def _remove(manager: Systemd, names: list[str]) -> None:
         (manager.folder / name).unlink()
     if shutil.which("systemctl"):
         manager.run("daemon-reload")
-    _say(f"Stopped and removed {', '.join(str(manager.folder / name) for name in names)}.")
+    say(f"Stopped and removed {', '.join(str(manager.folder / name) for name in names)}.")
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -232,7 +256,8 @@ def _status(options: argparse.Namespace) -> int:
     facts = {"unit": str(path), "installed": path.exists()}
     asks = path.exists() and bool(shutil.which("systemctl"))
     state = _properties(manager) if asks else {}
-    listens = asks and (manager.folder / SOCKET).exists() and _listens(manager)
+    has_socket = asks and (manager.folder / SOCKET).exists()
+    listens = has_socket and manager.run("is-active", SOCKET, must=False).strip() == "active"
     answers = state.get("ActiveState") == "active" or listens
     if options.json:
         print(json.dumps({**facts, **state, **({"socket": "listening"} if listens else {})}, indent=2))
@@ -277,10 +302,6 @@ def _properties(manager: Systemd) -> dict[str, str]:
     return {name: found.get(name, "") for name in names}
 
 
-def _listens(manager: Systemd) -> bool:
-    return manager.run("is-active", SOCKET, must=False).strip() == "active"
-
-
 def _lingers() -> bool:
     """Return whether this user's services keep running without a session."""
     return (Path("/var/lib/systemd/linger") / getpass.getuser()).exists()
@@ -297,5 +318,41 @@ def _refuse_what_has_no_effect(options: argparse.Namespace) -> None:
         raise ConfigError(f"localllm service {options.action} has no --json.", "Only status has it.")
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+# ---- servers that use this install -----------------------------------------------------------------------------------
+
+
+def refuse_servers(verb: str, allowed: Collection[int] = ()) -> None:
+    """Refuse a verb while servers of this user, or the machine's service, run. allowed: processes that may run."""
+    services, why = running_services(), "It uses the files of this environment."
+    for server in running_servers():
+        if server.pid not in allowed:
+            what = f"A server runs: {server.url} ({server.model}), process {server.pid}."
+            hint = f"Ctrl-C in its terminal, or: kill {server.pid}"
+            service = services.get(server.pid)
+            raise ConfigError(what, why, hint if service is None else _how_to_stop(service, verb))
+    for pid, manager in services.items():
+        if pid not in allowed:
+            raise ConfigError(f"The service runs, process {pid}.", why, _how_to_stop(manager, verb))
+
+
+def running_services() -> dict[int, Systemd]:
+    """Return the managers whose localllm service runs, by the service's process."""
+    found = {}
+    for manager in (Systemd(is_system=False), Systemd(is_system=True)):
+        if shutil.which("systemctl") and (manager.folder / SERVICE).exists():
+            told = re.search(r"MainPID=(\d+)", manager.run("show", SERVICE, "--property=MainPID", must=False))
+            if told and told[1] != "0":
+                found[int(told[1])] = manager
+    return found
+
+
+def _how_to_stop(manager: Systemd, verb: str) -> str:
+    restart = "localllm update --restart, or: " if verb == "update" else ""
+    return f"{restart}{'sudo systemctl' if manager.is_system else 'systemctl --user'} stop {SERVICE}"
+
+
+def restart_services(services: Iterable[Systemd]) -> None:
+    """Restart services after an update."""
+    for manager in services:
+        manager.run("restart", SERVICE)
+        print("The service was restarted.")

@@ -28,7 +28,7 @@ from localllm.web.activity import Activity, counts
 from localllm.web.pages.frame.live import ASLEEP
 from tests.passed_socket import with_socket
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LONGEST_S = 90
 SLOW_LOAD = """
 import sys, time
