@@ -62,10 +62,11 @@ As `num_registered_blocks` it keeps further blocks from being registered."""
 
 @dataclass(slots=True)
 class HeldState:
-    """The recurrent state of a running request (checkpoints.py). A position counts the tokens before a state."""
+    """The recurrent state of a running request (memory/state_checkpoints.py).
+    A position counts the tokens before a state."""
 
-    place: int  # of its state; 0: released
-    read: int  # place that its next row reads; -1: that row begins from zeros
+    slot: int  # of its state; 0: released
+    read: int  # slot that its next row reads; -1: that row begins from zeros
     saved: int  # newest position of the request at which there is, or was, a checkpoint
     save_at: list[int]  # positions of the prompt at which rows will end and save the state, ascending
     steady: StateUse  # of a row that continues and saves nothing:
@@ -150,7 +151,7 @@ class Request:
 
         self.state = State.WAITING
         self.slot = -1
-        self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (ledger.py)
+        self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (memory/)
         self.num_dropped_blocks: list[int] = []  # of each table the leading entries without a block
         self.held_state: HeldState | None = None  # None: not running, or a model without recurrent states
         self.is_redrawn = False  # its rows in flight are void, since its grammar refused a token before them
@@ -178,7 +179,7 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     @property
-    def num_places(self) -> int:
+    def num_blocks(self) -> int:
         """Length of its block tables."""
         return len(self.block_tables[0]) if self.block_tables else 0
 
@@ -230,7 +231,7 @@ class Request:
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_blocks=self.num_places,
+            num_blocks=self.num_blocks,
             num_preemptions=self.num_preemptions,
             arrived_s=self.arrived_s,
             scheduled_s=self.scheduled_s,
@@ -251,5 +252,5 @@ class Request:
         return (
             f"Request({self.request_id} {self.state} N={self.num_tokens} S={self.num_drafts} "
             f"P={self.num_output_placeholders} C={self.num_computed_tokens} F={self.num_in_flight_tokens} "
-            f"blocks={self.num_places})"
+            f"blocks={self.num_blocks})"
         )

@@ -44,7 +44,7 @@ def settle_step(
     outputs, generated = [], 0
     for request, row, row_result in zip(requests, plan.rows, result.rows, strict=True):
         if row_result.fault == "model":
-            table.forget_cached_blocks()
+            table.cache.forget_all(table.running)
         if request.state is State.FINISHED:
             continue
         if speculation is not None:

@@ -55,14 +55,14 @@ class NewSlot:
 
 
 class StateUse(NamedTuple):
-    """The places of recurrent states that a row reads and writes (engine/state_pool.py).
+    """The slots of recurrent states that a row reads and writes (engine/memory/state_pool.py).
 
-    No two rows of a step write the same place, and no row reads a place that another row of the step writes.
+    No two rows of a step write the same slot, and no row reads a slot that another row of the step writes.
     """
 
     read: int  # state before the row's first token; -1: zeros
-    write: int  # place of the state after the row's last token: the request's own
-    save: int = 0  # a second place for the same state; 0: none
+    write: int  # slot of the state after the row's last token: the request's own
+    save: int = 0  # a second slot for the same state; 0: none
 
 
 class Row(NamedTuple):

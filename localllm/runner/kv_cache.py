@@ -1,6 +1,6 @@
 """The KV cache's tensors: K and V of every layer, allocated once.
 
-engine/block_pool.py decides which request holds which block; the kernels define what the bytes mean. This module only
+engine/memory/ decides which request holds which block; the kernels define what the bytes mean. This module only
 allocates exactly the planned bytes.
 Does not know: requests, attention.
 """

@@ -1,6 +1,6 @@
-"""The tensors of recurrent states: the places of every recurrent layer, allocated once.
+"""The tensors of recurrent states: the slots of every recurrent layer, allocated once.
 
-engine/state_pool.py decides which request holds which place; the kernels define what the numbers mean. This module only
+engine/memory/ decides which request holds which slot; the kernels define what the numbers mean. This module only
 allocates exactly the planned bytes, and puts each layer's states beside its K and V.
 Does not know: requests, recurrences.
 """

@@ -21,7 +21,7 @@ A state is kept for each request that runs and for each checkpoint:
 States take at most STATE_SHARE of what weights and a step leave, unless MIN_SEQS requests and MIN_CHECKPOINTS
 checkpoints need more.
 Does not know: bytes of a device, how the main group's size is chosen (plan_attempt.py), what a state consists of
-(spec/model_spec.py), which states are saved (engine/checkpoints.py).
+(spec/model_spec.py), which states are saved (engine/memory/state_checkpoints.py).
 """
 
 from __future__ import annotations

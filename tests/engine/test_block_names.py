@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.block_hash import BlockHasher
+from localllm.engine.memory.block_names import BlockHasher
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
