@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
+from localllm.engine.memory.block_names import Span
 from localllm.engine.params import SamplingParams
 from localllm.engine.prompt_history import CacheMiss, Prefix
 from localllm.engine.stats import RequestTimeline
@@ -94,7 +95,8 @@ class Request:
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
-        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
+        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "spans", "state", "stop_token_ids",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -130,8 +132,8 @@ class Request:
         self.reports_progress = reports_progress
         self.prompt_embeds = prompt_embeds
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
-        embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
-        self.cache_extras = (*salt, *embeds, *([options.adapter.cache_extra] if options.adapter is not None else []))
+        self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
+        self.spans = () if prompt_embeds is None else (Span(0, self.prompt_len, prompt_embeds.digest),)
         self.sequence = 0  # order of arrival, set by the scheduler
 
         self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number

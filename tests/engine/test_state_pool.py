@@ -74,9 +74,9 @@ class StateWalk(RuleBasedStateMachine):
         if found is None:
             return multiple()
         assert found == self.pool.lookup(chain(branch, 6), length), "a limit is the same as a shorter chain"
-        self.pool.acquire(found.place)
-        self.out.append(found.place)
-        return found.place
+        self.pool.acquire(found.slot)
+        self.out.append(found.slot)
+        return found.slot
 
     @rule(place=consumes(read))
     def stop_reading(self, place):
@@ -88,13 +88,13 @@ class StateWalk(RuleBasedStateMachine):
         found = self.pool.lookup(chain(branch, 6), 6)
         if found is None:
             return multiple()
-        is_read = found.place in self.out
-        assert self.pool.adopt(found.place) is not is_read
+        is_read = found.slot in self.out
+        assert self.pool.adopt(found.slot) is not is_read
         if is_read:
             return multiple()
-        assert found.place not in self.pool.checkpoints().values()
-        self.out.append(found.place)
-        return found.place
+        assert found.slot not in self.pool.checkpoints().values()
+        self.out.append(found.slot)
+        return found.slot
 
     @rule(branch=st.integers(0, 3), index=st.integers(0, 5))
     def lose_kv(self, branch, index):

@@ -1,18 +1,29 @@
 """Names for the contents of full KV blocks: a keyed hash chain over token ids.
 
-`h_i = H(h_{i-1} | tokens_i)`, so equal names mean equal prefixes, not just equal blocks. The key is derived from the
-model's fingerprint, and the root from the request's extras (LoRA, cache salt), each tagged with its kind so that a salt
-"x" and an adapter "x" differ. The hash is keyed blake2b: a client who knows the scheme cannot forge a collision.
+`h_i = H(h_{i-1} | tokens_i | spans_i)`, so equal names mean equal prefixes, not just equal blocks. The key is derived
+from the model's fingerprint, and the root from the request's extras (LoRA, cache salt), each tagged with its kind so
+that a salt "x" and an adapter "x" differ. Where the input is not a token's embedding, tokens are placeholders: a block
+is named by the digests of the spans that touch it, and by where they begin. Blocks before a span are those of the text.
+The hash is keyed blake2b: a client who knows the scheme cannot forge a collision.
 Does not know: blocks, requests, the pool.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 DIGEST_BYTES = 16
+
+
+class Span(NamedTuple):
+    """Positions of a prompt whose input is not a token's embedding, but given with the request."""
+
+    start: int
+    length: int
+    digest: str  # of the input: requests with equal inputs at equal positions can share blocks
 
 
 class BlockHasher:
@@ -33,8 +44,8 @@ class BlockHasher:
                 digest.update(len(part).to_bytes(4, "little") + part)
         return digest.digest()
 
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: array[int]) -> None:
-        """Append to `hashes` one name per full block of `token_ids` (int32) that has none yet."""
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: array[int], spans: Sequence[Span] = ()) -> None:
+        """Append to `hashes` one name per full block of `token_ids` (int32) that has none yet. spans: in order."""
         size = self.block_size
         full = len(token_ids) // size
         if len(hashes) >= full:
@@ -44,5 +55,10 @@ class BlockHasher:
         for block in range(len(hashes), full):
             digest = blake2b(parent, key=self._key, digest_size=DIGEST_BYTES)
             digest.update(view[block * size : (block + 1) * size])
+            for start, length, content in spans:
+                if start < (block + 1) * size and start + length > block * size:
+                    name = content.encode()
+                    digest.update((start - block * size).to_bytes(8, "little", signed=True))
+                    digest.update(len(name).to_bytes(4, "little") + name)
             parent = digest.digest()
             hashes.append(parent)

@@ -189,7 +189,7 @@ class CacheManager:
         ids = request.token_ids
         if self._config.fixed_chunk:
             ids = ids[: self._num_sharable(request)]
-        self.hasher.extend(request.block_hashes, request.hash_root, ids)
+        self.hasher.extend(request.block_hashes, request.hash_root, ids, request.spans)
 
     def _num_sharable(self, request: Request) -> int:
         chunk = self._config.fixed_chunk
