@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
-from localllm.engine.memory.block_names import Span
+from localllm.engine.memory.block_names import InputSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.prompt_history import CacheMiss, Prefix
 from localllm.engine.stats import RequestTimeline
@@ -133,7 +133,7 @@ class Request:
         self.prompt_embeds = prompt_embeds
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
         self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
-        self.spans = () if prompt_embeds is None else (Span(0, self.prompt_len, prompt_embeds.digest),)
+        self.spans = () if prompt_embeds is None else (InputSpan(0, self.prompt_len, prompt_embeds.digest),)
         self.sequence = 0  # order of arrival, set by the scheduler
 
         self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number

@@ -18,7 +18,7 @@ from typing import NamedTuple
 DIGEST_BYTES = 16
 
 
-class Span(NamedTuple):
+class InputSpan(NamedTuple):
     """Positions of a prompt whose input is not a token's embedding, but given with the request."""
 
     start: int
@@ -44,7 +44,7 @@ class BlockHasher:
                 digest.update(len(part).to_bytes(4, "little") + part)
         return digest.digest()
 
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: array[int], spans: Sequence[Span] = ()) -> None:
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: array[int], spans: Sequence[InputSpan] = ()) -> None:
         """Append to `hashes` one name per full block of `token_ids` (int32) that has none yet. spans: in order."""
         size = self.block_size
         full = len(token_ids) // size
