@@ -205,7 +205,7 @@ class Request:
         return self.state is State.FINISHED
 
     def drop_drafts(self) -> None:
-        """Forget all drafts: those of the host, and those that the runner had ready."""
+        """Forget all drafts: the host's, and the ones that the runner had ready."""
         self.draft_token_ids = self.proposed = ()
         self.num_drafts, self.num_proposed, self.are_predicted = 0, 0, False
 

@@ -2,7 +2,7 @@
 
 One token budget per step covers everything. The work of a request is the difference of its counters (request.py), so
 there is no prefill mode and no decode mode. Decodes are scheduled first, one token each, so that a long prompt never
-stalls running streams; prompts share the rest of the budget (prefill_shares.py). A waiting request is admitted when its
+stalls running streams; prompts share the rest of the budget (prefill.py). A waiting request is admitted when its
 *whole* prompt fits in addition to the expected needs of the running ones (output_reserve.py). If a running request
 cannot grow, the youngest request is preempted: it frees its blocks and waits again.
 If the model runs in pipeline stages, the requests form cohorts: a request is in one sampling step at a time, and a step
@@ -19,12 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from localllm.engine.fixed_chunks import chunk_length, whole_chunks
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, fits, plus
 from localllm.engine.outputs import EngineOutput
-from localllm.engine.prefill_shares import prefill_shares
-from localllm.engine.prompt_pace import PromptPace
+from localllm.engine.prefill import PromptPace, chunk_length, prefill_shares, whole_chunks
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import BACKGROUND_PRIORITY, Request, State
 from localllm.engine.request_table import RequestTable
@@ -80,7 +78,7 @@ class Scheduler:
         recorder: StatsRecorder | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """speculation: None: no drafts, except those of `set_drafts`."""
+        """speculation: None: no drafts, except by `set_drafts`."""
         most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
         assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
@@ -307,7 +305,7 @@ class Scheduler:
     def _prefill_budget(self, draft: _Draft, *, has_background: bool) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed, and
         for background prompts, so that a request that arrives meanwhile does not wait for a long step. With a target
-        for the step's time, by what prompt tokens were measured to take (prompt_pace.py)."""
+        for the step's time, by what prompt tokens were measured to take (prefill.py)."""
         config = self.config
         cap = config.long_prefill_token_threshold or draft.budget
         if config.target_step_s:
@@ -534,7 +532,7 @@ class Scheduler:
         seconds = result.timings.forward_s + result.timings.sample_s
         if self.config.target_step_s:
             self._pace.observe(_num_prompt_tokens(step.plan), seconds)
-        if self.speculation is not None and all(_is_decode(row) for row in step.plan.rows):
+        if self.speculation is not None and all(row.is_decode for row in step.plan.rows):
             self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs
 
@@ -592,11 +590,6 @@ class Scheduler:
         if request.state is State.RUNNING and not request.num_output_placeholders and self.cache.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
             request.num_drafts = len(request.draft_token_ids)
-
-
-def _is_decode(row: Row) -> bool:
-    """Return whether a row generates: its last known token, and drafts."""
-    return row.samples and row.num_scheduled_tokens == 1 + row.num_drafts
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:

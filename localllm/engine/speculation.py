@@ -57,7 +57,7 @@ class StepCosts:
         return self._num_steps > 0 and _bucket(tokens) not in self._fresh()
 
     def ratio(self, tokens: int, base: int) -> float:
-        """Return the seconds of a step of `tokens` as a multiple of those of one of `base` tokens."""
+        """Return the seconds of a step of `tokens` tokens, as a multiple of the seconds of a step of `base` tokens."""
         return self._seconds(tokens) / self._seconds(base)
 
     def _seconds(self, tokens: int) -> float:

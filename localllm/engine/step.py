@@ -83,8 +83,13 @@ class Row(NamedTuple):
     samples: bool  # False: a prefill chunk that stops short of the last known token
     draft_token_ids: tuple[int, ...] = ()  # drafts made by the host; (): those that the runner has proposed
     state: StateUse | None = None  # None: a model without recurrent states
-    num_drafts: int = 0  # the last so many of the n positions hold drafts
-    num_reread: int = 0  # so many positions before C run again for a drafter that reads their features; KV stays
+    num_drafts: int = 0  # number of drafts, which are the last of the n positions
+    num_reread: int = 0  # cached positions before C to run again, since a drafter needs their features; KV is kept
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the row generates: its last known token, and drafts. A prompt's last token may be one, too."""
+        return self.samples and self.num_scheduled_tokens == 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +253,7 @@ class DraftSupport(NamedTuple):
     widths: tuple[int, ...] = ()  # drafts of each row to which a step is padded, ascending; (): it is not padded
 
     def padded_tokens(self, num_rows: int, drafts: int) -> int:
-        """Return the tokens of a step with so many drafts of each row, padding included."""
+        """Return the tokens of a step whose rows have `drafts` drafts each, padding included."""
         return num_rows * (1 + next((width for width in self.widths if width >= drafts), drafts))
 
 

@@ -1,4 +1,4 @@
-"""The names by which the model calls tools: those of their servers, with the server's name in front where two collide.
+"""The names by which the model calls tools: as servers name them, with the server in front where two names collide.
 
 Models and APIs allow letters, digits, hyphens and underscores, at most 64; other characters become underscores.
 Does not know: the protocol.

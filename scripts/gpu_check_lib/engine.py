@@ -35,9 +35,8 @@ from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token, state_group
 from localllm.runner.graphs import Capture, CudaCapture
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
 from localllm.tuning.workload import PromptSource, Workload
 from scripts.random_weights import WeightFormat, random_model
 

@@ -33,9 +33,8 @@ from localllm.runner.device_drafts import (
 )
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
 from tests.kv import ledger_of, of_each
 from tests.runner.desk import WAYS
 from tests.runner.naive import Case

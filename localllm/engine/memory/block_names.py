@@ -3,7 +3,7 @@
 `h_i = H(h_{i-1} | tokens_i | spans_i)`, so equal names mean equal prefixes, not just equal blocks. The key is derived
 from the model's fingerprint, and the root from the request's extras (LoRA, cache salt), each tagged with its kind so
 that a salt "x" and an adapter "x" differ. Where the input is not a token's embedding, tokens are placeholders: a block
-is named by the digests of the spans that touch it, and by where they begin. Blocks before a span are those of the text.
+is named by the digests of the spans that touch it, and by where they begin. Blocks before a span keep their names.
 The hash is keyed blake2b: a client who knows the scheme cannot forge a collision.
 Does not know: blocks, requests, the pool.
 """

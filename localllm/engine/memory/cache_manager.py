@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from localllm.engine.fixed_chunks import num_sharable_tokens
 from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, Ledger
 from localllm.engine.memory.state_checkpoints import StateCheckpoints
 from localllm.engine.memory.state_pool import StatePool
+from localllm.engine.prefill import num_sharable_tokens
 from localllm.engine.request import NEVER, Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import StateUse

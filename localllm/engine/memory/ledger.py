@@ -47,7 +47,7 @@ class Ledger:
         self, num_blocks: Sequence[int], block_size: int, windows: Sequence[int | None] = (), *, step_tokens: int = 0
     ) -> None:
         """num_blocks: of each group, with its null block. windows: tokens that the layers of each group see, None: all.
-        step_tokens: the most tokens of a step, whose blocks windowed groups hold besides those of the windows."""
+        step_tokens: the most tokens of a step, whose blocks windowed groups hold besides their windows."""
         self.num_blocks = tuple(num_blocks)
         self.pools = tuple(map(BlockPool, num_blocks))
         self.windows = tuple(windows) or (None,) * len(self.pools)

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from localllm.engine.fixed_chunks import num_sharable_tokens
 from localllm.engine.memory.ledger import NO_STATE, Hit, Ledger
 from localllm.engine.memory.state_pool import NULL_SLOT, StatePool
+from localllm.engine.prefill import num_sharable_tokens
 from localllm.engine.request import NEVER, HeldState, Request
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import StateUse

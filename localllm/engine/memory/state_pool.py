@@ -3,7 +3,7 @@
 A slot holds one state: that of a whole model after some tokens. A request writes its own slot in each step. A
 *checkpoint* is a slot with a name: that of the last block of the tokens that its state comes after (block_names.py). It
 is useful only together with the KV of those blocks, so it is dropped with the first of them.
-The tensors live in runner/state_cache.py; what is saved, and when, is decided in state_checkpoints.py.
+The tensors live in runner/kv_cache.py; what is saved, and when, is decided in state_checkpoints.py.
 Does not know: torch, tokens, requests.
 """
 

@@ -160,7 +160,7 @@ class MoE:
         return out.add_(extra)
 
     def write(self, writer: Writer, norm: Any) -> None:
-        """Write the operations up to the last matrices, those of the shared expert included."""
+        """Write the operations up to the last matrices, with the shared expert."""
         self.write_routed(writer, norm, norm)
         if self.shared is None:
             return
