@@ -27,8 +27,9 @@ class BlockPool:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
         self.num_changes = 0  # names added or dropped so far: a lookup before the last change may be out of date
-        self.on_dropped: Callable[[bytes], None] | None = None
-        """Called with each name that is dropped alone: by an eviction or by `forget`, not by `forget_all`."""
+        self.on_dropped: list[Callable[[bytes, int], None]] = []
+        """Called with each name that is dropped alone, and its block: by an eviction, before the block is handed out,
+        or by `forget`, not by `forget_all`."""
         self.clear()
 
     def clear(self) -> None:
@@ -165,8 +166,8 @@ class BlockPool:
         del self._block_of[name]
         self._hash_of[block] = None
         self.num_changes += 1
-        if self.on_dropped is not None:
-            self.on_dropped(name)
+        for listener in self.on_dropped:
+            listener(name, block)
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

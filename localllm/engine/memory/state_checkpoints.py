@@ -1,16 +1,16 @@
-"""Checkpoints of recurrent states: which are kept, and which places each row of a step reads and writes.
+"""Checkpoints of recurrent states: which are kept, and which slots each row of a step reads and writes.
 
 A prompt begins behind its known start only if the KV of that start is there *and* the state after exactly as many
 tokens. K and V of every token are kept anyway; a state is kept where a row of a step ends. Rows therefore end
 
     at the last block boundary of each prompt    the next turn of a chat agrees with this one up to there
     at the end of the known KV of a prompt       the second request with a common start saves it, the third begins there
-    at block boundaries where a step ends a chunk of a long prompt anyway; saved once per full step, into free places
+    at block boundaries where a step ends a chunk of a long prompt anyway; saved once per full step, into free slots
     every `state_interval` tokens of an output   moved along: one per request, until it ends
 
 A state is there only when its step has run. A checkpoint is therefore found from the next step on, and once all its
 tokens are known.
-Does not know: torch, how many tokens a row should get (scheduler.py), what places are (state_pool.py).
+Does not know: torch, how many tokens a row should get (scheduler.py), what slots are (state_pool.py).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from localllm.engine.fixed_chunks import num_sharable_tokens
-from localllm.engine.ledger import NO_STATE, Hit, Ledger
+from localllm.engine.memory.ledger import NO_STATE, Hit, Ledger
+from localllm.engine.memory.state_pool import NULL_SLOT, StatePool
+from localllm.engine.prefill import num_sharable_tokens
 from localllm.engine.request import NEVER, HeldState, Request
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.engine.state_pool import NULL_PLACE, StatePool
 from localllm.engine.step import StateUse
 
 Kind = Literal["kept", "chunk", "moving"]
 
 
 class _Save(NamedTuple):
-    """A state that a launched row writes to a place of its own, not named yet."""
+    """A state that a launched row writes to a slot of its own, not named yet."""
 
     request: Request
     held: HeldState
     position: int  # tokens that the state comes after
-    place: int
+    slot: int
     kind: Kind
 
 
-class Checkpoints:
+class StateCheckpoints:
     """The states of running requests and the checkpoints.
 
     names_to: returns the names of a request's blocks before a position, all of whose tokens are known, and registers
@@ -55,7 +55,7 @@ class Checkpoints:
         self.pool, self._config, self._ledger, self._names_to = pool, config, ledger, names_to
         self._full = [pool for pool, window in zip(ledger.pools, ledger.windows, strict=True) if window is None]
         for full in self._full:
-            full.on_dropped = pool.drop_block
+            full.on_dropped.append(pool.drop_block)
         self._unit = config.fixed_chunk or config.block_size  # checkpoints are at multiples of it
         self._interval = max(self._unit, config.state_interval)
         self._planned: dict[str, _Save] = {}  # of the step under construction, by request
@@ -69,42 +69,42 @@ class Checkpoints:
 
         A shorter prefix needs other blocks of a windowed group, and not all of them may still be there.
         """
-        num_kv_places = hit.num_places
-        while hit.num_places:
-            found = self.pool.lookup(names, hit.num_places)
+        num_kv_blocks = hit.num_blocks
+        while hit.num_blocks:
+            found = self.pool.lookup(names, hit.num_blocks)
             depth = 0 if found is None else found.num_blocks
-            if depth != hit.num_places:
+            if depth != hit.num_blocks:
                 hit = self._ledger.lookup(names[:depth], self._unit // self._config.block_size)
-            if found is not None and depth == hit.num_places:
-                return Hit(depth, hit.blocks, found.place, num_kv_places)
-        return hit._replace(num_kv_places=num_kv_places)
+            if found is not None and depth == hit.num_blocks:
+                return Hit(depth, hit.blocks, found.slot, num_kv_blocks)
+        return hit._replace(num_kv_blocks=num_kv_blocks)
 
     def can_enter(self, num_entering: int) -> bool:
-        """Return whether there is a place for one more request beside so many that enter with it."""
+        """Return whether a slot is free if `num_entering` other requests enter in the same step."""
         return self.pool.num_available > num_entering
 
     def enter(self, request: Request, hit: Hit) -> bool:
-        """Give a waiting request a place and the state that it begins from. False, without a change: none is left."""
-        place = self._place_beside(hit.state)
-        if place is None:
+        """Give a waiting request a slot and the state that it begins from. False, without a change: none is left."""
+        slot = self._slot_beside(hit.state)
+        if slot is None:
             return False
-        if hit.state not in (NO_STATE, place):
+        if hit.state not in (NO_STATE, slot):
             self._read.append(hit.state)
-        start = hit.num_places * self._config.block_size
-        request.held_state = HeldState(place, hit.state, start, self._positions(request, hit), StateUse(place, place))
+        start = hit.num_blocks * self._config.block_size
+        request.held_state = HeldState(slot, hit.state, start, self._positions(request, hit), StateUse(slot, slot))
         return True
 
-    def _place_beside(self, read: int) -> int | None:
-        """Return a place to write, which keeps the checkpoint at `read`, or is that checkpoint's if no other is left
+    def _slot_beside(self, read: int) -> int | None:
+        """Return a slot to write, which keeps the checkpoint at `read`, or is that checkpoint's if no other is left
         and no other request reads it."""
         if read == NO_STATE:
             return self.pool.allocate()
         self.pool.acquire(read)
-        place = self.pool.allocate()
-        if place is None:
+        slot = self.pool.allocate()
+        if slot is None:
             self.pool.release(read)
             return read if self.pool.adopt(read) else None
-        return place
+        return slot
 
     def _positions(self, request: Request, hit: Hit) -> list[int]:
         """Return the positions of a prompt at which its state will be kept."""
@@ -112,26 +112,26 @@ class Checkpoints:
             return []
         size, unit = self._config.block_size, self._unit
         positions = {min(request.num_tokens - 1, self._num_sharable(request)) // unit * unit}
-        if (hit.num_kv_places - hit.num_places) * size >= self._interval:
-            positions.add(hit.num_kv_places * size // unit * unit)
-        return sorted(position for position in positions if position > hit.num_places * size)
+        if (hit.num_kv_blocks - hit.num_blocks) * size >= self._interval:
+            positions.add(hit.num_kv_blocks * size // unit * unit)
+        return sorted(position for position in positions if position > hit.num_blocks * size)
 
     def _num_sharable(self, request: Request) -> int:
         chunk = self._config.fixed_chunk
         return num_sharable_tokens(request.prompt_len, chunk) if chunk else request.num_tokens
 
     def release(self, request: Request) -> None:
-        """Take back the place of a request that ends or is preempted, and what its row of this step would save."""
+        """Take back the slot of a request that ends or is preempted, and what its row of this step would save."""
         held = request.held_state
         if held is None:
             return
-        self.pool.release(held.place)
+        self.pool.release(held.slot)
         if held.moving:
             self.pool.keep(held.moving)
         planned = self._planned.pop(request.request_id, None)
         if planned is not None:
-            self.pool.release(planned.place)
-        held.place, request.held_state = NULL_PLACE, None
+            self.pool.release(planned.slot)
+        held.slot, request.held_state = NULL_SLOT, None
 
     def will_find_more(self, request: Request, num_cached_tokens: int, running: Iterable[Request]) -> bool:
         """Return whether a waiting request would find a deeper checkpoint if it waited: one that a running request is
@@ -140,10 +140,10 @@ class Checkpoints:
         last = (request.num_tokens - 1) // size
 
         def is_common(other: Request, position: int) -> bool:
-            place = position // size - 1
+            index = position // size - 1
             theirs = other.block_hashes
-            return position > num_cached_tokens and place < min(last, len(names), len(theirs)) and (
-                theirs[place] == names[place]
+            return position > num_cached_tokens and index < min(last, len(names), len(theirs)) and (
+                theirs[index] == names[index]
             )  # fmt: skip
 
         saves = (*self._pending, *self._planned.values())
@@ -157,8 +157,8 @@ class Checkpoints:
 
     def begin_step(self) -> None:
         """Name the states that earlier steps saved, as far as their tokens are known by now."""
-        for place in self._read:
-            self.pool.release(place)
+        for slot in self._read:
+            self.pool.release(slot)
         self._read.clear()
         pending, self._pending = self._pending, []
         for save in pending:
@@ -168,12 +168,12 @@ class Checkpoints:
                 self._name(save)
 
     def _name(self, save: _Save) -> None:
-        request, held, position, place, kind = save
+        request, held, position, slot, kind = save
         names = self._names_to(request, position) if request.num_tokens >= position else ()
-        runs = held.place != NULL_PLACE
+        runs = held.slot != NULL_SLOT
         spare = kind == "chunk" or (kind == "moving" and runs)
-        named = bool(names) and self.pool.register(place, names, has_kv=self._has_kv, spare=spare)
-        self.pool.release(place)
+        named = bool(names) and self.pool.register(slot, names, has_kv=self._has_kv, spare=spare)
+        self.pool.release(slot)
         if named and kind == "moving":
             if held.moving:
                 self.pool.forget_spare(held.moving)
@@ -199,20 +199,20 @@ class Checkpoints:
         return boundary if boundary > start else end
 
     def use(self, request: Request, end: int) -> StateUse:
-        """Return the places of a row that ends at position `end`; the row may still leave the step with `release`."""
+        """Return the slots of a row that ends at position `end`; the row may still leave the step with `release`."""
         held = request.held_state
         assert held is not None, f"{request.request_id} runs without a state"
-        save, kind = NULL_PLACE, self._kind(request, held, end)
+        save, kind = NULL_SLOT, self._kind(request, held, end)
         if kind is not None:
-            save = self.pool.allocate(may_evict=kind != "chunk") or NULL_PLACE
+            save = self.pool.allocate(may_evict=kind != "chunk") or NULL_SLOT
         if kind is not None and save:
             self._planned[request.request_id] = _Save(request, held, end, save, kind)
             held.saved = end
         if held.save_at and held.save_at[0] == end:
             del held.save_at[0]
         held.next_use = end - end % self._unit + self._unit
-        read, held.read = held.read, held.place
-        return StateUse(read, held.place, save)
+        read, held.read = held.read, held.slot
+        return StateUse(read, held.slot, save)
 
     def _kind(self, request: Request, held: HeldState, end: int) -> Kind | None:
         """Return why the state at a row's end is saved; None: it is not."""
@@ -238,12 +238,12 @@ class Checkpoints:
     def forget_all(self) -> None:
         """Drop all checkpoints, also those not named yet."""
         for save in self._pending:
-            self.pool.release(save.place)
+            self.pool.release(save.slot)
         self._pending.clear()
         self.pool.forget_all()
 
     def clear(self) -> None:
-        """Free all places."""
+        """Free all slots."""
         self._planned.clear()
         self._pending.clear()
         self._read.clear()

@@ -1,30 +1,27 @@
-"""Operations of a decode step's list before their buffers exist, and the parts of layers that most models share.
+"""Operations of a decode step's list before their buffers exist. Each layer writes its own, in `write` and `write_out`.
 
 Buffers are as wide as the widest operation that uses them, so memory for them comes last (`Writer.lowered`).
-Does not know: kinds of layers and their order (native_program.py), recurrences (native_layers.py).
+Does not know: kinds of layers and their order.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.attention import CACHE_TYPES
 from localllm.kernels.cpu.matrix import HeldMatrix, matrices_of
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
     Activation,
-    HeadNorm,
-    HeadsMade,
-    NativeAttention,
-    NativeExperts,
+    NativeConvolution,
+    NativeGatedNorm,
     NativeLowRank,
     NativeMatrix,
     NativeNorm,
@@ -34,21 +31,13 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
-from localllm.kernels.layer_cache import LayerCache, LayerKV
-from localllm.kernels.rotary_store_kv import count_query_heads
-from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.decoder.layer import LayerKind, RecurrentPart, Scaled, SideBySide
-from localllm.models.layers.attention import Attention, Clip, HeadLayerNorm, WholeNorm
-from localllm.models.layers.latent_attention import LatentAttention
+from localllm.kernels.layer_cache import LayerCache, LayerState
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLinear
-from localllm.models.layers.mlp import MLP, GatedMLP
-from localllm.models.layers.moe import MoE
 from localllm.models.layers.norm import LayerNorm, RMSNorm
-from localllm.models.spec.model_spec import kv_groups
+from localllm.models.spec.model_spec import ModelSpec
 
-_HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
     "gelu_tanh": Activation.GELU_TANH,
@@ -97,8 +86,11 @@ class _Operands(NamedTuple):
 class Writer:
     """Writes the operations of a model one by one. In the order of the forward pass."""
 
-    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerCache | None]) -> None:
-        self.model, self.kv_cache = model, kv_cache
+    def __init__(
+        self, spec: ModelSpec, kv_cache: Sequence[LayerCache | None], rope_table: Callable[[Any], Tensor | None]
+    ) -> None:
+        """rope_table: returns the cosines and sines of layers of a kind."""
+        self.spec, self.rope_table = spec, rope_table
         self.stream, self.qkv, self.attended, self.part, self.logits = (Buffer() for _ in range(5))
         self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (Buffer() for _ in range(5))
         self.projected, self.mixed, self.recurred = (Buffer() for _ in range(3))  # of recurrent layers
@@ -110,7 +102,7 @@ class Writer:
         self.group = 0  # of the block tables of the layer that is written
         self.others: defaultdict[str, Buffer] = defaultdict(Buffer)  # of few families
         self.constants: list[tuple[Buffer, int, float]] = []  # buffer, column, value in all rows
-        self._chosen = 0  # address of the layer's experts
+        self.chosen_experts = 0  # address of the layer's experts
         self.kept: list[object] = [
             kv_cache,
             self.states,
@@ -120,7 +112,7 @@ class Writer:
     @property
     def activation(self) -> Activation:
         """The model's activation."""
-        return _ACTIVATIONS[self.model.spec.hidden_act]
+        return ACTIVATIONS[self.spec.hidden_act]
 
     def lowered(self) -> Any:
         """Return the operations for the library, with memory for their buffers."""
@@ -135,113 +127,9 @@ class Writer:
             buffer.values[:, column] = value
         return (NativeOperation * len(self.planned))(*(_lowered(plan) for plan in self.planned))
 
-    # -- parts of a layer
+    # -- matrices of experts
 
-    def attend(self, part: Any, kind: LayerKind, kv: LayerKV, norm: Any) -> None:
-        attention, _ = unscaled(part)
-        if isinstance(attention, LatentAttention):
-            raise NotSupportedNatively("latent attention")
-        assert isinstance(attention, Attention), type(attention)
-        self.linear(attention.qkv, self.stream, self.qkv, norm=norm)
-        description = self._attention(attention, kind, kv)
-        self.kept.append(description)
-        width = description.heads * description.head_dim
-        self.attended.widen(width)
-        self.plan(
-            Op.ATTEND, self.qkv, self.attended, source_offset=attention.gate_size,
-            attention=ctypes.addressof(description),
-        )  # fmt: skip
-        if attention.gate_size:
-            self.multiply(self.qkv, 0, self.attended, 0, width, Activation.SIGMOID)
-
-    def project(self, part: Any, target: Buffer) -> None:
-        """The last projection of attention or a recurrence: added to the stream, or written to another buffer."""
-        part, factor = unscaled(part)
-        if isinstance(part, SideBySide):
-            self._project(part.attention, self.attended, target, factor)
-            self._project(part.recurrence, self.recurred, target, factor, adds=True)
-        elif isinstance(part, RecurrentPart):
-            self._project(part.recurrence, self.recurred, target, factor)
-        else:
-            self._project(part, self.attended, target, factor)
-
-    def _project(self, part: Any, source: Buffer, target: Buffer, factor: float, *, adds: bool = False) -> None:
-        part, own = unscaled(part)
-        self.linear(part.out, source, target, factor=factor * own, adds=adds)
-
-    def feed(self, part: Any, norm: Any) -> None:
-        """The feed-forward part of the stream up to its last matrix."""
-        mlp, _ = unscaled(part)
-        activation = self.activation
-        if isinstance(mlp, MLP):
-            self.linear(mlp.up, self.stream, self.features, norm=norm, activation=activation)
-        elif isinstance(mlp, GatedMLP):
-            self._gated(mlp.gate_up, norm, activation)
-        else:
-            assert isinstance(mlp, MoE), type(mlp)
-            self.choose_experts(mlp, norm)
-            if mlp.shared is not None:
-                self._feed_shared(mlp, mlp.shared, norm, activation)
-
-    def shrink(self, part: Any, target: Buffer) -> None:
-        """The last matrix of the feed-forward part: added to the stream, or written to another buffer."""
-        mlp, factor = unscaled(part)
-        if not isinstance(mlp, MoE):
-            self.linear(mlp.down, self.features, target, factor=factor)
-            return
-        self.plan(
-            Op.EXPERTS_DOWN, self.expert_features, target, experts=self._chosen, adds=target is self.stream,
-            factor=factor, matrix=sizes(self.model.spec.hidden_size),
-        )  # fmt: skip
-        if mlp.shared is not None:
-            self.linear(mlp.shared.down, self.features, target, factor=factor, adds=True)
-
-    # -- a mixture of experts
-
-    def choose_experts(self, mixture: MoE, norm: Any, router_norm: Any = None) -> None:
-        """Route, and run the first matrices of the chosen experts. router_norm: None: `norm`."""
-        if mixture.routing.scales_inputs:
-            raise NotSupportedNatively("experts whose inputs are multiplied")
-        self.linear(mixture.router, self.stream, self.router, norm=norm if router_norm is None else router_norm)
-        self._chosen = ctypes.addressof(self._experts(mixture))
-        self.plan(Op.ROUTE, self.router, self.router, experts=self._chosen)
-        width = mixture.experts.gate_up[0].shape[0] // 2
-        self.expert_features.widen(mixture.routing.top_k * width)
-        name = self.model.spec.mixture.activation if self.model.spec.mixture is not None else None
-        self.plan(
-            Op.EXPERTS_GATED, self.stream, self.expert_features, experts=self._chosen,
-            norm=self._norm(norm), matrix=sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
-        )  # fmt: skip
-
-    def _feed_shared(self, mixture: MoE, shared: GatedMLP | MLP, norm: Any, activation: Activation) -> None:
-        """The shared expert up to its last matrix, scaled by its gate if it has one."""
-        if isinstance(shared, MLP):
-            raise NotSupportedNatively("experts without a gate")
-        self._gated(shared.gate_up, norm, activation)
-        if mixture.shared_gate is not None:
-            self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
-            assert self.model.spec.mixture is not None
-            width = sizes(self.model.spec.mixture.shared_size)
-            self.plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
-
-    def _experts(self, mixture: MoE) -> NativeExperts:
-        routing, experts = mixture.routing, mixture.experts
-        ids = torch.zeros((MAX_ROWS, routing.top_k), dtype=torch.int32)
-        weights = torch.zeros((MAX_ROWS, routing.top_k))
-        self.kept += [ids, weights]
-        described = NativeExperts(
-            count=len(experts.gate_up), top_k=routing.top_k,
-            gate_up=self._each_expert(experts.gate_up, experts.gate_up_bias),
-            down=self._each_expert(experts.down, experts.down_bias),
-            correction=self.address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
-            renormalizes=routing.renormalize, least_sum=routing.least_sum, num_groups=routing.num_groups,
-            top_groups=routing.top_groups, scale=routing.scale, expert_scale=self.address(mixture.expert_scale),
-            ids=ids.data_ptr(), weights=weights.data_ptr(),
-        )  # fmt: skip
-        self.kept.append(described)
-        return described
-
-    def _each_expert(self, weights: Any, biases: Tensor | None) -> int:
+    def each_expert(self, weights: Any, biases: Tensor | None) -> int:
         """Return the address of the matrices of all experts."""
         count = len(weights)
         each = [None] * count if biases is None else list(biases)
@@ -252,14 +140,11 @@ class Writer:
         self.kept.append(matrices)
         return ctypes.addressof(matrices)
 
-    def add_part(self, norm: Any, target: Buffer | None = None, *, adds: bool = True) -> None:
-        """Add what the last part has written, normed, to the stream or another buffer."""
-        self.add(self.part, self.stream if target is None else target, norm, adds=adds)
-
     def add(self, source: Buffer, target: Buffer, norm: Any, *, adds: bool = True) -> None:
-        hidden = self.model.spec.hidden_size
+        """Add what a part has written, normed, to the stream or another buffer."""
+        hidden = self.spec.hidden_size
         target.widen(hidden)
-        self.plan(Op.ADD, source, target, norm=self._norm(norm), matrix=sizes(hidden), adds=adds)
+        self.plan(Op.ADD, source, target, norm=self.normed_by(norm), matrix=sizes(hidden), adds=adds)
 
     # -- operations
 
@@ -280,7 +165,7 @@ class Writer:
         offset = 0
         for matrix, low_rank in zip(matrices, low_ranks, strict=True):
             self.plan(
-                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), low_rank=low_rank, **fields
+                Op.LINEAR, source, target, offset, matrix=matrix, norm=self.normed_by(norm), low_rank=low_rank, **fields
             )  # fmt: skip
             offset += matrix.outputs
 
@@ -306,10 +191,10 @@ class Writer:
             first += matrix.outputs
         self.kept += [linear, low, described]
         addresses: list[int | None] = [ctypes.addressof(each) for each in described]
-        self.plan(Op.SHRINK, source, source, matrix=sizes(inputs), norm=self._norm(norm), low_rank=addresses[0])
+        self.plan(Op.SHRINK, source, source, matrix=sizes(inputs), norm=self.normed_by(norm), low_rank=addresses[0])
         return addresses
 
-    def _gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
+    def gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
         if not isinstance(gate_up, Linear):
             raise NotSupportedNatively("a gate with factors")
         matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
@@ -318,7 +203,7 @@ class Writer:
             self.stream.widen(gate_up.weight.shape[1])
             (low_rank,) = self._low_ranks(gate_up, matrices, self.stream, norm)
             self.plan(
-                Op.GATED, self.stream, self.features, matrix=matrices[0], norm=self._norm(norm),
+                Op.GATED, self.stream, self.features, matrix=matrices[0], norm=self.normed_by(norm),
                 activation=activation, low_rank=low_rank,
             )  # fmt: skip
             return
@@ -333,6 +218,39 @@ class Writer:
         self.plan(
             Op.MULTIPLY, source, target, offset, source_offset, matrix=sizes(width), activation=activation
         )  # fmt: skip
+
+    def scale_stream(self, index: int, factor: float) -> None:
+        """Multiply the stream by a number, which is kept in column `index` of a buffer of all layers' numbers."""
+        scalars = self.others["scalars"]
+        scalars.widen(index + 1)
+        self.constants.append((scalars, index, factor))
+        hidden = sizes(self.spec.hidden_size)
+        self.plan(Op.SCALE, scalars, self.stream, source_offset=index, matrix=hidden, activation=Activation.NONE)
+
+    def convolve(
+        self, weight: Tensor, bias: Tensor | None, state: LayerState, offset: int, target: Buffer, *, is_silu: bool
+    ) -> None:
+        """Convolve the columns of `projected` from `offset` on."""
+        taps, channels = weight.shape
+        target.widen(channels)
+        assert state.conv is not None
+        convolution = NativeConvolution(
+            weight=self.address(weight), bias=self.address(bias), states=state.conv.data_ptr(),
+            state_type=STATE_TYPES[state.conv.dtype], channels=channels, taps=taps, is_silu=is_silu,
+        )  # fmt: skip
+        self.recurrent(Op.CONVOLVE, convolution, x=(self.projected, offset), y=(target, 0))
+
+    def norm_recurred(
+        self, weight: Tensor, eps: float, gate_offset: int, groups: int, width: int, *, gate_first: bool
+    ) -> None:
+        """Norm `recurred` in place, with the gate from column `gate_offset` of `projected` on."""
+        norm = NativeGatedNorm(
+            weight=self.address(weight), groups=groups, width=width, shares_weight=weight.numel() == width,
+            gate_first=gate_first, eps=eps,
+        )  # fmt: skip
+        self.recurrent(
+            Op.GATED_NORM, norm, x=(self.recurred, 0), gate=(self.projected, gate_offset), y=(self.recurred, 0)
+        )
 
     def recurrent(self, op: Op, description: Any, **places: tuple[Buffer, int]) -> None:
         """Write a recurrent operation. places: the buffer of each input and of the output y, and its first column."""
@@ -364,7 +282,7 @@ class Writer:
         self.kinds.update(held.matrix.kind for held in matrices)
         return [held.matrix for held in matrices]
 
-    def _norm(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:
+    def normed_by(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:
         if norm is None:
             return NativeNorm(NormKind.NONE)
         bias = norm.bias if isinstance(norm, LayerNorm) else None
@@ -379,43 +297,6 @@ class Writer:
         self.kept.append(held)
         return held.data_ptr()
 
-    def _attention(self, attention: Attention, kind: LayerKind, kv: LayerKV) -> NativeAttention:
-        spec, (kv_heads, num_blocks, block_size, head_dim) = self.model.spec, kv.k.shape
-        if kv.k.dtype not in CACHE_TYPES:
-            raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
-        table = self.model.rope_table(kind)
-        window = kv_groups(spec)[self.group].window
-        return NativeAttention(
-            k=kv.k.data_ptr(), v=kv.v.data_ptr(),
-            k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
-            v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
-            cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
-            heads=count_query_heads(
-                (attention.qkv.weight.shape[0] - attention.gate_size) // head_dim, kv, attention.made
-            ),
-            kv_heads=kv_heads, head_dim=head_dim,
-            angles=self.address(table), rotary_dim=0 if table is None else table.shape[1],
-            window=window or 0, group=self.group, scale=attention.scale, softcap=attention.softcap or 0.0,
-            sinks=self.address(attention.sinks), slopes=self.address(attention.alibi_slopes),
-            **self._changes(attention),
-            query_growth=spec.query_scaling or 0.0,
-            growth_period=spec.rope.parameters["original_max_position_embeddings"] if spec.query_scaling else 1,
-        )  # fmt: skip
-
-    def _changes(self, attention: Attention) -> dict[str, Any]:
-        """Return the fields of what happens to q, k and v before the rotation."""
-        fields: dict[str, Any] = {}
-        changes = [*attention.before_rotation, *([] if attention.qk_norm is None else [attention.qk_norm])]
-        for change in changes:
-            if isinstance(change, Clip):
-                fields["clip"] = change.limit
-                continue
-            kind, weight, eps = _head_norm(change)
-            if attention.norm_last:
-                kind = HeadNorm.RMS_LAST
-            fields |= {"head_norm": kind, "head_norm_weight": self.address(weight), "head_norm_eps": eps}
-        return fields | {"made": _HEADS_MADE[attention.made], "norms_values": attention.norms_values}
-
 
 def _lowered(plan: _Planned) -> NativeOperation:
     source, target = plan.source.values, plan.target.values
@@ -425,22 +306,6 @@ def _lowered(plan: _Planned) -> NativeOperation:
     )  # fmt: skip
 
 
-def unscaled(part: Any) -> tuple[Any, float]:
-    """Return the part of a layer, and the factor of its output."""
-    return (part.part, part.factor) if isinstance(part, Scaled) else (part, 1.0)
-
-
 def sizes(width: int) -> NativeMatrix:
     """Return a matrix without weights, for operations that need only its size."""
     return NativeMatrix(outputs=width, inputs=width)
-
-
-def _head_norm(norm: object) -> tuple[HeadNorm, Tensor, float]:
-    """Return the kind, weight [heads + kv_heads, head_dim] and epsilon of a norm of q and k."""
-    if isinstance(norm, RMSNorm):
-        return HeadNorm.RMS, norm.weight, norm.eps
-    if isinstance(norm, HeadLayerNorm):
-        return HeadNorm.LAYER, norm.weight, norm.eps
-    if isinstance(norm, WholeNorm):
-        return HeadNorm.WHOLE, torch.cat((norm.q.weight, norm.k.weight)), norm.q.eps
-    raise NotSupportedNatively(f"a change of q and k of kind {type(norm).__name__}")
