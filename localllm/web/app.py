@@ -32,18 +32,18 @@ from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.web.access.auth import FrontDoor
+from localllm.web.access.caller import no_decisions
 from localllm.web.access.connection import Connection, Connections
 from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses
 from localllm.web.access.scopes import API_RULES
 from localllm.web.access.tls import check_certificate
-from localllm.web.access.tools import no_decisions
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.activity import Activity, Closing
 from localllm.web.api import anthropic, batches, llamacpp, model_list, ollama, openai, responses, router
+from localllm.web.api.answer import EngineIds
 from localllm.web.api.batches.line_runner import Endpoints, LineRunner
 from localllm.web.api.batches.worker import BatchWorker
-from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.openai.chat import answer_chat
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
@@ -52,7 +52,7 @@ from localllm.web.api.openai.rerank import answer_rerank, answer_score
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
 from localllm.web.api.responses.responses import answer_response
-from localllm.web.api.responses.store import ResponseStore
+from localllm.web.api.responses.stored import ResponseStore
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
 from localllm.web.watchdog import Watchdog

@@ -22,8 +22,7 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.text.messages import TemplateTraits, plain_messages
 from localllm.web.api.anthropic.answer import AnthropicHead, MessageEvents
 from localllm.web.api.anthropic.conversation import messages_of, template_of
-from localllm.web.api.anthropic.fields import RULES
-from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody
+from localllm.web.api.anthropic.schema import RULES, CountBody, InputMessage, MessagesBody
 from localllm.web.api.generation import Progress
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 

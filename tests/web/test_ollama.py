@@ -21,9 +21,8 @@ from localllm.serving.build import build_engine
 from localllm.web.api import disconnect
 from localllm.web.api.generation import Progress
 from localllm.web.api.ollama import lines
-from localllm.web.api.ollama.fields import OPTION_RULES, RULES
 from localllm.web.api.ollama.models import plain_name
-from localllm.web.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
+from localllm.web.api.ollama.schema import OPTION_RULES, RULES, OllamaChatBody, OllamaGenerateBody, Options
 from tests.hub.conftest import checkpoint, hub  # noqa: F401
 from tests.hub.local_hub import LocalHub
 from tests.models.pooling.checkpoints import save_bert

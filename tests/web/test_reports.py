@@ -15,7 +15,7 @@ from localllm.units import format_rate
 from localllm.web.api.generation import Progress
 from localllm.web.api.ollama.lines import OllamaHead, RequestClock
 from localllm.web.api.ollama.shapes import OllamaMessage
-from localllm.web.api.openai.usage import usage_object
+from localllm.web.api.openai.answer import usage_object
 from localllm.web.api.timings import timings_object
 from localllm.web.pages.dashboard.request_presenters import finished_requests
 from localllm.web.pages.playground.presenters import result

@@ -16,7 +16,7 @@ import pytest
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.api import answer
 from localllm.web.api.responses import mcp_rounds
-from localllm.web.api.responses.truncation import droppable
+from localllm.web.api.responses.asked import droppable
 from localllm.web.pages.chat.state import chat_state_of
 from tests.mcp.programs import friendly, hostile
 from tests.web.harness import open_request

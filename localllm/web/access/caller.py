@@ -5,11 +5,14 @@ Does not know: how a key is checked (auth.py), which route needs which scope (sc
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
-from litestar import Request
+from litestar import Litestar, Request
 
+from localllm.config.mcp_servers import McpServer
 from localllm.config.settings import ServerConfig
+from localllm.mcp.servers import McpServers
 from localllm.web.access.keys import Key, Scope
 from localllm.web.errors import MissingScope
 
@@ -110,3 +113,45 @@ def owner_of(request: Request[Any, Any, Any]) -> str:
     """
     key = key_of(request)
     return key.owner if key is not None and key.scope == "infer" else ""
+
+
+MAX_ROUNDS = 8
+"""Replies in a row that may call tools about which nobody is asked."""
+MAX_CUTS = 4
+"""How often results that do not fit into the context are cut to half their length."""
+
+
+class ToolDecision(Protocol):
+    """An owner's decision about a tool."""
+
+    @property
+    def server(self) -> str: ...
+
+    @property
+    def tool(self) -> str: ...
+
+    @property
+    def digest(self) -> str: ...  # of the tool at the time of the decision
+
+    @property
+    def choice(self) -> str: ...  # always or never
+
+
+Decisions = Callable[[str], Awaitable[Sequence[ToolDecision]]]
+"""Returns the decisions of an owner."""
+
+
+async def no_decisions(owner: str) -> Sequence[ToolDecision]:
+    """Return the decisions of an owner on a server without pages: none."""
+    return ()
+
+
+def mcp_of(app: Litestar) -> McpServers:
+    """Return the servers of tools of the application."""
+    servers: McpServers = app.state["mcp"]
+    return servers
+
+
+def may_use(owner: str, server: McpServer) -> bool:
+    """Return whether an owner may use a server. The empty owner is that of admins, and of a server without keys."""
+    return not owner or server.scope == "infer"

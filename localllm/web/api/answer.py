@@ -1,5 +1,7 @@
 """Turn a translated request into its answer, whole or streamed; an encoder writes it in its dialect.
 
+An HTTP request's id may be chosen by its client, so that two requests may have the same one; the engine needs unique
+ids and makes its own. A log line has the first, the dashboard has the second, and `EngineIds` maps one to the other.
 Does not know: how a body is read, shapes of responses.
 """
 
@@ -24,12 +26,31 @@ from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerReader
 from localllm.web.access.caller import salted
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
-from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import as_local_error, request_id_of
 from localllm.web.shape import Shape
+
+MOST = 500
+
+
+class EngineIds:
+    """A dictionary that forgets the oldest entries. Used on the event loop only."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._ids: dict[str, str] = {}
+
+    def note(self, request_id: str, engine_id: str) -> None:
+        self._ids.pop(request_id, None)
+        self._ids[request_id] = engine_id
+        if len(self._ids) > self._most:
+            del self._ids[next(iter(self._ids))]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return (id of the HTTP request, id of the engine), oldest first."""
+        return list(self._ids.items())
 
 
 class Encoder(Protocol):

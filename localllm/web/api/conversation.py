@@ -1,4 +1,5 @@
-"""A conversation to answer; every dialect translates its chat requests into this form.
+"""A conversation to answer; every dialect translates its chat requests into this form. Filling in the middle of a text,
+for models that were trained for it.
 
 The chat template checks and renders messages (text/messages.py). This module fills in the values that a request leaves
 open, and renders and tokenises in a thread, so that other streams are not delayed: the time that an unknown template or
@@ -16,9 +17,10 @@ import anyio.to_thread
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import NO_OPTIONS, RequestOptions
-from localllm.errors import ContextTooLong
+from localllm.errors import ContextTooLong, UnsupportedParameter
 from localllm.serving.chat import Conversation
 from localllm.serving.served import ServedModel
+from localllm.text.fill_in import ExtraFile, FillIn, find_fill_in
 from localllm.units import format_count
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
@@ -133,3 +135,35 @@ def _size(content: Any) -> int:
     if isinstance(content, list):
         return sum(CHARS_OF_A_PART + _size(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
+
+
+def fill_in_of(model: ServedModel, param: str = "suffix") -> FillIn:
+    """Return the model's tokens for filling in the middle. Raises `UnsupportedParameter`."""
+    found = find_fill_in(model.tokenizer)
+    if found is None:
+        raise UnsupportedParameter(
+            f"{model.shown_name} cannot fill in the middle of a text.",
+            "Its vocabulary has no tokens for that, such as <|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>.",
+            "Use a model that was trained for it, such as Qwen2.5-Coder, StarCoder2, Codestral or CodeGemma.",
+            param=param,
+        )
+    return found
+
+
+def ended(params: SamplingParams, fill_in: FillIn) -> SamplingParams:
+    """Return the parameters with the tokens that end an answer: padding, or the beginning of another file."""
+    return replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *fill_in.end_ids))))
+
+
+async def infill_token_ids(
+    model: ServedModel,
+    fill_in: FillIn,
+    before: str,
+    behind: str,
+    extra: Sequence[ExtraFile] = (),
+    room: int | None = None,
+) -> list[int]:
+    """Return the prompt. room: most tokens of it; None: any number. Raises `ContextTooLong`."""
+    size = len(before) + len(behind) + sum(len(file.name) + len(file.text) for file in extra)
+    require_readable(size, model)
+    return await on_thread(size, lambda: fill_in.prompt(before, behind, extra, room))

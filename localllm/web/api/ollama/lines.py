@@ -23,7 +23,7 @@ from localllm.text.tokenizer import Tokenizer
 from localllm.web.api.disconnect import Framing
 from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.api.ollama.shapes import ChatLine, GenerateLine, OllamaCall, OllamaCalledFunction, OllamaMessage
-from localllm.web.api.scored import scored
+from localllm.web.api.timings import scored
 from localllm.web.errors import ollama_error
 from localllm.web.shape import Shape
 

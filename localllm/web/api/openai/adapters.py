@@ -11,7 +11,7 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, manager_of, struct_body
-from localllm.web.api.operation import OF_MODELS, TEXT, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, TEXT, Operation, RequestBody
 from localllm.web.errors import MissingParameter
 
 

@@ -22,8 +22,7 @@ from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import McpServers
 from localllm.mcp.values import Outcome
 from localllm.serving.chat import Tools
-from localllm.web.access.caller import owner_of
-from localllm.web.access.tools import MAX_CUTS, MAX_ROUNDS, mcp_of
+from localllm.web.access.caller import MAX_CUTS, MAX_ROUNDS, mcp_of, owner_of
 from localllm.web.api.answer import note_id
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.generation import Generation, Progress

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.client_tools import input_of
-from localllm.web.api.responses.item_shapes import OutputText, ReasoningText
 from localllm.web.api.responses.items import Item, new_id
+from localllm.web.api.responses.shapes import OutputText, ReasoningText
 from localllm.web.shape import event_bytes
 
 to_json = msgspec.json.encode

@@ -24,7 +24,7 @@ from localllm.mcp.values import ServerTool
 from localllm.serving.chat import calls_tools
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
-from localllm.web.access.tools import may_use
+from localllm.web.access.caller import may_use
 from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
