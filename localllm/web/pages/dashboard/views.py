@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from localllm.web.pages.frame.views import Fact, Gauge, Loading, Segment, Shell, View
+from localllm.web.pages.frame.views import Fact, Gauge, Loading, Segment, Shell, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_sparkline.html")
 class Sparkline(View):
     """The history of a value. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
 
-    template: ClassVar[str] = "dashboard/_sparkline.html"
     title: str
     span: str  # the period from the left edge to now
     lines: tuple[str, ...]  # one "x,y x,y ..." per line
@@ -23,11 +21,10 @@ class Sparkline(View):
     samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the plot as text
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_headline.html")
 class Headline(View):
     """A value with its history."""
 
-    template: ClassVar[str] = "dashboard/_headline.html"
     id: str
     title: str
     value: str
@@ -57,11 +54,10 @@ class GroupUsage:
     blocks_per_cell: int
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_kv_usage.html")
 class KVUsage(View):
     """The use of the KV cache, by request."""
 
-    template: ClassVar[str] = "dashboard/_kv_usage.html"
     used_share: float  # 0 to 1
     sparkline: Sparkline
     block_size: int
@@ -101,11 +97,10 @@ class StepRow:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_steps.html")
 class RecentSteps(View):
     """The batches of the last steps, and the time breakdown of the newest."""
 
-    template: ClassVar[str] = "dashboard/_steps.html"
     step_id: int
     num_steps: int
     prefill_tokens: int
@@ -130,31 +125,28 @@ class LatencyRow:
     p95_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_latency.html")
 class Latency(View):
     """Latencies of the last minute, or since the start if the last minute had no requests."""
 
-    template: ClassVar[str] = "dashboard/_latency.html"
     rows: tuple[LatencyRow, ...]
     span: str  # "last minute" or "since start"
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_counters.html")
 class Counters(View):
     """Prefix cache, preemptions and how requests ended, since the start."""
 
-    template: ClassVar[str] = "dashboard/_counters.html"
     prefix_hit_rate: float  # 0 to 1
     prefix_hits: int
     prefix_queries: int
     facts: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_drafts.html")
 class Drafts(View):
     """Figures of speculation in the last minute, or since the start if nothing was generated in that minute."""
 
-    template: ClassVar[str] = "dashboard/_drafts.html"
     why_off: str = ""  # why there are no drafts at all; empty: there may be some
     tokens_per_step: str = ""  # of one request
     accepted: int = 0
@@ -187,11 +179,10 @@ class RequestRow:
     drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_live_requests.html")
 class LiveRequests(View):
     """Requests that are running or waiting."""
 
-    template: ClassVar[str] = "dashboard/_live_requests.html"
     rows: tuple[RequestRow, ...]
     hidden: int = 0  # further requests that are not listed
     count: int = 0  # all of them
@@ -219,11 +210,10 @@ class FinishedRow:
     missed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_finished_requests.html")
 class FinishedRequests(View):
     """The last finished requests, with a breakdown of their time."""
 
-    template: ClassVar[str] = "dashboard/_finished_requests.html"
     rows: tuple[FinishedRow, ...]
     scale_s: float
     hidden: int = 0  # further requests that are known but not listed
@@ -241,11 +231,10 @@ class GPUUse:
     facts: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_machine_use.html")
 class MachineUse(View):
     """CPU, memory and GPUs right now."""
 
-    template: ClassVar[str] = "dashboard/_machine_use.html"
     gauges: tuple[Gauge, ...]
     facts: tuple[Fact, ...] = ()
     gpus: tuple[GPUUse, ...] = ()
@@ -273,32 +262,29 @@ class StageTile:
     bubble_ratio: float | None  # share of the time in which the stage computed nothing; None: unknown, or one stage
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_ranks.html")
 class Ranks(View):
     """The ranks of a model on several devices; hidden if the model runs in the server's process."""
 
-    template: ClassVar[str] = "dashboard/_ranks.html"
     stages: tuple[StageTile, ...] = ()
     num_ranks: int = 0
     num_lost: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_model_facts.html")
 class ModelFacts(View):
     """The model and its memory plan."""
 
-    template: ClassVar[str] = "dashboard/_model_facts.html"
     name: str
     memory: tuple[Segment, ...]
     facts: tuple[Fact, ...]
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_board.html")
 class Dashboard(View):
     """Every tile. The live stream sends the tiles that changed."""
 
-    template: ClassVar[str] = "dashboard/_board.html"
     headlines: tuple[Headline, ...]
     ranks: Ranks
     kv_usage: KVUsage
@@ -321,11 +307,10 @@ class DashboardLink:
     is_shown: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/page.html")
 class DashboardPage(View):
     """`/dashboard`."""
 
-    template: ClassVar[str] = "dashboard/page.html"
     shell: Shell
     dashboard: Dashboard | None = None
     loading: Loading | None = None
@@ -334,11 +319,10 @@ class DashboardPage(View):
     query: str = ""  # of this dashboard, for the files to download
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/requests.html")
 class RequestsPage(View):
     """`/dashboard/requests`: those that live, and all finished ones that are known."""
 
-    template: ClassVar[str] = "dashboard/requests.html"
     shell: Shell
     live: LiveRequests
     finished: FinishedRequests
@@ -353,11 +337,10 @@ class TimelineEvent:
     after_s: float  # since its arrival
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_cache_miss.html")
 class CacheMissCard(View):
     """The reason why the prefix cache did not hold more of a prompt, and the texts where it left an earlier one."""
 
-    template: ClassVar[str] = "dashboard/_cache_miss.html"
     why: str
     before: str = ""  # the text in both prompts,
     here: str = ""  # what follows in this prompt,
@@ -366,11 +349,10 @@ class CacheMissCard(View):
     hides_text: bool = False  # the request is not the viewer's
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/request.html")
 class RequestPage(View):
     """`/dashboard/requests/{id}`: where the time of one request went."""
 
-    template: ClassVar[str] = "dashboard/request.html"
     shell: Shell
     id: str
     state: str

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Segment, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Segment, Shell, View, view
 
 ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
 FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
 Tab = Literal["installed", "discover", "downloads", "none"]
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_tabs.html")
 class LibraryTabs(View):
     """The tabs of the page."""
 
-    template: ClassVar[str] = "library/_tabs.html"
     here: Tab
     running: int  # downloads that have not ended
 
@@ -47,11 +46,10 @@ class ModelRow:
     error: ErrorNotice | None = None  # why the last load failed
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_installed.html")
 class InstalledList(View):
     """Every model on this machine, with its state."""
 
-    template: ClassVar[str] = "library/_installed.html"
     rows: tuple[ModelRow, ...]
     size_bytes: int
     free_bytes: int  # on the disk that holds the cache
@@ -71,22 +69,20 @@ class PickCard:
     license: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_picks.html")
 class Picks(View):
     """The models suggested for this machine, shown if it has none."""
 
-    template: ClassVar[str] = "library/_picks.html"
     picks: tuple[PickCard, ...] = ()
     machine: str = ""  # Runs on RTX 4090: 22.9 GiB free
     offline: str = ""  # what switched the hub off; empty: it may be asked
     is_pending: bool = False  # the models have not been planned yet; the live connection fills the room
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_fit.html")
 class FitVerdict(View):
     """The answer whether a model fits on this machine, with the numbers, or why this is unknown."""
 
-    template: ClassVar[str] = "library/_fit.html"
     kind: FitKind
     title: str  # Fits, ...
     numbers: str
@@ -108,11 +104,10 @@ class SearchResult:
     is_here: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_results.html")
 class SearchResults(View):
     """The results of a search."""
 
-    template: ClassVar[str] = "library/_results.html"
     query: str
     results: tuple[SearchResult, ...]
 
@@ -150,43 +145,39 @@ class PartialDownload:
     held: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_downloads.html")
 class DownloadsView(View):
     """All downloads of this server, the newest first."""
 
-    template: ClassVar[str] = "library/_downloads.html"
     cards: tuple[DownloadCard, ...]
     cut: tuple[PartialDownload, ...]
     free_bytes: int
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_delete.html")
 class DeleteQuestion(View):
     """Asks for confirmation before a model is deleted, or says why it cannot be deleted."""
 
-    template: ClassVar[str] = "library/_delete.html"
     name: str
     frees: str
     where: str
     refusal: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_notice.html")
 class LibraryNotice(View):
     """The result of the last action. That of a load from a path changes with the load."""
 
-    template: ClassVar[str] = "library/_notice.html"
     said: str = ""
     error: ErrorNotice | None = None
     chat_url: str = ""  # the model is loaded: a link to a chat with it
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/page.html")
 class LibraryPage(View):
     """`/library`"""
 
-    template: ClassVar[str] = "library/page.html"
     shell: Shell
     tabs: LibraryTabs
     installed: InstalledList
@@ -196,11 +187,10 @@ class LibraryPage(View):
     path_error: ErrorNotice | None = None  # why
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/discover.html")
 class DiscoverPage(View):
     """`/library/discover`"""
 
-    template: ClassVar[str] = "library/discover.html"
     shell: Shell
     tabs: LibraryTabs
     query: str
@@ -212,33 +202,30 @@ class DiscoverPage(View):
     offline: ErrorNotice | None = None  # why there is no search
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/downloads.html")
 class DownloadsPage(View):
     """`/library/downloads`"""
 
-    template: ClassVar[str] = "library/downloads.html"
     shell: Shell
     tabs: LibraryTabs
     downloads: DownloadsView
     notice: LibraryNotice = LibraryNotice()
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/absent.html")
 class AbsentPage(View):
     """`/library/model/{name}` of a model of which nothing is known here, with the way back."""
 
-    template: ClassVar[str] = "library/absent.html"
     shell: Shell
     tabs: LibraryTabs
     name: str
     error: ErrorNotice
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/delete.html")
 class DeletePage(View):
     """`/library/delete`, for a browser without scripts."""
 
-    template: ClassVar[str] = "library/delete.html"
     shell: Shell
     tabs: LibraryTabs
     question: DeleteQuestion
@@ -267,11 +254,10 @@ class Variant:
     is_current: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/model.html")
 class ModelPage(View):
     """`/library/model/{name}`: facts, fit and files of one model, on this machine or on the hub."""
 
-    template: ClassVar[str] = "library/model.html"
     shell: Shell
     tabs: LibraryTabs
     name: str

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Shell, View, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,18 @@ class LogRow:
     rest: str = ""  # the text after the id
 
 
-@dataclass(frozen=True, slots=True)
+@view("logs/_lines.html")
 class LogTable(View):
     """Log records in order: the records of the page, or the ones logged since."""
 
-    template: ClassVar[str] = "logs/_lines.html"
     rows: tuple[LogRow, ...]
     missed: int = 0  # records that were dropped before these could be sent
 
 
-@dataclass(frozen=True, slots=True)
+@view("logs/_card.html")
 class LogCard(View):
     """The lines that match a filter. The filter's form replaces the card as one types."""
 
-    template: ClassVar[str] = "logs/_card.html"
     lines: LogTable
     is_filtered: bool
     live_url: str  # empty: there are no live updates
@@ -47,11 +45,10 @@ class LogCard(View):
     kept: int
 
 
-@dataclass(frozen=True, slots=True)
+@view("logs/page.html")
 class LogsPage(View):
     """`/logs`."""
 
-    template: ClassVar[str] = "logs/page.html"
     shell: Shell
     card: LogCard
     kind: str  # what is shown; empty: everything

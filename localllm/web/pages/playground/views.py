@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Loading, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Loading, Shell, View, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,10 @@ class NumberField:
     default: str  # the value used if the field is empty
 
 
-@dataclass(frozen=True, slots=True)
+@view("playground/_editor.html")
 class Editor(View):
     """The request that the user edits. The tab decides which parts are shown."""
 
-    template: ClassVar[str] = "playground/_editor.html"
     tab: str
     roles: tuple[str, ...]
     messages: tuple[MessageRow, ...]
@@ -94,11 +93,10 @@ class Snippet:
     code: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("playground/_result.html")
 class Result(View):
     """The result of a request. Empty parts are not shown."""
 
-    template: ClassVar[str] = "playground/_result.html"
     error: ErrorNotice | None = None
     text: str = ""
     reasoning: str = ""
@@ -113,11 +111,10 @@ class Result(View):
     raw_title: str = "JSON"
 
 
-@dataclass(frozen=True, slots=True)
+@view("playground/page.html")
 class PlaygroundPage(View):
     """`/playground`."""
 
-    template: ClassVar[str] = "playground/page.html"
     shell: Shell
     tabs: tuple[tuple[str, str], ...] = ()  # key, title
     editor: Editor | None = None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from localllm.web.pages.chat.tools.views import ConsentList, ToolRow
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_tool_server.html")
 class ToolServerCard(View):
     """One server of tools: what it is, its state, its tools, the last lines of its errors."""
 
-    template: ClassVar[str] = "settings/_tool_server.html"
     name: str
     url: str  # of its actions
     state: str  # disabled, not started, starting, running, failed
@@ -25,11 +21,10 @@ class ToolServerCard(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_tool_server_form.html")
 class ToolServerForm(View):
     """The form that adds a server; the fields are as they were typed."""
 
-    template: ClassVar[str] = "settings/_tool_server_form.html"
     name: str = ""
     command: str = ""
     env: str = ""
@@ -41,11 +36,10 @@ class ToolServerForm(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/tools.html")
 class ToolServersPage(View):
     """`/settings/tools`."""
 
-    template: ClassVar[str] = "settings/tools.html"
     shell: Shell
     servers: tuple[ToolServerCard, ...]
     form: ToolServerForm
@@ -54,11 +48,10 @@ class ToolServersPage(View):
     missing: ErrorNotice | None = None  # the package mcp, or a proof of who uses this browser
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/new_tool_server.html")
 class NewToolServerPage(View):
     """Shows a new server in full, before it is saved."""
 
-    template: ClassVar[str] = "settings/new_tool_server.html"
     shell: Shell
     form: ToolServerForm
     command: tuple[str, ...]  # each argument; empty: an address

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from localllm.web.pages.chat.sidebar.views import WipeChats
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,10 @@ class SettingRow:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_group.html")
 class SettingGroup(View):
     """Settings of one subject."""
 
-    template: ClassVar[str] = "settings/_group.html"
     id: str
     title: str
     rows: tuple[SettingRow, ...]
@@ -41,11 +40,10 @@ class SettingGroup(View):
     is_open: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_groups.html")
 class SettingGroups(View):
     """All groups, or those with a setting that a search found."""
 
-    template: ClassVar[str] = "settings/_groups.html"
     groups: tuple[SettingGroup, ...]
     query: str = ""  # empty: all
 
@@ -62,11 +60,10 @@ class KeyRow:
     remove_url: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_keys.html")
 class KeysCard(View):
     """The keys that open this server."""
 
-    template: ClassVar[str] = "settings/_keys.html"
     rows: tuple[KeyRow, ...]
     is_locked: bool
     num_given: int  # keys from the command line or the environment, valid for this run
@@ -89,11 +86,10 @@ class StoredRow:
     delete_url: str = ""  # URL of the page that deletes it; empty: there is none
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_storage.html")
 class StorageCard(View):
     """All data that localllm stores on this machine."""
 
-    template: ClassVar[str] = "settings/_storage.html"
     rows: tuple[StoredRow, ...]
     free_bytes: int
 
@@ -108,20 +104,18 @@ class FindingRow:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_doctor.html")
 class DoctorReport(View):
     """The results of `localllm doctor`; empty if it has not run yet."""
 
-    template: ClassVar[str] = "settings/_doctor.html"
     findings: tuple[FindingRow, ...] = ()
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/page.html")
 class SettingsPage(View):
     """`/settings`."""
 
-    template: ClassVar[str] = "settings/page.html"
     shell: Shell
     groups: SettingGroups
     keys: KeysCard
@@ -136,28 +130,25 @@ class SettingsPage(View):
     wipe: View = field(default_factory=WipeChats)  # the form that deletes all chats
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_restart.html")
 class Restart(View):
     """The next step after a change of the file: a restart, by the page or by hand."""
 
-    template: ClassVar[str] = "settings/_restart.html"
     what: str  # what to do; empty: the page offers it
     command: str = ""  # to be typed on the server's machine; empty: a command alone does not do it
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/restarting.html")
 class RestartingPage(View):
     """Shown until the server has restarted."""
 
-    template: ClassVar[str] = "settings/restarting.html"
     shell: Shell
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/change.html")
 class ChangePage(View):
     """`/settings/change`: a line for config.toml, before and after it is written."""
 
-    template: ClassVar[str] = "settings/change.html"
     shell: Shell
     row: SettingRow
     choices: tuple[str, ...]
@@ -173,11 +164,10 @@ class ChangePage(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/new_key.html")
 class NewKeyPage(View):
     """Shows a new key, once."""
 
-    template: ClassVar[str] = "settings/new_key.html"
     shell: Shell
     name: str
     scope: str
@@ -185,11 +175,10 @@ class NewKeyPage(View):
     locks: bool  # this is the first key, so the server now requires one
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/remove_key.html")
 class RemoveKeyPage(View):
     """Asks for confirmation before removing a key that would lock users out."""
 
-    template: ClassVar[str] = "settings/remove_key.html"
     shell: Shell
     name: str
     remove_url: str

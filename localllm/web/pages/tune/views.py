@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Shell, View, view
 
 Step = Literal["goal", "limits", "run", "result"]
 ProfileState = Literal["matches", "differs", "other"]
@@ -20,19 +20,17 @@ class StepMark:
     url: str = ""  # empty: the step cannot be opened
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_steps.html")
 class WizardSteps(View):
     """The four steps, with the current one marked."""
 
-    template: ClassVar[str] = "tune/_steps.html"
     marks: tuple[StepMark, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_goal.html")
 class GoalCard(View):
     """One goal to choose."""
 
-    template: ClassVar[str] = "tune/_goal.html"
     name: str
     what: str  # who the goal is for
     best: str  # the value that tuning maximises
@@ -59,19 +57,17 @@ class ProfileRow:
     key: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_plans.html")
 class ProfileTable(View):
     """All profiles, the newest first."""
 
-    template: ClassVar[str] = "tune/_plans.html"
     rows: tuple[ProfileRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/goal.html")
 class GoalPage(View):
     """`/tune`."""
 
-    template: ClassVar[str] = "tune/goal.html"
     shell: Shell
     steps: WizardSteps
     model: str  # the model to tune; empty: there is none
@@ -103,11 +99,10 @@ class LimitFields:
     people: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/limits.html")
 class LimitsPage(View):
     """`/tune/limits`."""
 
-    template: ClassVar[str] = "tune/limits.html"
     shell: Shell
     steps: WizardSteps
     model: str
@@ -141,11 +136,10 @@ class TrialRow:
     is_best: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_trials.html")
 class TrialTable(View):
     """All trials, the newest first."""
 
-    template: ClassVar[str] = "tune/_trials.html"
     rows: tuple[TrialRow, ...]
     heads: tuple[tuple[str, str], ...]  # of the settings' columns: words, flag
     unit: str
@@ -154,11 +148,10 @@ class TrialTable(View):
     best_is: str = "best"  # the tag of the best trial
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_progress.html")
 class RunProgress(View):
     """The progress of the run, with a button to cancel it."""
 
-    template: ClassVar[str] = "tune/_progress.html"
     model: str
     goal: str
     phases: tuple[LoadPhase, ...]
@@ -169,11 +162,10 @@ class RunProgress(View):
     is_cancelled: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_best.html")
 class Best(View):
     """The best trial so far."""
 
-    template: ClassVar[str] = "tune/_best.html"
     score: str  # empty: nothing has been measured yet
     settings: str
     facts: tuple[Fact, ...]
@@ -201,11 +193,10 @@ class ParetoRow:
     is_pick: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_scatter.html")
 class Scatter(View):
     """Speed against its cost. The line joins the Pareto-optimal trials."""
 
-    template: ClassVar[str] = "tune/_scatter.html"
     points: tuple[Point, ...]
     line: str  # "x,y x,y ..."
     title: str
@@ -218,11 +209,10 @@ class Scatter(View):
     legend: tuple[tuple[str, str], ...]  # kind and words of the points that are there
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/run.html")
 class RunPage(View):
     """`/tune/run`."""
 
-    template: ClassVar[str] = "tune/run.html"
     shell: Shell
     steps: WizardSteps
     progress: RunProgress
@@ -259,11 +249,10 @@ class RecommendedSettings:
     is_applied: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/result.html")
 class ResultPage(View):
     """`/tune/result`."""
 
-    template: ClassVar[str] = "tune/result.html"
     shell: Shell
     steps: WizardSteps
     model: str

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_context_meter.html")
 class ContextMeter(View):
     """The share of the model's context that the chat uses, which may be more than all of it; empty without a size."""
 
-    template: ClassVar[str] = "chat/_context_meter.html"
     used_tokens: int = 0
     size_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_refusal.html")
 class Refusal(View):
     """A message that does not fit into the context, and the ways on. The buttons send the form that they stand in."""
 
-    template: ClassVar[str] = "chat/_refusal.html"
     what: str
     why: str
     url: str  # where the form is posted; with the oldest messages left out it is posted there again
@@ -31,50 +26,45 @@ class Refusal(View):
     field_id: str = "composer-message"  # of the text
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_fit_update.html")
 class FitUpdate(View):
     """The answer to a count: the composer with a refusal in place of Send, or as it is if the message fits."""
 
-    template: ClassVar[str] = "chat/_fit_update.html"
     action: View
     refusal: Refusal | None = None
     meter: ContextMeter | None = None
     clears_error: bool = False  # the answer to a message that was sent: an older error goes
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_behaviour_chip.html")
 class BehaviourChip(View):
     """The system prompt of a chat, over its first message; it leads to the drawer."""
 
-    template: ClassVar[str] = "chat/_behaviour_chip.html"
     system: str = ""
     url: str = ""  # of the page with the drawer open
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_summary_origin.html")
 class SummaryOrigin(View):
     """The line over a summary: the chat that it sums up."""
 
-    template: ClassVar[str] = "chat/_summary_origin.html"
     title: str
     url: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_load_progress.html")
 class LoadProgress(View):
     """The progress of a model that was picked, in place of Send."""
 
-    template: ClassVar[str] = "chat/_load_progress.html"
     model: str
     fraction: float | None = None  # 0 to 1; None: unknown
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_model_picked.html")
 class ModelPicked(View):
     """The answer to a pick, and the end of a load: the parts of the composer that depend on the model."""
 
-    template: ClassVar[str] = "chat/_model_picked.html"
     action: View
     sampling: View | None = None
     thinking: View | None = None
@@ -82,19 +72,17 @@ class ModelPicked(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_thinking_choice.html")
 class ThinkingChoice(View):
     """The choice of whether the model thinks before it answers; not shown for a model that cannot switch."""
 
-    template: ClassVar[str] = "chat/_thinking_choice.html"
     is_shown: bool = False
     value: str = ""  # on, off, or empty for the model's own way
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_setting_refused.html")
 class SettingRefused(View):
     """The error of a wrong value in the drawer, with the drawer open at its field."""
 
-    template: ClassVar[str] = "chat/_setting_refused.html"
     error: ErrorNotice
     sampling: View

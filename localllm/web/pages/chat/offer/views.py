@@ -6,10 +6,9 @@ Does not know: how a state is reached (serving/model_offer.py), keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from localllm.serving.model_offer import State
-from localllm.web.pages.frame.views import ErrorNotice, LoadPhase, View
+from localllm.web.pages.frame.views import ErrorNotice, LoadPhase, View, view
 
 MOVING: tuple[State, ...] = ("starting", "downloading", "loading")
 """States that end by themselves."""
@@ -24,11 +23,10 @@ class OfferButton:
     is_main: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_offer.html")
 class OfferCard(View):
     """The card of the offered model: what it is, how far its download and its load are, and what can be done now."""
 
-    template: ClassVar[str] = "chat/_offer.html"
     name: str
     title: str
     state: State
@@ -48,17 +46,15 @@ class OfferCard(View):
         return self.state in MOVING
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_offer_room.html")
 class OfferRoom(View):
     """The room of a card that is not known yet; the live connection fills it, or takes it away."""
 
-    template: ClassVar[str] = "chat/_offer_room.html"
     is_empty: bool = False  # there is nothing to offer
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_announcement.html")
 class Announcement(View):
     """The line that a screen reader says when it changes."""
 
-    template: ClassVar[str] = "chat/_announcement.html"
     text: str = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from localllm.web.pages.chat.prompts.views import SettingsForm, settings_form
 from localllm.web.pages.chat.replies.messages import with_files
@@ -19,7 +18,7 @@ from localllm.web.pages.chat.store import Chats, FoundChat, Project
 from localllm.web.pages.chat.store.records import ProjectFile
 from localllm.web.pages.chat.thread import presenters
 from localllm.web.pages.chat.thread.messages import PREVIEW_CHARS
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,10 @@ class ProjectRow:
     num_chats: int
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_project_list.html")
 class ProjectList(View):
     """The page of all projects, with the form for a new one."""
 
-    template: ClassVar[str] = "chat/_project_list.html"
     rows: tuple[ProjectRow, ...] = ()
     name: str = ""  # as typed
     error: ErrorNotice | None = None
@@ -51,11 +49,10 @@ class PinnedFile:
     text: str = ""  # its beginning
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_project_page.html")
 class ProjectPage(View):
     """The page of one project: its chats, its files, its settings, its deletion."""
 
-    template: ClassVar[str] = "chat/_project_page.html"
     url: str
     name: str
     new_url: str  # starts a chat

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from localllm.web.pages.chat.composer.settings import SETTINGS
 from localllm.web.pages.chat.prompts.saved import placeholders
@@ -17,14 +16,13 @@ from localllm.web.pages.chat.store import Chats, SavedPrompt
 from localllm.web.pages.chat.thread import messages, presenters
 from localllm.web.pages.chat.thread.views import ModelChoices, Sampling, SettingField
 from localllm.web.pages.chat.tools import views
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_settings_form.html")
 class SettingsForm(View):
     """The system prompt, the model and the sampling of a prompt or a project."""
 
-    template: ClassVar[str] = "chat/_settings_form.html"
     system: str = ""
     fields: tuple[SettingField, ...] = ()
     models: tuple[SelectOption, ...] = ()
@@ -42,20 +40,18 @@ class PromptRow:
     asks: bool = False  # it has placeholders
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_library.html")
 class PromptLibrary(View):
     """The page of all prompts: change, delete, import, export."""
 
-    template: ClassVar[str] = "chat/_prompt_library.html"
     rows: tuple[PromptRow, ...] = ()
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_form.html")
 class PromptForm(View):
     """The form of a new or an existing prompt."""
 
-    template: ClassVar[str] = "chat/_prompt_form.html"
     url: str
     name: str = ""
     text: str = ""
@@ -64,11 +60,10 @@ class PromptForm(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_questions.html")
 class PromptQuestions(View):
     """The form that asks for the values of a prompt's placeholders."""
 
-    template: ClassVar[str] = "chat/_prompt_questions.html"
     url: str
     name: str
     text: str
@@ -76,20 +71,18 @@ class PromptQuestions(View):
     conversation_id: str = ""  # of the chat that gets the prompt; empty: a new one
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_list.html")
 class PromptList(View):
     """The prompts that begin with what was typed after `/` in the composer."""
 
-    template: ClassVar[str] = "chat/_prompt_list.html"
     rows: tuple[PromptRow, ...] = ()
     is_empty: bool = False  # the library has no prompt at all
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_used.html")
 class PromptUsed(View):
     """The answer to the choice of a prompt: the text for the composer, and its settings in the drawer."""
 
-    template: ClassVar[str] = "chat/_prompt_used.html"
     name: str
     text: str
     sampling: Sampling | None = None

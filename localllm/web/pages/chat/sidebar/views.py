@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from localllm.web.pages.chat.composer.views import ContextMeter
 from localllm.web.pages.chat.store.records import ChatTotals
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_chat_head.html")
 class ChatHead(View):
     """The title of the shown chat, with a link to its actions."""
 
-    template: ClassVar[str] = "chat/_chat_head.html"
     title: str
     manage_url: str = ""
     meter: ContextMeter = field(default_factory=ContextMeter)
@@ -50,11 +48,10 @@ class ChatGroup:
     new_url: str = ""  # starts a chat in the project
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_chat_list.html")
 class ChatList(View):
     """The chats by date, or the results of a search."""
 
-    template: ClassVar[str] = "chat/_chat_list.html"
     groups: tuple[ChatGroup, ...] = ()
     query: str = ""
     has_more: bool = False
@@ -70,11 +67,10 @@ class SelectOption:
     chosen: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_manage_chat.html")
 class ManageChat(View):
     """The form with the actions of one chat."""
 
-    template: ClassVar[str] = "chat/_manage_chat.html"
     url: str
     title: str
     pinned: bool
@@ -85,36 +81,31 @@ class ManageChat(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_import_refused.html")
 class ImportRefused(View):
     """Files that were not imported and why; and the list, if it has new chats from the other files."""
 
-    template: ClassVar[str] = "chat/_import_refused.html"
     errors: tuple[ErrorNotice, ...]
     chats: ChatList | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_manage_chats.html")
 class ManageChats(View):
     """The form with the actions of all chats: import some, export all."""
 
-    template: ClassVar[str] = "chat/_manage_chats.html"
     refused: ImportRefused | None = None
     wipe: WipeChats | None = None  # for a key that cannot open the settings, where this form is shown
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_wipe_chats.html")
 class WipeChats(View):
     """The form that deletes all chats; the settings page shows it under Privacy."""
 
-    template: ClassVar[str] = "chat/_wipe_chats.html"
 
-
-@dataclass(frozen=True, slots=True)
+@view("chat/_chat_list_page.html")
 class ChatListPage(View):
     """The list of chats as a separate page: search, actions on several chats, and deletion by age."""
 
-    template: ClassVar[str] = "chat/_chat_list_page.html"
     rows: tuple[ChatRow, ...] = ()
     query: str = ""
     archived: bool = False
@@ -125,29 +116,26 @@ class ChatListPage(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_undo.html")
 class Undo(View):
     """Names what was deleted and offers to restore it."""
 
-    template: ClassVar[str] = "chat/_undo.html"
     text: str
     url: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_chat_titled.html")
 class ChatTitled(View):
     """The head and the list, drawn again once the model has written the title of a chat."""
 
-    template: ClassVar[str] = "chat/_chat_titled.html"
     chats: ChatList
     head: ChatHead
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_chats_changed.html")
 class ChatsChanged(View):
     """The answer to an action on the list: the list and the head, drawn again."""
 
-    template: ClassVar[str] = "chat/_chats_changed.html"
     chats: ChatList
     head: ChatHead | None
     announcement: str
@@ -172,10 +160,9 @@ class PaletteGroup:
     entries: tuple[PaletteEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_palette.html")
 class Palette(View):
     """Everything that matches what was typed."""
 
-    template: ClassVar[str] = "chat/_palette.html"
     groups: tuple[PaletteGroup, ...] = ()
     error: ErrorNotice | None = None

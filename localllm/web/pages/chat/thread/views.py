@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from localllm.engine.params import Kind
 from localllm.web.pages.chat.composer.views import BehaviourChip, LoadProgress, Refusal, SummaryOrigin, ThinkingChoice
 from localllm.web.pages.chat.offer.views import Announcement, OfferCard, OfferRoom
 from localllm.web.pages.chat.sidebar.views import ChatHead, ChatList, Undo
-from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_thinking.html")
 class ReasoningView(View):
     """The reasoning of a model. `html` is safe markup."""
 
-    template: ClassVar[str] = "chat/_thinking.html"
     message_id: str
     html: str
     seconds: float
@@ -24,11 +23,10 @@ class ReasoningView(View):
     open: View | None = None  # present while the model is still reasoning
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_tool_call.html")
 class ToolCallCard(View):
     """A tool call in a reply. `html` shows its arguments as a code block."""
 
-    template: ClassVar[str] = "chat/_tool_call.html"
     name: str
     html: str
     broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
@@ -39,19 +37,17 @@ class ToolCallCard(View):
     url: str = ""  # of the call; each decision is a path below it
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_tool_notes.html")
 class ToolNotes(View):
     """The reasons why tools that the chat has chosen were not offered to the model."""
 
-    template: ClassVar[str] = "chat/_tool_notes.html"
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_result_form.html")
 class ResultForm(View):
     """The form where the user types the results of a reply's tool calls."""
 
-    template: ClassVar[str] = "chat/_result_form.html"
     url: str  # of the message
     message_id: str
     calls: tuple[tuple[int, str], ...]  # number and name of each call without a result
@@ -60,20 +56,18 @@ class ResultForm(View):
     error: ErrorNotice | None = None  # why the results could not be sent
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_tool_result.html")
 class ToolResult(View):
     """The result of one tool call."""
 
-    template: ClassVar[str] = "chat/_tool_result.html"
     name: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_attachment.html")
 class AttachmentChip(View):
     """A file attached to the next message (removable by its id), or a file of a sent message."""
 
-    template: ClassVar[str] = "chat/_attachment.html"
     name: str
     num_bytes: int
     num_tokens: int | None = None
@@ -84,11 +78,10 @@ class AttachmentChip(View):
     searched: bool = False  # too long to be read whole: the passages that match the question are read
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_attachments.html")
 class Attachments(View):
     """The files attached to the next message, and the token count of those that are read whole."""
 
-    template: ClassVar[str] = "chat/_attachments.html"
     chips: tuple[AttachmentChip, ...] = ()
     num_tokens: int | None = None  # None: no file is read whole
     context_tokens: int = 0
@@ -103,42 +96,38 @@ class SourcePassage:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_sources.html")
 class Sources(View):
     """The passages that an answer was given, below it."""
 
-    template: ClassVar[str] = "chat/_sources.html"
     title: str  # such as "From note.pdf, p. 3, p. 7"
     passages: tuple[SourcePassage, ...]
     note: str = ""  # why these passages, if the question matched none
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_figures.html")
 class ReplyFigures(View):
     """The line of statistics below a finished reply, and the details that it opens."""
 
-    template: ClassVar[str] = "chat/_figures.html"
     line: tuple[str, ...]
     end: str = ""  # why the reply ended, if it is unusual
     is_broken: bool = False  # it ended by an error or a limit
     details: tuple[tuple[str, str], ...] = ()  # (name, value)
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_open_block.html")
 class OpenBlock(View):
     """The last, unfinished Markdown block of a reply that is being written, as plain text."""
 
-    template: ClassVar[str] = "chat/_open_block.html"
     message_id: str
     kind: Literal["text", "code", "note"] = "text"
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_message_actions.html")
 class MessageActions(View):
     """The actions of a message, and the links to its other versions."""
 
-    template: ClassVar[str] = "chat/_message_actions.html"
     url: str  # of the message; each action is a path below it
     role: Literal["user", "assistant"]
     goes_on: bool = False  # the reply was cut off and the model can continue it
@@ -149,11 +138,10 @@ class MessageActions(View):
     edits: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_edit_form.html")
 class EditForm(View):
     """The form that replaces a message while the user edits it."""
 
-    template: ClassVar[str] = "chat/_edit_form.html"
     message_id: str
     url: str  # of the message
     cancel_url: str
@@ -161,11 +149,10 @@ class EditForm(View):
     role: Literal["user", "assistant"] = "user"
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_message.html")
 class ChatMessage(View):
     """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
 
-    template: ClassVar[str] = "chat/_message.html"
     id: str
     role: Literal["user", "assistant"]
     text: str = ""
@@ -189,20 +176,18 @@ class ChatMessage(View):
     origin: SummaryOrigin | None = None  # of a summary
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_comparison.html")
 class ComparedReplies(View):
     """Replies of two models to one message, beside each other, until one is kept."""
 
-    template: ClassVar[str] = "chat/_comparison.html"
     replies: tuple[ChatMessage, ...]
     urls: tuple[str, ...]  # of the messages
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_other_model.html")
 class OtherModel(View):
     """The form that has a message answered by another model, or by two."""
 
-    template: ClassVar[str] = "chat/_other_model.html"
     url: str  # of the message
     names: tuple[ModelChoice, ...]
     model: str
@@ -210,19 +195,17 @@ class OtherModel(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_outline.html")
 class Outline(View):
     """The questions of a chat, as links to them: (text, URL)."""
 
-    template: ClassVar[str] = "chat/_outline.html"
     questions: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_composer_action.html")
 class ComposerAction(View):
     """The button of the composer: Send, Stop while a reply is being written, or why neither is possible now."""
 
-    template: ClassVar[str] = "chat/_composer_action.html"
     stop_url: str | None = None
     over_tokens: int = 0  # tokens that the message is too long by
     load: LoadProgress | None = None  # of the model that was picked
@@ -255,20 +238,18 @@ class ServerChoice:
     note: str = ""  # its state, if it is of interest
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_tool_servers.html")
 class ToolServers(View):
     """The choice of servers in the drawer."""
 
-    template: ClassVar[str] = "chat/_tool_servers.html"
     choices: tuple[ServerChoice, ...]
     note: str = ""  # why none of them is used
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_sampling_drawer.html")
 class Sampling(View):
     """The drawer with the model's behaviour in this chat: system prompt, sampling and presets."""
 
-    template: ClassVar[str] = "chat/_sampling_drawer.html"
     system: str = ""
     fields: tuple[SettingField, ...] = ()
     presets: tuple[str, ...] = ()
@@ -291,19 +272,17 @@ class ModelChoice:
     note: str = ""  # state and size: "not loaded · 610 MiB"
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_model_choices.html")
 class ModelChoices(View):
     """The list from which the model of the next message is chosen."""
 
-    template: ClassVar[str] = "chat/_model_choices.html"
     choices: tuple[ModelChoice, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_composer.html")
 class Composer(View):
     """The form where the next message is typed."""
 
-    template: ClassVar[str] = "chat/_composer.html"
     conversation_id: str
     sampling: Sampling
     action: ComposerAction
@@ -322,19 +301,17 @@ class Composer(View):
         return f"/c/{self.conversation_id or self.begins}/stop"
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_examples.html")
 class Examples(View):
     """Messages to begin with: a click sends one."""
 
-    template: ClassVar[str] = "chat/_examples.html"
     texts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_empty_chat.html")
 class EmptyChat(View):
     """The start of a new chat: what the model is. The page shows the examples below the offered model."""
 
-    template: ClassVar[str] = "chat/_empty_chat.html"
     model: str
     context_tokens: int
     examples: Examples
@@ -343,11 +320,10 @@ class EmptyChat(View):
     size: str = ""  # of its files, such as 8.5 MiB; empty: unknown
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_message_list.html")
 class MessageList(View):
     """A range of a chat's messages, with links to earlier and later ones."""
 
-    template: ClassVar[str] = "chat/_message_list.html"
     messages: tuple[ChatMessage | ComparedReplies, ...] = ()
     earlier_url: str = ""
     num_earlier: int = 0
@@ -356,11 +332,10 @@ class MessageList(View):
     bring_back_url: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/page.html")
 class ChatPage(View):
     """`/`, `/c/{id}` and the other pages of the chats."""
 
-    template: ClassVar[str] = "chat/page.html"
     shell: Shell
     head: ChatHead
     chats: ChatList
@@ -376,11 +351,10 @@ class ChatPage(View):
     chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_turn.html")
 class ChatTurn(View):
     """The answer to a message posted by htmx: the user's message, the reply's placeholder, the new composer state."""
 
-    template: ClassVar[str] = "chat/_turn.html"
     user: ChatMessage
     reply: ChatMessage
     action: ComposerAction
@@ -390,11 +364,10 @@ class ChatTurn(View):
     chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_chat_update.html")
 class ChatUpdate(View):
     """The answer to a change elsewhere than at the end of a chat: all its messages are drawn again."""
 
-    template: ClassVar[str] = "chat/_chat_update.html"
     list: MessageList
     action: ComposerAction
     head: ChatHead
@@ -406,13 +379,12 @@ class ChatUpdate(View):
     chats: ChatList | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_reply_progress.html")
 class ReplyProgress(View):
     """One live update of a reply: the finished blocks, and the open block as a whole (`open`) or its new end
     (`appended`).
     """
 
-    template: ClassVar[str] = "chat/_reply_progress.html"
     message_id: str
     html: str = ""  # blocks that were finished since the last update
     replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
@@ -424,11 +396,10 @@ class ReplyProgress(View):
     thinking_appended: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_reply_finished.html")
 class ReplyFinished(View):
     """The last live update of a reply."""
 
-    template: ClassVar[str] = "chat/_reply_finished.html"
     message: ChatMessage
     action: ComposerAction
     head: ChatHead

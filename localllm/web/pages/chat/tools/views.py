@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from localllm.mcp.servers import McpServers, ServerState
 from localllm.serving.chat import calls_tools
@@ -29,14 +29,13 @@ from localllm.web.pages.chat.thread.views import (
     ToolServers,
 )
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_calls_progress.html")
 class CallsProgress(View):
     """A live update of a reply whose calls run: the whole message is drawn again."""
 
-    template: ClassVar[str] = "chat/_calls_progress.html"
     message: ChatMessage
     announcement: str = ""
 
@@ -51,11 +50,10 @@ class ConsentRow:
     date: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_consents.html")
 class ConsentList(View):
     """The tools that a user allows always or never, each with a button that takes the decision back."""
 
-    template: ClassVar[str] = "chat/_consents.html"
     rows: tuple[ConsentRow, ...]
     back: str = ""  # the page to return to
 
@@ -78,11 +76,10 @@ class UsableServer:
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_tools_panel.html")
 class ToolsPanel(View):
     """The tools that a user may use, and what is allowed; in a dialog or as a page."""
 
-    template: ClassVar[str] = "chat/_tools_panel.html"
     servers: tuple[UsableServer, ...]
     consents: ConsentList
 
