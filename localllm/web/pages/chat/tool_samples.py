@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.web.pages.chat.markdown.render import code_block
-from localllm.web.pages.chat.thread import views as m
-from localllm.web.pages.chat.thread import views as v
+from localllm.web.pages.chat.thread import messages as m
 from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.frame import views
 
 
 def samples() -> list[views.View]:
     html = code_block('{\n  "path": "notes/todo.md"\n}', "json")
-    card = m.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-24/calls/0")
-    reply = v.ChatMessage("sample-24", "assistant", model="demo", calls=(card,))
-    form = m.ResultForm("/c/sample/m/sample-25", "sample-25", ((0, "read_file"),), is_folded=True)
+    card = t.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-24/calls/0")
+    reply = m.ChatMessage("sample-24", "assistant", model="demo", calls=(card,))
+    form = t.ResultForm("/c/sample/m/sample-25", "sample-25", ((0, "read_file"),), is_folded=True)
     failed = views.ErrorNotice("time did not start.", "The program 'uvx' is not on this machine.", "Install it.")
     consents = t.ConsentList(
         (
@@ -31,12 +30,12 @@ def samples() -> list[views.View]:
         replace(card, note="The tool has changed since you allowed it."),
         replace(card, state="running"),
         replace(card, state="done", text="<b>milk</b>"),
-        m.ToolNotes(("The tools of time are left out. time did not start.",)),
+        t.ToolNotes(("The tools of time are left out. time did not start.",)),
         replace(form, message_id="sample-26"),
         replace(form, message_id="sample-27", calls=(), is_folded=False, goes_on=True, error=failed),
-        t.CallsProgress(reply, "The call waits for your answer"),
-        v.ToolServers((v.ServerChoice("files", True), v.ServerChoice("time", False, "time did not start."))),
-        v.ToolServers((v.ServerChoice("notes", True),), "demo cannot call tools."),
+        m.CallsProgress(reply, "The call waits for your answer"),
+        t.ToolServers((t.ServerChoice("files", True), t.ServerChoice("time", False, "time did not start."))),
+        t.ToolServers((t.ServerChoice("notes", True),), "demo cannot call tools."),
         consents,
         t.ConsentList(()),
         t.ToolsPanel(servers, consents),

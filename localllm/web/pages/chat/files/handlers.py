@@ -17,13 +17,13 @@ from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.documents import FileText, read_file
 from localllm.web.api.off_loop import off_loop
-from localllm.web.pages.chat.composer.presenters import attachments_view
+from localllm.web.pages.chat.composer import views as w
+from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided
 from localllm.web.pages.chat.files.long_files import free_tokens
 from localllm.web.pages.chat.files.passages import estimated_tokens
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.thread import presenters
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
@@ -45,7 +45,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     except RequestError as problem:
         error = notice(problem)
     files = divided(files, await free_tokens(state, owner, form))
-    card = presenters.card_of(state, _model(form))
+    card = w.card_of(state, _model(form))
     return html(attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
 
 

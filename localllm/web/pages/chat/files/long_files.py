@@ -16,6 +16,7 @@ from typing import Any
 
 from localllm.errors import LocalLLMError
 from localllm.web.api.off_loop import off_loop
+from localllm.web.pages.chat.composer.views import card_of
 from localllm.web.pages.chat.files import passages as question
 from localllm.web.pages.chat.files.passages import (
     OWN_BYTES,
@@ -33,7 +34,6 @@ from localllm.web.pages.chat.replies.prompt import ChatFull, prompt_of, reply_ro
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, FilePassage
-from localllm.web.pages.chat.thread.presenters import card_of
 
 log = logging.getLogger(__name__)
 

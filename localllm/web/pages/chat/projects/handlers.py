@@ -23,7 +23,7 @@ from localllm.web.pages.chat.projects.views import ProjectList, ProjectRow, proj
 from localllm.web.pages.chat.prompts.saved import checked_name
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, Project
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
@@ -124,7 +124,7 @@ async def _list_page(
     found = await chat_state(request).store.call(Chats.projects, owner_of(request))
     rows = tuple(ProjectRow(each.name, f"/projects/{each.id}", each.num_chats) for each in found)
     view = ProjectList(rows, name[:200], notice(error) if error else None)
-    page = await presenters.panel_page(request, "Projects", view, undo_of(request, "The project is deleted."))
+    page = await v.panel_page(request, "Projects", view, undo_of(request, "The project is deleted."))
     return html(page, error.status if error else 200)
 
 
@@ -133,7 +133,7 @@ async def _page(
     error: RequestError | None = None,
 ) -> Response[str]:  # fmt: skip
     view = await project_page(chat_state(request), owner_of(request), project, form, notice(error) if error else None)
-    return html(await presenters.panel_page(request, project.name, view), error.status if error else 200)
+    return html(await v.panel_page(request, project.name, view), error.status if error else 200)
 
 
 HANDLERS = (projects, add_project, show_project, change_project, add_files, remove_file, delete_project)

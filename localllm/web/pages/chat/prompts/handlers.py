@@ -24,7 +24,7 @@ from localllm.web.pages.chat.prompts import saved, views
 from localllm.web.pages.chat.prompts.views import PromptLibrary, PromptQuestions
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, SavedPrompt
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
@@ -131,7 +131,7 @@ async def ask_for_values(request: Request[Any, Any, Any]) -> Response[Any]:
     questions = PromptQuestions(
         f"/prompts/{prompt.id}/use", prompt.name, prompt.text, asked, query.get("conversation", "")[:100]
     )
-    return html(questions if is_scripted(request) else await presenters.panel_page(request, prompt.name, questions))
+    return html(questions if is_scripted(request) else await v.panel_page(request, prompt.name, questions))
 
 
 @post(f"{ONE}/use", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
@@ -155,7 +155,7 @@ async def _used(
     chat_id = form.get("conversation")
     chat = await state.store.call(Chats.get, owner, chat_id) if chat_id else None
     settings = views.with_model(prompt.settings, "") if prompt.settings else None
-    view = await presenters.chat_page(request, chat, settings=settings)
+    view = await v.chat_page(request, chat, settings=settings)
     if view.composer is None:
         return html(view)
     return html(replace(view, composer=replace(view.composer, text=text)))
@@ -169,7 +169,7 @@ async def _requested(request: Request[Any, Any, Any]) -> SavedPrompt:
 async def _library_page(request: Request[Any, Any, Any], error: ErrorNotice | None = None) -> Any:
     found = await chat_state(request).store.call(Chats.prompts, owner_of(request))
     view = PromptLibrary(tuple(views.prompt_row(each) for each in found), error)
-    return await presenters.panel_page(request, "Prompts", view, undo_of(request, "The prompt is deleted."))
+    return await v.panel_page(request, "Prompts", view, undo_of(request, "The prompt is deleted."))
 
 
 async def _form(
@@ -177,7 +177,7 @@ async def _form(
 ) -> Response[str]:
     state = chat_state(request)
     view = await views.prompt_form(state, url, prompt, is_new=is_new, error=notice(error) if error else None)
-    return html(await presenters.panel_page(request, "Prompts", view), error.status if error else 200)
+    return html(await v.panel_page(request, "Prompts", view), error.status if error else 200)
 
 
 def _read(form: Mapping[str, str], before: SavedPrompt) -> SavedPrompt:

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from localllm.web.pages.chat.composer import views as w
+from localllm.web.pages.chat.composer.model_picker import ModelChoices
 from localllm.web.pages.chat.composer.settings import SETTINGS
+from localllm.web.pages.chat.composer.views import Sampling, SettingField
 from localllm.web.pages.chat.prompts.saved import placeholders
 from localllm.web.pages.chat.sidebar.views import SelectOption
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats, SavedPrompt
-from localllm.web.pages.chat.thread import messages, presenters
-from localllm.web.pages.chat.thread.views import ModelChoices, Sampling, SettingField
-from localllm.web.pages.chat.tools import views
+from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
@@ -119,7 +120,7 @@ def choices(prompts: Sequence[SavedPrompt], typed: str) -> PromptList:
 
 async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_open: bool = False) -> SettingsForm:
     """Return the fields of these settings, with the defaults of their model."""
-    drawer = messages.sampling(presenters.card_of(state, settings), settings)
+    drawer = w.sampling(w.card_of(state, settings), settings)
     models = await state.picker.choices(settings)
     chosen = settings.get("model", "")
     names = [SelectOption("", "The one that is chosen in the chat", not chosen)]
@@ -140,8 +141,8 @@ async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, mod
         return PromptUsed(prompt.name, text)
     settings = with_model(prompt.settings, model)
     names = tuple(await state.store.call(Chats.presets, owner))
-    sampling = messages.sampling(presenters.card_of(state, settings), settings, names, preset=prompt.name)
-    sampling = replace(sampling, tool_servers=views.tool_servers(state, owner, settings))
+    sampling = w.sampling(w.card_of(state, settings), settings, names, preset=prompt.name)
+    sampling = replace(sampling, tool_servers=t.tool_servers(state, owner, settings))
     models = await state.picker.choices(settings) if "model" in prompt.settings else None
     return PromptUsed(prompt.name, text, sampling, models)
 

@@ -18,10 +18,14 @@ from litestar.response import Redirect, Response
 from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.web.access.caller import owner_of
 from localllm.web.errors import MissingParameter
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import MAX_MESSAGE_CHARS, typed
+from localllm.web.pages.chat.composer.views import Sampling
 from localllm.web.pages.chat.projects.files import named_project
-from localllm.web.pages.chat.sidebar.presenters import AGES, DAY_S, MOST_PAGES, chat_list, list_page, manage_form, when
 from localllm.web.pages.chat.sidebar.views import (
+    AGES,
+    DAY_S,
+    MOST_PAGES,
     ChatHead,
     ChatsChanged,
     ChatTitled,
@@ -29,13 +33,17 @@ from localllm.web.pages.chat.sidebar.views import (
     PaletteEntry,
     PaletteGroup,
     Undo,
+    chat_list,
+    list_page,
+    manage_form,
+    when,
 )
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, FoundChat
-from localllm.web.pages.chat.thread import messages, presenters
+from localllm.web.pages.chat.thread import messages as m
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, requested_chat, undo_of
-from localllm.web.pages.chat.thread.views import Sampling
-from localllm.web.pages.chat.tools import views
+from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing
@@ -55,7 +63,7 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
     page = request.query_params.get("page", "1")
     number = max(1, min(int(page), MOST_PAGES)) if page.isdecimal() and len(page) < 9 else 1
     found = await list_page(state, owner, query, number, archived="archived" in request.query_params)
-    return html(await presenters.panel_page(request, "Chats", found, undo_of(request, "The chats are deleted.")))
+    return html(await v.panel_page(request, "Chats", found, undo_of(request, "The chats are deleted.")))
 
 
 @get("/c/{conversation_id:str}/manage")
@@ -63,7 +71,7 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms that change a whole chat, in a dialog or as a page."""
     chat = await requested_chat(request)
     form = await manage_form(chat_state(request), owner_of(request), chat)
-    return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
+    return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 
 @post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
@@ -198,8 +206,8 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
     names = tuple(await state.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
-    drawer = messages.sampling(presenters.card_of(state, model), settings, names, preset=name, is_open=True)
-    drawer = replace(drawer, tool_servers=views.tool_servers(state, owner, settings))
+    drawer = w.sampling(w.card_of(state, model), settings, names, preset=name, is_open=True)
+    drawer = replace(drawer, tool_servers=t.tool_servers(state, owner, settings))
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 
@@ -207,7 +215,7 @@ async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Samplin
     chat_id = form.get("conversation")
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
     project = await named_project(chat_state(request), owner_of(request), form) if chat is None else None
-    view = await presenters.chat_page(request, chat, project=project)
+    view = await v.chat_page(request, chat, project=project)
     if view.composer is None:
         return view
     composer = replace(view.composer, sampling=drawer, text=form.get("message", "")[:MAX_MESSAGE_CHARS])
@@ -227,8 +235,8 @@ async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo
 
 
 async def _head(state: ChatState, chat: Chat) -> ChatHead:
-    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
-    return messages.head(chat, branch.messages, presenters.card_of(state, chat.settings))
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=v.WINDOW)
+    return m.head(chat, branch.messages, w.card_of(state, chat.settings))
 
 
 MOST_OF_A_KIND = 6

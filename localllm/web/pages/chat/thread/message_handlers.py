@@ -20,7 +20,7 @@ from litestar.response import Redirect, Response
 
 from localllm.errors import ContextTooLong, InvalidParameter, RequestError
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat.composer import presenters as composer_presenters
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import typed
 from localllm.web.pages.chat.files.long_files import with_passages
 from localllm.web.pages.chat.replies import turns
@@ -33,7 +33,8 @@ from localllm.web.pages.chat.replies.turns import Turn, edit_reply, fork, histor
 from localllm.web.pages.chat.sidebar.views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
-from localllm.web.pages.chat.thread import messages, presenters
+from localllm.web.pages.chat.thread import messages as m
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import (
     MAX_BODY_BYTES,
     page_with_error,
@@ -41,7 +42,7 @@ from localllm.web.pages.chat.thread.handlers import (
     requested_message,
     until_written,
 )
-from localllm.web.pages.chat.thread.views import ChatMessage, OtherModel
+from localllm.web.pages.chat.thread.messages import ChatMessage, OtherModel
 from localllm.web.pages.frame.errors import StillWriting
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
@@ -150,7 +151,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
     replies = chat_state(request).replies
-    return html(messages.one_message(chat.id, replies.current(message), replies.get(message.id)))
+    return html(m.one_message(chat.id, replies.current(message), replies.get(message.id)))
 
 
 @get(f"{ONE}/raw")
@@ -168,7 +169,7 @@ async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
     model = str(message.details.get("model") or "Assistant")
-    return html(ChatMessage(message.id, message.role, model=model, edit=messages.edit_form(chat.id, message)))
+    return html(ChatMessage(message.id, message.role, model=model, edit=m.edit_form(chat.id, message)))
 
 
 @post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
@@ -208,7 +209,7 @@ async def other_models(request: Request[Any, Any, Any]) -> Response[Any]:
     other = next((each.name for each in names if each.name != own), "")
     url = f"/c/{chat.id}/m/{message.id}"
     form = OtherModel(url, names, own, other) if "compare" in request.query_params else OtherModel(url, names, other)
-    return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
+    return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 
 @post(f"{ONE}/answer", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
@@ -258,7 +259,7 @@ async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
         turn = await ask(chat_state(request), owner_of(request), chat, message, form)
     except ChatFull as full:
         field_id = f"edit-{message.id}" if request.url.path.endswith("/edit") else "composer-message"
-        refusal = composer_presenters.refusal(full, request.url.path, chat, field_id=field_id)
+        refusal = w.refusal(full, request.url.path, chat, field_id=field_id)
         if is_scripted(request):
             return html(refusal, full.status)
         return html(await page_with_error(request, {"conversation": chat.id, **form}, full, (), refusal), full.status)
@@ -279,7 +280,7 @@ async def _updated_page(
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}{where}", status_code=303)
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat.id)
-    return html(replace(await presenters.update(request, chat, announcement, undo), is_redrawn=is_redrawn))
+    return html(replace(await v.update(request, chat, announcement, undo), is_redrawn=is_redrawn))
 
 
 HANDLERS = (

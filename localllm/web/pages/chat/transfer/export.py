@@ -16,14 +16,14 @@ from typing import IO, TYPE_CHECKING, Literal, cast
 
 import msgspec
 
+from localllm.web.pages.chat.composer.views import AttachmentChip
 from localllm.web.pages.chat.imports.own import FORMAT, VERSION
 from localllm.web.pages.chat.markdown.maths import with_mathml
-from localllm.web.pages.chat.markdown.stream import cached_html
+from localllm.web.pages.chat.markdown.stream import cached_html, user_html
 from localllm.web.pages.chat.replies.messages import calls_of, files_of, with_files
 from localllm.web.pages.chat.store import Chat, StoredMessage
-from localllm.web.pages.chat.thread.messages import file_chips, sources, user_html
-from localllm.web.pages.chat.thread.views import AttachmentChip, Sources, ToolResult
-from localllm.web.pages.chat.tools.views import results
+from localllm.web.pages.chat.thread.messages import Sources, file_chips, sources
+from localllm.web.pages.chat.tools.views import ToolResult, results
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.views import View, view
 

@@ -21,14 +21,12 @@ from localllm.web.access.caller import may, owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import NotAChat
-from localllm.web.pages.chat.markdown.stream import cached_html
-from localllm.web.pages.chat.sidebar.presenters import chat_list
-from localllm.web.pages.chat.sidebar.views import ImportRefused, ManageChats, WipeChats
+from localllm.web.pages.chat.markdown.stream import cached_html, cached_user_html
+from localllm.web.pages.chat.sidebar.views import ImportRefused, ManageChats, WipeChats, chat_list
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import COOKIE, requested_chat
-from localllm.web.pages.chat.thread.messages import cached_user_html
 from localllm.web.pages.chat.transfer import export
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
@@ -44,7 +42,7 @@ MAX_PROBLEMS = 10
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import chats and to export all."""
     form = _form(request)
-    return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
+    return html(form if is_scripted(request) else await v.panel_page(request, "Chats", form))
 
 
 @get("/c/{conversation_id:str}/export/{kind:str}")
@@ -149,7 +147,7 @@ async def _refused(
     if is_scripted(request):
         chats = await chat_list(state, owner, None) if imported else None
         return html(ImportRefused(errors, chats), 400)
-    return html(await presenters.panel_page(request, "Chats", _form(request, ImportRefused(errors))), 400)
+    return html(await v.panel_page(request, "Chats", _form(request, ImportRefused(errors))), 400)
 
 
 def _form(request: Request[Any, Any, Any], refused: ImportRefused | None = None) -> ManageChats:
