@@ -14,8 +14,6 @@ from localllm.serving.served import ServedModel
 from localllm.web.errors import InvalidType
 
 MAX_TOOLS = 512
-
-
 CHOICES = ("auto", "none", "required")
 
 

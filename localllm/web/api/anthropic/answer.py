@@ -22,8 +22,6 @@ from localllm.web.errors import anthropic_error
 from localllm.web.shape import event_bytes
 
 to_json = msgspec.json.encode
-
-
 PING = event_bytes(shapes.Ping())
 FRAMING = Framing("text/event-stream", PING)
 

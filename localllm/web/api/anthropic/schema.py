@@ -47,7 +47,6 @@ TOOL_RULES = FieldRules(
 CHOICE_RULES = FieldRules()
 """Rules of `tool_choice`."""
 
-
 Content = str | list[dict[str, Any]]  # text, or content blocks
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from localllm.web.pages.chat import tool_samples
+from dataclasses import replace
+
 from localllm.web.pages.chat.composer import model_picker as picker
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.markdown.render import code_block, render_markdown
@@ -238,7 +239,7 @@ def around() -> list[views.View]:
     """Return samples of the views beside the messages."""
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
-        *tool_samples.samples(),
+        *of_tools(),
         head(),
         *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
@@ -404,4 +405,37 @@ def beside_the_text() -> list[views.View]:
         ),
         *(w.ThinkingChoice(True, "off"), w.ThinkingChoice()),
         w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), w.Sampling(is_open=True)),
+    ]
+
+
+def of_tools() -> list[views.View]:
+    html = code_block('{\n  "path": "notes/todo.md"\n}', "json")
+    card = t.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-24/calls/0")
+    reply = m.ChatMessage("sample-24", "assistant", model="demo", calls=(card,))
+    form = t.ResultForm("/c/sample/m/sample-25", "sample-25", ((0, "read_file"),), is_folded=True)
+    failed = views.ErrorNotice("time did not start.", "The program 'uvx' is not on this machine.", "Install it.")
+    consents = t.ConsentList(
+        (
+            t.ConsentRow("files", "read_file", "always", "2026-01-02"),
+            t.ConsentRow("files", "delete_file", "never", "2026-01-02"),
+        ),
+        "/chats/tools",
+    )
+    rows = (t.ToolRow("read_file", "Read a text file."), t.ToolRow("delete_file", "Delete a file."))
+    servers = (t.UsableServer("files", "running", rows), t.UsableServer("time", "failed", error=failed))
+    return [
+        card,
+        replace(card, note="The tool has changed since you allowed it."),
+        replace(card, state="running"),
+        replace(card, state="done", text="<b>milk</b>"),
+        t.ToolNotes(("The tools of time are left out. time did not start.",)),
+        replace(form, message_id="sample-26"),
+        replace(form, message_id="sample-27", calls=(), is_folded=False, goes_on=True, error=failed),
+        m.CallsProgress(reply, "The call waits for your answer"),
+        t.ToolServers((t.ServerChoice("files", True), t.ServerChoice("time", False, "time did not start."))),
+        t.ToolServers((t.ServerChoice("notes", True),), "demo cannot call tools."),
+        consents,
+        t.ConsentList(()),
+        t.ToolsPanel(servers, consents),
+        t.ToolsPanel((), t.ConsentList(())),
     ]

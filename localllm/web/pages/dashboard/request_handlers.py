@@ -1,6 +1,6 @@
 """The dashboard's data by request and as files: pages of requests, CSV, JSON.
 
-Does not know: how a row is filled (request_presenters.py) or rendered (templates).
+Does not know: how a row is filled (request_views.py) or rendered (templates).
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from localllm.engine.client import EngineClient
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.errors import EngineStopped
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.dashboard.request_presenters import Viewer, finished_requests, live_requests, request_page
+from localllm.web.pages.dashboard.request_views import (
+    RequestsPage,
+    Viewer,
+    finished_requests,
+    live_requests,
+    request_page,
+)
 from localllm.web.pages.dashboard.shown import shown
-from localllm.web.pages.dashboard.views import RequestsPage
 from localllm.web.pages.frame.errors import UnknownRequest
 from localllm.web.pages.frame.sampler import Sample
 from localllm.web.pages.frame.state import html, pages_state

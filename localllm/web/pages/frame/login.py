@@ -18,8 +18,8 @@ from litestar.response import Redirect, Response
 from localllm.web.access.auth import SESSION_COOKIE, address_of, session_key, session_of
 from localllm.web.access.keys import KeyRing
 from localllm.web.access.sessions import SESSION_S
+from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.navigation import own_path, shell
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
 

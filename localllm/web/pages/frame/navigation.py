@@ -1,21 +1,41 @@
-"""The frame around every page: the navigation bar, the status pill in the header, the theme.
+"""The description of a page, and the frame around every page: the navigation bar, the status pill in the header, the
+theme.
 
-Does not know: which pages there are, what they show, where the pill's figures come from.
+Each page has one `Page` in the `__init__.py` of its folder; `web/pages/__init__.py` lists them.
+Does not know: the pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from litestar import Request, post
+from litestar import Litestar, Request, post
 from litestar.datastructures import Cookie
+from litestar.handlers import HTTPRouteHandler
 from litestar.response import Redirect
 
 from localllm.web.access.auth import session_key
 from localllm.web.access.keys import KeyRing
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.access.scopes import RouteRules
+from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.views import THEMES, NavEntry, Shell, StatusPill, Theme
+
+Hook = Callable[[Litestar], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page. Its templates, style sheets, scripts and samples are found by their place in its folder."""
+
+    entry: NavEntry  # `entry.key` is the name of the folder
+    handlers: Sequence[HTTPRouteHandler]
+    rules: RouteRules  # a route in none of the rules needs the scope admin
+    on_startup: tuple[Hook, ...] = ()
+    on_shutdown: tuple[Hook, ...] = ()
+
 
 THEME_COOKIE = "localllm_theme"
 A_YEAR_S = 365 * 24 * 3600

@@ -7,15 +7,18 @@ them with the filters of `render.py`. Each page has its own in its `views.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar, dataclass_transform
 
 State = Literal["loading", "ready", "busy", "error", "idle"]
 Theme = Literal["auto", "light", "dark"]
+
 THEMES: dict[Theme, str] = {"auto": "System", "light": "Light", "dark": "Dark"}
 """The themes, with the name that pages show. Each switches to the next, and the last one to the first."""
+
 Kind = TypeVar("Kind", bound="View")
+
 NUM_IN_BAR = 3
 """Pages whose entries are in the bar of a narrow screen; the entries after them are in its menu."""
 
@@ -191,3 +194,14 @@ class PatternsPage(View):
     shell: Shell
     samples: tuple[tuple[str, str], ...]  # (template, safe markup)
     sheets: tuple[str, ...]
+
+
+def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = None) -> tuple[Segment, ...]:
+    """Return the parts (name, kind, amount, printed value) side by side; `total` is the amount of the whole bar."""
+    whole = max(total if total is not None else 0.0, sum(amount for _, _, amount, _ in parts)) or 1.0
+    segments, x = [], 0.0
+    for name, kind, amount, value in parts:
+        width = 100 * amount / whole
+        segments.append(Segment(name, kind, round(x, 3), round(width, 3), value))
+        x += width
+    return tuple(segments)

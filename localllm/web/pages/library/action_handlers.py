@@ -26,15 +26,13 @@ from localllm.units import format_bytes
 from localllm.web.api.own.hub import ModelInUse, refuse_if_loaded, remove_found, require_online
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.forms import is_scripted, same_origin
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
-from localllm.web.pages.library.download_presenters import download_list
-from localllm.web.pages.library.presenters import downloads_page, installed_page, shell
+from localllm.web.pages.library.downloads import download_list
 from localllm.web.pages.library.state import LibraryState, library_state
-from localllm.web.pages.library.views import DeletePage, DeleteQuestion
+from localllm.web.pages.library.views import DeletePage, DeleteQuestion, downloads_page, installed_page, shell
 
 MAX_FORM_BYTES = 64 * 1024
 VERBS = ("load", "unload", "sleep", "wake", "keep", "pin", "unpin")

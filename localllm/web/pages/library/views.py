@@ -1,94 +1,27 @@
-"""Views of the Models page: installed models, search results of the hub, and downloads."""
+"""The pages of the Models page, and the two that are shown after an action as well as when opened.
+
+Does not know: the action.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
+from urllib.parse import urlencode
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Segment, Shell, View, view
+from litestar import Request
+from litestar.response import Response
 
-ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
-FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
-Tab = Literal["installed", "discover", "downloads", "none"]
-
-
-@view("library/_tabs.html")
-class LibraryTabs(View):
-    """The tabs of the page."""
-
-    here: Tab
-    running: int  # downloads that have not ended
-
-
-@dataclass(frozen=True, slots=True)
-class ActionButton:
-    """A button: the value it posts, and its label."""
-
-    name: str
-    title: str
-    is_main: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """One model on this machine."""
-
-    name: str
-    url: str  # the model's own page
-    state: ModelState
-    facts: tuple[str, ...]  # size, format, context, source, last use
-    verbs: tuple[ActionButton, ...]
-    label: str  # the state in words: loaded, unloading, 12 requests to finish
-    pinned: bool = False
-    delete_url: str = ""  # empty: the model is not in the cache, or is in use
-    phases: tuple[LoadPhase, ...] = ()  # of the current load
-    fraction: float | None = None  # of the current load, over all its phases; None: not loading, or unknown
-    error: ErrorNotice | None = None  # why the last load failed
-
-
-@view("library/_installed.html")
-class InstalledList(View):
-    """Every model on this machine, with its state."""
-
-    rows: tuple[ModelRow, ...]
-    size_bytes: int
-    free_bytes: int  # on the disk that holds the cache
-
-
-@dataclass(frozen=True, slots=True)
-class PickCard:
-    """A recommended model."""
-
-    name: str
-    url: str
-    title: str
-    says: str
-    download: str  # 5.0 GiB, 8.2 B parameters
-    memory: str  # 1.1 GiB at 4,096 tokens (10.7 GiB at its longest, 40,960)
-    speed: str  # 11 to 24 tokens/s; empty: unknown
-    license: str
-
-
-@view("library/_picks.html")
-class Picks(View):
-    """The models suggested for this machine, shown if it has none."""
-
-    picks: tuple[PickCard, ...] = ()
-    machine: str = ""  # Runs on RTX 4090: 22.9 GiB free
-    offline: str = ""  # what switched the hub off; empty: it may be asked
-    is_pending: bool = False  # the models have not been planned yet; the live connection fills the room
-
-
-@view("library/_fit.html")
-class FitVerdict(View):
-    """The answer whether a model fits on this machine, with the numbers, or why this is unknown."""
-
-    kind: FitKind
-    title: str  # Fits, ...
-    numbers: str
-    hint: str = ""
-    download: str = ""  # 5.0 GiB to download
-    terms_url: str = ""  # for a gated repository: the page where its terms are accepted
+from localllm.errors import LocalLLMError
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.state import html, pages_state
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
+from localllm.web.pages.library.downloads import DownloadsView, download_list
+from localllm.web.pages.library.fit_checks import FileRow, FitTable, FitVerdict
+from localllm.web.pages.library.installed_models import InstalledList, ModelRow
+from localllm.web.pages.library.state import LibraryNotice, LibraryTabs, Picks, Tab, library_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,49 +45,6 @@ class SearchResults(View):
     results: tuple[SearchResult, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """A file of a model or of a download."""
-
-    name: str
-    size: str
-    fraction: float | None = None  # 0 to 1 while it is downloaded; None: no bar
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadCard:
-    """One download."""
-
-    id: str
-    name: str
-    url: str
-    state: str  # waiting, running, paused, done, failed, cancelled
-    fraction: float
-    line: str  # 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left
-    files: tuple[FileRow, ...]
-    verbs: tuple[ActionButton, ...]
-    error: ErrorNotice | None = None
-    terms_url: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PartialDownload:
-    """An unfinished download that was started before this server."""
-
-    repo_id: str
-    held: str
-
-
-@view("library/_downloads.html")
-class DownloadsView(View):
-    """All downloads of this server, the newest first."""
-
-    cards: tuple[DownloadCard, ...]
-    cut: tuple[PartialDownload, ...]
-    free_bytes: int
-    folder: str
-
-
 @view("library/_delete.html")
 class DeleteQuestion(View):
     """Asks for confirmation before a model is deleted, or says why it cannot be deleted."""
@@ -163,15 +53,6 @@ class DeleteQuestion(View):
     frees: str
     where: str
     refusal: ErrorNotice | None = None
-
-
-@view("library/_notice.html")
-class LibraryNotice(View):
-    """The result of the last action. That of a load from a path changes with the load."""
-
-    said: str = ""
-    error: ErrorNotice | None = None
-    chat_url: str = ""  # the model is loaded: a link to a chat with it
 
 
 @view("library/page.html")
@@ -232,19 +113,6 @@ class DeletePage(View):
 
 
 @dataclass(frozen=True, slots=True)
-class FitTable:
-    """The fit of a model on each device of the machine."""
-
-    segments: tuple[Segment, ...]  # shares of the first device's free memory
-    devices: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
-    notes: tuple[str, ...]
-    options: tuple[tuple[str, ...], ...]  # flags, context, requests at a time, cost
-    ranks: tuple[str, ...] = ()  # headings of the table per rank; empty: the model runs on one device
-    rank_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Variant:
     """Another quantisation in the same repository."""
 
@@ -270,3 +138,59 @@ class ModelPage(View):
     download: str = ""  # size of the download; empty: the model is on this machine
     error: ErrorNotice | None = None  # why the model cannot be read
     offline: str = ""  # what switched the hub off, for a suggested model that needs it
+
+
+NO_NOTICE = LibraryNotice()
+
+
+def shell(
+    request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False, loads: str = "", picks: bool = False
+) -> Shell:
+    """Return the frame of the page. `on`: which part is live. `moves`: the part is changing now, so without scripts the
+    page reloads itself. A reload would discard a message or typed text, so the answer to an action never reloads.
+    `loads`: the model whose load the notice follows. `picks`: the suggested models are to follow.
+    """
+    moves = moves and request.method == "GET"
+    live = urlencode({"on": on, **({"loads": loads} if loads else {}), **({"picks": 1} if picks else {})})
+    return pages_state(request).shell(request, title, "library", f"/live/library?{live}", moves=moves)
+
+
+async def installed_page(
+    request: Request[Any, Any, Any], *, told: LibraryNotice = NO_NOTICE, loads: str = "",
+    error: LocalLLMError | None = None, path: str | None = None,
+) -> Response[Any]:  # fmt: skip
+    """Return the page of installed models. `path`: the typed path, if it was the error."""
+    if error is not None and is_scripted(request):
+        raise error
+    library = library_state(request)
+    installed = await library.models.read(anew=True)
+    shown = notice(error) if error is not None else None
+    picks = await library.picks()
+    is_pending = picks is not None and picks.is_pending
+    moves = is_pending or any(row.state == "loading" for row in installed.rows)
+    page = LibraryPage(
+        shell(request, "Models", "installed", moves=moves, loads=loads, picks=is_pending),
+        library.tabs("installed"),
+        installed,
+        picks,
+        LibraryNotice(error=shown) if shown is not None and path is None else told,
+        path or "",
+        shown if path is not None else None,
+    )
+    return html(page, error.status if error is not None else 200)
+
+
+async def downloads_page(
+    request: Request[Any, Any, Any], *, told: LibraryNotice = NO_NOTICE, error: LocalLLMError | None = None
+) -> Response[Any]:
+    if error is not None and is_scripted(request):
+        raise error
+    library = library_state(request)
+    tabs = library.tabs("downloads")
+    page = DownloadsPage(
+        shell(request, "Downloads", "downloads", moves=tabs.running > 0),
+        tabs,
+        await asyncio.to_thread(download_list, library.downloads),
+        LibraryNotice(error=notice(error)) if error is not None else told,
+    )
+    return html(page, error.status if error is not None else 200)

@@ -1,6 +1,6 @@
 """The playground's handlers: a form is sent through the API's own code, and the result is shown.
 
-Does not know: the API's fields (forms.py writes them, web/api reads them), how a response is shown (presenters.py).
+Does not know: the API's fields (forms.py writes them, web/api reads them), how a response is shown (views.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.forms import is_scripted, same_origin
 from localllm.web.pages.frame.live import sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
-from localllm.web.pages.playground import forms, presenters
-from localllm.web.pages.playground.snippets import snippets
-from localllm.web.pages.playground.stream_accumulator import StreamedAnswer
-from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet
+from localllm.web.pages.playground import forms, views
+from localllm.web.pages.playground.forms import snippets
+from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet, StreamedAnswer
 
 ANSWERS = {
     "chat": answer_chat,
@@ -109,7 +107,7 @@ def _page(
     params = card.default_params
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
-    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, presenters.EMPTY[tab])
+    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, views.EMPTY[tab])
 
 
 def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def _snippets(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]
 async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> Result:
     sent = {name: value for name, value in body.items() if name != "stream"}
     answer = await ANSWERS[tab](request, msgspec.json.encode(sent))
-    return presenters.result(tab, msgspec.json.decode(answer.body), _warning(answer))
+    return views.result(tab, msgspec.json.decode(answer.body), _warning(answer))
 
 
 async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:
@@ -146,12 +144,10 @@ async def _result_events(
         async for piece in pieces:
             answer_so_far.add(piece)
             if time.monotonic() - drawn_s >= EVERY_S:
-                yield sse(render(presenters.partial_result(answer_so_far)))
+                yield sse(render(views.partial_result(answer_so_far)))
                 drawn_s = time.monotonic()
     yield sse(
-        render(
-            replace(presenters.stream_result(tab, answer_so_far, warning), prompt=known.prompt, snippets=known.snippets)
-        )
+        render(replace(views.stream_result(tab, answer_so_far, warning), prompt=known.prompt, snippets=known.snippets))
     )
 
 
@@ -164,11 +160,11 @@ async def _prompt(request: Request[Any, Any, Any], tab: str, body: Mapping[str, 
     if tab == "chat":
         model, token_ids = await chat_prompt(request, msgspec.json.encode(body))
         texts = ((token_id, model.tokenizer.token_text(token_id)) for token_id in token_ids)
-        return presenters.prompt_tokens(texts, len(token_ids))
+        return views.prompt_tokens(texts, len(token_ids))
     if tab == "completions":
         text = {"model": body["model"], "prompt": body["prompt"], "return_token_strs": True}
         found = msgspec.json.decode((await answer_tokenize(request, msgspec.json.encode(text))).body)
-        return presenters.prompt_tokens(zip(found["tokens"], found["token_strs"], strict=True), found["count"])
+        return views.prompt_tokens(zip(found["tokens"], found["token_strs"], strict=True), found["count"])
     return None
 
 

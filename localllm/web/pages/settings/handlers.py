@@ -16,13 +16,12 @@ from localllm.config.edit import planned, present_line, write
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import is_scripted
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.forms import is_scripted, same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings import doctor, key_handlers, restart, setting_rows
-from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
-from localllm.web.pages.settings.views import ChangePage, DoctorReport
+from localllm.web.pages.settings.doctor import DoctorReport
+from localllm.web.pages.settings.views import LEVELS, ChangePage, file_of, keys_card, settings_of, whole_page
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from localllm.web.access.sessions import SESSION_S
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.login import session_cookie
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings.presenters import key_of, keys_card, whole_page
-from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage
+from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage, key_of, keys_card, whole_page
 
 FIRST_FOR_INFER = ErrorNotice(
     "This first key would lock you out of this page.",

@@ -29,13 +29,18 @@ from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.tools.views import consent_list, tool_rows
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.forms import fields_of, same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import Fact
-from localllm.web.pages.settings.mcp_forms import read_form, typed_form
-from localllm.web.pages.settings.mcp_views import NewToolServerPage, ToolServerCard, ToolServerForm, ToolServersPage
-from localllm.web.pages.settings.presenters import file_of, settings_of
+from localllm.web.pages.settings.mcp_views import (
+    NewToolServerPage,
+    ToolServerCard,
+    ToolServerForm,
+    ToolServersPage,
+    read_form,
+    typed_form,
+)
+from localllm.web.pages.settings.views import file_of, settings_of
 
 log = logging.getLogger(__name__)
 

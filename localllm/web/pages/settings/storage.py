@@ -6,6 +6,7 @@ Does not know: pages.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.config.resolve import default_config_path
@@ -16,7 +17,27 @@ from localllm.serving.profiles import profiles_folder
 from localllm.units import format_bytes
 from localllm.web.access.keys import keys_path
 from localllm.web.pages.chat.store.database import chats_path
-from localllm.web.pages.settings.views import StorageCard, StoredRow
+from localllm.web.pages.frame.views import View, view
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One kind of data on disk."""
+
+    name: str
+    what: str
+    size_bytes: int
+    path: str
+    delete: str = "delete the files"
+    delete_url: str = ""  # URL of the page that deletes it; empty: there is none
+
+
+@view("settings/_storage.html")
+class StorageCard(View):
+    """All data that localllm stores on this machine."""
+
+    rows: tuple[StoredRow, ...]
+    free_bytes: int
 
 
 def read_storage(config_file: Path | None) -> StorageCard:

@@ -37,10 +37,9 @@ from localllm.web.pages.chat.thread.handlers import (
     until_written,
 )
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
 

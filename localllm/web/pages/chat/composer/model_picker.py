@@ -40,10 +40,8 @@ class ModelChoices(View):
 LOOK_EVERY_S = 10.0
 """The sizes of installed models are read from the disk at most this often."""
 
-
 MOST_KEPT = 50
 """Most loads whose outcome is kept; beyond that the finished ones are forgotten."""
-
 
 MOST_PICKED, MOST_PICK_CHARS = 1000, 400
 """Most chats whose last pick is remembered for open pages, and the characters of one."""

@@ -202,10 +202,8 @@ class Composer(View):
 
 CHIP_CHARS = 120
 
-
 LEAST_FILE_TOKENS = 16
 """A shorter beginning of a file is not worth sending."""
-
 
 MARGIN_TOKENS = 8
 """A file's beginning may be tokenised differently where it was cut."""

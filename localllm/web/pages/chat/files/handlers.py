@@ -25,7 +25,7 @@ from localllm.web.pages.chat.files.passages import estimated_tokens
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.state import html
 
 MAX_COUNTED_CHARS = 200_000

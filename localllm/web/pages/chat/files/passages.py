@@ -195,7 +195,6 @@ def _term(word: str) -> str:
 FUSION_K = 60
 """Lowers the weight of the first ranks, so that one ranking alone decides little."""
 
-
 SPREAD_WEIGHT = 0.5
 """Weight of a term somewhere in a text, beside its weight in the text's best sentence."""
 

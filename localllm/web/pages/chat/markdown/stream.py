@@ -20,10 +20,8 @@ from localllm.web.pages.chat.markdown.render import MAX_PENDING_CHARS, BlockSpli
 
 MAX_DRAWN_CHARS = 200_000
 
-
 MAX_KEPT_CHARS = 8_000_000
 """Characters of rendered texts and their HTML in the cache: some thousand replies."""
-
 
 OpenKind = Literal["text", "code", "note"]
 """Kind of the open block. A note says why there is no text yet."""
@@ -147,11 +145,7 @@ def plain(text: str) -> str:
 
 
 MAX_TYPED_CHARS = 2_000_000
-
-
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})([^`\n]*)\n?")
-
-
 _RUN = re.compile("`+")
 
 

@@ -26,13 +26,12 @@ from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import model_cookie
-from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
 from localllm.web.pages.frame.handlers import shows_loading
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
 

@@ -79,7 +79,6 @@ ONLY_ADMINS = (
     "`localllm pull {name}` on the server's machine."
 )
 
-
 OFFLINE = (
     "This server runs offline ({why}), so it downloads nothing. Start it without offline mode, or load a model that is "
     "on this machine."
@@ -186,7 +185,6 @@ _LINES: dict[State, Callable[[Pick, OfferStatus], str]] = {
     "ready": lambda pick, status: "",
     "failed": _held,
 }
-
 
 _ANNOUNCED: dict[State, str] = {
     "absent": "{title} is not on this machine.",

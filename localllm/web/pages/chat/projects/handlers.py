@@ -26,8 +26,7 @@ from localllm.web.pages.chat.store import Chats, Project
 from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.forms import fields_of, same_origin
 from localllm.web.pages.frame.state import html
 
 ONE = "/projects/{project_id:str}"

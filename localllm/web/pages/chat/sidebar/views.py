@@ -182,27 +182,18 @@ class Palette(View):
 
 
 LISTED = 60
-
-
 LISTED_OF_PROJECT = 5
-
-
 PINNED = "Pinned"
-
 
 PAGE = 100
 """Chats on one page of the list."""
 
-
 MOST_PAGES = 1000
-
 
 AGES = {30: "30 days", 90: "90 days", 180: "6 months", 365: "1 year"}
 """Days without a change, after which chats can be deleted together."""
 
-
 DAY_S = 24 * 3600
-
 
 PLAIN = str.maketrans("", "", "*`#|")
 """Removes Markdown characters from a snippet."""

@@ -139,7 +139,6 @@ MIGRATIONS = (
 changed.
 """
 
-
 OLDEST_READER = 6
 """The oldest version of the schema whose code can read and write today's. A migration that only adds tables, or columns
 with a default, leaves the number; any other migration raises it to its own."""

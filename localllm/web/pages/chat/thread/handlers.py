@@ -44,10 +44,9 @@ from localllm.web.pages.chat.thread.messages import Outline
 from localllm.web.pages.chat.thread.views import ChatPage, ChatTurn
 from localllm.web.pages.chat.tools.runs import tool_runs_of
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 COOKIE = "localllm_chat"

@@ -44,8 +44,7 @@ from localllm.web.pages.chat.thread.handlers import (
 )
 from localllm.web.pages.chat.thread.messages import ChatMessage, OtherModel
 from localllm.web.pages.frame.errors import StillWriting
-from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
 from localllm.web.pages.frame.state import html
 
 STOP_S = 5.0

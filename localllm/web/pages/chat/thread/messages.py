@@ -296,7 +296,6 @@ ENDS = {
 }
 """The unusual ends. A reply that ended by itself says nothing."""
 
-
 BROKEN = ("length", "error", "interrupted")
 
 

@@ -117,17 +117,14 @@ class ChatUpdate(View):
 WINDOW = 40
 """Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""
 
-
 MODEL_COOKIE = "localllm_model"
 """The name of the model that this browser sent to or picked last, percent-encoded."""
-
 
 EXAMPLES = (
     "Explain in simple words why the sky is blue",
     "Write a Python function that finds the longest common prefix of a list of strings",
     "Plan three quick dinners for two, with a shopping list",
 )
-
 
 DEMO_EXAMPLES = (
     "What is paged attention in simple words?",

@@ -23,11 +23,10 @@ from localllm.web.pages.chat.thread.messages import CallsProgress
 from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.chat.tools.runs import tool_runs_of
 from localllm.web.pages.chat.tools.views import ToolsPanel
-from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 CALLS = "/c/{conversation_id:str}/m/{message_id:str}/calls"

@@ -29,8 +29,7 @@ from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import COOKIE, requested_chat
 from localllm.web.pages.chat.transfer import export
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
