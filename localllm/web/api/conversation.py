@@ -86,7 +86,7 @@ async def chat_token_ids(model: ServedModel, conversation: Conversation) -> list
         require_readable(len(text), model)
         return conversation.encode(text, model)
 
-    size = _size_of(conversation.messages)
+    size = sum(CHARS_OF_A_PART + _size(message.get("content")) for message in conversation.messages)
     require_readable(size, model)  # also checked before rendering
     return await on_thread(size, render)
 
@@ -124,10 +124,6 @@ def require_readable(num_chars: int, model: ServedModel) -> None:
 
 def truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
     return token_ids[-keep:] if keep is not None and keep > 0 else token_ids
-
-
-def _size_of(messages: Sequence[Mapping[str, Any]]) -> int:
-    return sum(CHARS_OF_A_PART + _size(message.get("content")) for message in messages)
 
 
 def _size(content: Any) -> int:

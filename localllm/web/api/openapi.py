@@ -215,7 +215,9 @@ class _Maker:
         for status in sorted(statuses):
             name = f"HEAD.{status}" if self.method == "HEAD" else f"{dialect}.{status}"
             content = {} if self.method == "HEAD" else {JSON: {"schema": reference("Error", ERRORS[dialect])}}
-            self.errors.setdefault(name, _response(_phrase(status), content))
+            self.errors.setdefault(
+                name, _response("Overloaded" if status == 529 else HTTPStatus(status).phrase, content)
+            )
             answers[str(status)] = {"$ref": f"#/components/responses/{name}"}
         return answers
 
@@ -242,10 +244,6 @@ def _response(description: str, content: Schema, *more: str) -> Schema:
     names = ("x-request-id", *more) if more else ("x-request-id", "retry-after")
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return {"description": description, "headers": headers} | ({"content": content} if content else {})
-
-
-def _phrase(status: int) -> str:
-    return "Overloaded" if status == 529 else HTTPStatus(status).phrase
 
 
 # Schemas ------------------------------------------------------------------------------------------------------------

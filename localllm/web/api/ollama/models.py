@@ -228,7 +228,7 @@ def _listed(
 def _details(path: Path | None, spec: ModelSpec | None) -> shapes.Details:
     """Return details that need no file access; for a model that was never loaded there are few."""
     is_gguf = path is not None and path.is_file()
-    family = _family(spec) if spec is not None else ""
+    family = spec.architecture.removesuffix("ForCausalLM").lower() if spec is not None else ""
     quant = quant_of(path.name) if path is not None and is_gguf else ""
     if not quant and spec is not None:
         quant = str((spec.quantization or {}).get("quant_method", spec.dtype)).upper()
@@ -240,10 +240,6 @@ def _details(path: Path | None, spec: ModelSpec | None) -> shapes.Details:
         parameter_size="",
         quantization_level=quant,
     )
-
-
-def _family(spec: ModelSpec) -> str:
-    return spec.architecture.removesuffix("ForCausalLM").lower()
 
 
 def _modified(path: Path | None) -> str:
@@ -297,7 +293,10 @@ async def _lines(request: ApiRequest, downloads: Downloads, status: DownloadStat
     try:
         yield line(shapes.OllamaProgress("pulling manifest"))
         async for news in _watched(downloads, status):
-            yield line(_progress(news))
+            digest, progress = news.plan.commit, news.progress
+            yield line(
+                shapes.OllamaProgress(f"pulling {digest[:12]}", digest, progress.bytes_total, progress.bytes_done)
+            )
         yield line(shapes.OllamaProgress("verifying sha256 digest")) + line(shapes.Pulled("success"))
     except Exception as error:
         yield line(ollama_error(as_local_error(error, request.scope)))
@@ -320,8 +319,3 @@ async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerat
         raise status.error
     if status.state != "done":
         raise DownloadCancelled(f"The download of {status.plan.name} was cancelled.", hint="Pull again to resume.")
-
-
-def _progress(status: DownloadStatus) -> shapes.OllamaProgress:
-    digest, progress = status.plan.commit, status.progress
-    return shapes.OllamaProgress(f"pulling {digest[:12]}", digest, progress.bytes_total, progress.bytes_done)

@@ -153,7 +153,9 @@ class ChatChunks(_Chunks):
             text = "".join([part.text for part in event.parts if isinstance(part, Content)])
             if self._shows_reasoning:
                 chunks += [
-                    self._reasoning(event.index, part, progress) for part in event.parts if isinstance(part, Reasoning)
+                    self._delta(event.index, Delta(reasoning_content=part.text, reasoning=part.text), progress)
+                    for part in event.parts
+                    if isinstance(part, Reasoning)
                 ]
         if text or event.logprobs or (self.token_ids and event.token_ids):
             logprobs = to_json(chat_logprobs(event.logprobs, self.names)) if self.names else b"null"
@@ -166,9 +168,6 @@ class ChatChunks(_Chunks):
             choice += _finish(event, finish_reason(event.finish_reason, calls=event.index in self._called))
             chunks.append(self._wrap(choice, progress, last=not progress.unfinished))
         return b"".join(chunks)
-
-    def _reasoning(self, index: int, part: Reasoning, progress: Progress) -> bytes:
-        return self._delta(index, Delta(reasoning_content=part.text, reasoning=part.text), progress)
 
     def _call(self, index: int, part: ToolCallStart | ToolArguments, progress: Progress) -> bytes:
         """Return the chunk of a call part: the name comes first, then pieces of the arguments."""

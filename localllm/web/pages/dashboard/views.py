@@ -205,19 +205,17 @@ def drafts(stats: SpeculationStats, minute_ago: SpeculationStats | None) -> Draf
         return Drafts(why_off=stats.why_off or NO_SPECULATION.why_off)
     recent = minute_ago is not None and stats.num_decode_rows > minute_ago.num_decode_rows
     seen = stats.since(minute_ago) if recent and minute_ago is not None else stats
+    reason = OFF_REASONS.get(stats.last_reason, stats.last_reason)
     return Drafts(
         tokens_per_step=f"{seen.tokens_per_row:.1f}" if seen.num_decode_rows else "–",
         accepted=seen.num_accepted_tokens,
         drafted=seen.num_draft_tokens,
-        facts=(_width(stats), *_steps_without(seen)),
+        facts=(
+            Fact("Width of the last step", format_count(stats.last_width), reason or "drafts of a request, at most"),
+            *_steps_without(seen),
+        ),
         span="last minute" if recent else "since start",
     )
-
-
-def _width(stats: SpeculationStats) -> Fact:
-    """Return the most drafts of a request in the last step that generated, and why there were none."""
-    reason = OFF_REASONS.get(stats.last_reason, stats.last_reason)
-    return Fact("Width of the last step", format_count(stats.last_width), reason or "drafts of a request, at most")
 
 
 def _steps_without(seen: SpeculationStats) -> tuple[Fact, ...]:

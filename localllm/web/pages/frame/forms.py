@@ -39,12 +39,10 @@ class FormRequest(Request[Any, Any, Any]):
                 raise BodyTooLarge("The form is too large.", why)
             if raw.count(b"&") >= MAX_FIELDS:
                 raise BodyTooLarge("The form has too many fields.", f"The limit is {format_count(MAX_FIELDS)}.")
-            self._form = FormMultiDict(await off_loop(len(raw), lambda: _fields(raw)))
+            self._form = FormMultiDict(
+                await off_loop(len(raw), lambda: parse_qsl(raw.decode("latin-1"), keep_blank_values=True))
+            )
         return await super().form()
-
-
-def _fields(raw: bytes) -> list[tuple[str, str]]:
-    return parse_qsl(raw.decode("latin-1"), keep_blank_values=True)
 
 
 def is_scripted(request: Request[Any, Any, Any]) -> bool:

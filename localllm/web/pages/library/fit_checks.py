@@ -146,7 +146,8 @@ def check_fit(
                 spec, estimates = estimate_checkpoint(looked.path, config, hardware)
             except LocalLLMError as error:
                 return _fit_result(looked, _refused(error, name, looked), None, None, error)
-            speed = _speed(spec, estimates[0], hardware, bandwidth)
+            chosen = estimates[0]
+            speed = checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
             return _fit_result(looked, verdict(looked.download_bytes, estimates, speed), table(estimates), spec, None)
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
@@ -167,10 +168,6 @@ def check_pick(pick: Pick, config: EngineConfig, hardware: Hardware) -> FitResul
     kind: FitKind = "fits" if plan.max_model_len >= (config.max_model_len or pick.spec.max_position) else "shorter"
     said = FitVerdict(kind, TITLES[kind], numbers, pick.says, _download_words(pick.bytes))
     return FitResult(pick.name, said, facts=facts, download_bytes=pick.bytes)
-
-
-def _speed(spec: ModelSpec, chosen: Estimate, hardware: Hardware, bandwidth: float | None) -> SpeedRange | None:
-    return checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
 
 
 def verdict(download_bytes: int | None, estimates: Sequence[Estimate], speed: SpeedRange | None = None) -> FitVerdict:

@@ -30,7 +30,7 @@ from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.playground import forms, views
 from localllm.web.pages.playground.forms import snippets
-from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet, StreamedAnswer
+from localllm.web.pages.playground.views import PlaygroundPage, PromptTokens, Result, StreamedAnswer
 
 ANSWERS = {
     "chat": answer_chat,
@@ -76,8 +76,10 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
         return html(page)
     known, status = Result(), 200
     try:
-        tab, body = page.editor.tab, _body(request, page.editor)
-        known = replace(known, snippets=_snippets(request, tab, body))
+        card = pages_state(request).card
+        tab, body = page.editor.tab, forms.body(page.editor, card.name if card is not None else "")
+        base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
+        known = replace(known, snippets=snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked))
         prompt = await _prompt(request, tab, body)
         if do == "prompt":
             result = replace(known, prompt=prompt)
@@ -108,17 +110,6 @@ def _page(
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
     return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, views.EMPTY[tab])
-
-
-def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
-    """Return the API body. Raises `InvalidParameter`."""
-    card = pages_state(request).card
-    return forms.body(editor, card.name if card is not None else "")
-
-
-def _snippets(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> tuple[Snippet, ...]:
-    base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
-    return snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked)
 
 
 async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> Result:

@@ -46,6 +46,7 @@ def read_storage(config_file: Path | None) -> StorageCard:
     cut = incomplete_repositories()
     halves = f" {format_bytes(sum(cut.values()))} belong to unfinished downloads, which can be resumed." if cut else ""
     models, where = ("Downloads", "/library/downloads") if cut else ("Models", "/library")
+    path = config_file or default_config_path()
     rows = (
         StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
         _chats(chats),
@@ -59,7 +60,7 @@ def read_storage(config_file: Path | None) -> StorageCard:
         StoredRow(
             "Keys", "Names, scopes and hashes of the keys.", size_of(keys_path()), str(keys_path()), "Keys", "#keys"
         ),
-        _config(config_file or default_config_path()),
+        StoredRow("Settings", "The config.toml file.", size_of(path), str(path)),
     )
     return StorageCard(rows, free_bytes())
 
@@ -70,10 +71,6 @@ def _chats(path: Path) -> StoredRow:
     beside = sum(map(size_of, path.parent.glob(f"{path.name}*")))  # the write-ahead log, and files set aside
     what = "Messages and answers of all chats, and presets. The newest are in the files beside it (-wal, -shm)."
     return StoredRow("Chats", what, beside, str(path), "Privacy", "#privacy")
-
-
-def _config(path: Path) -> StoredRow:
-    return StoredRow("Settings", "The config.toml file.", size_of(path), str(path))
 
 
 def size_of(path: Path) -> int:

@@ -104,13 +104,14 @@ async def apply_profile(manager: ModelManager, entry: ModelEntry, profile: Profi
 def profile_row(stored: Stored, keys: Sequence[ProfileKey]) -> ProfileRow:
     profile = stored.profile
     state, fits = _fits(profile, keys)
+    goal = GOALS.get(profile.goal)
     return ProfileRow(
         file=stored.path.name,
         model=stored.model,
         name=profile.name,
         goal=profile.goal,
         date=profile.date,
-        score=_score(profile),
+        score=goal.in_words(profile.score) if goal is not None else format_rate(profile.score, profile.unit),
         settings=flags_of(profile.settings) or "the defaults",
         state=state,
         fits=fits,
@@ -130,8 +131,3 @@ def _fits(profile: Profile, keys: Sequence[ProfileKey]) -> tuple[ProfileState, s
     if keys and (difference := replace(key, model=keys[0].model, form=keys[0].form).differs_from(keys[0])):
         return "differs", f"Not used: {difference}."
     return "other", "Its model is not loaded, or the model's files have changed."
-
-
-def _score(profile: Profile) -> str:
-    goal = GOALS.get(profile.goal)
-    return goal.in_words(profile.score) if goal is not None else format_rate(profile.score, profile.unit)

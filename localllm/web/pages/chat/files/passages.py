@@ -172,7 +172,7 @@ def with_context(text: str, before: str) -> list[str]:
 
 def query(words: Sequence[str]) -> str:
     """Return the FTS5 query: any of the terms. Typed characters are never operators, because each term is quoted."""
-    return " OR ".join(_term(word) for word in words)
+    return " OR ".join(f'"{word}"*' if len(word) >= PREFIX_CHARS and " " not in word else f'"{word}"' for word in words)
 
 
 def indexed(text: str) -> str:
@@ -186,10 +186,6 @@ def _query_parts(token: str) -> list[str]:
     if len(characters) == 1:
         return [token]
     return [f"{one} {two}" for one, two in pairwise(characters)]
-
-
-def _term(word: str) -> str:
-    return f'"{word}"*' if len(word) >= PREFIX_CHARS and " " not in word else f'"{word}"'
 
 
 FUSION_K = 60

@@ -152,7 +152,12 @@ _RUN = re.compile("`+")
 def user_html(text: str) -> str:
     """Return the safe HTML of a message. Line breaks of its text stay line breaks; the style sheet shows them."""
     env: dict[str, Any] = {}
-    parts = (_code(body, language, env) if is_code else _text(body) for is_code, language, body in _parts(text))
+    parts = (
+        fenced_code(body, language, env).rstrip("\n")
+        if is_code
+        else "".join(_line(line) for line in body.splitlines(keepends=True))
+        for is_code, language, body in _parts(text)
+    )
     return "".join(parts)
 
 
@@ -179,14 +184,6 @@ def _parts(text: str) -> Iterator[tuple[bool, str, str]]:
 def _closes(line: str, opener: str) -> bool:
     mark = line.strip()
     return mark.startswith(opener) and not mark.strip(opener[0]) and len(line) - len(line.lstrip(" ")) < 4
-
-
-def _code(source: str, language: str, env: dict[str, Any]) -> str:
-    return fenced_code(source, language, env).rstrip("\n")
-
-
-def _text(text: str) -> str:
-    return "".join(_line(line) for line in text.splitlines(keepends=True))
 
 
 def _line(line: str) -> str:

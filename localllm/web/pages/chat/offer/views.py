@@ -12,7 +12,6 @@ from urllib.parse import urlencode
 
 from litestar import Request
 
-from localllm.errors import LocalLLMError
 from localllm.models.library.hub import client
 from localllm.models.library.hub.pull import progress_line
 from localllm.models.library.pick_list import Pick
@@ -131,7 +130,7 @@ def offer_card(offer: Offer, status: OfferStatus, *, may_change: bool, offline: 
         line=_LINES[state](offer.pick, status),
         fraction=status.progress.fraction if status.progress is not None else None,
         phases=load_phases(status.entry) if state == "loading" and status.entry is not None else (),
-        error=_error(status.error),
+        error=notice(status.error) if status.error is not None else None,
         buttons=buttons,
         refusal=refusal if state not in MOVING and state != "ready" else "",
         takes_path=may_change and (state == "failed" or (bool(offline) and needs_hub)),
@@ -151,10 +150,6 @@ def _facts(offer: Offer) -> tuple[str, ...]:
         facts.append("does not fit into the memory that is free now")
     facts += [offer.speed, f"{format_parameters(pick.parameters)} parameters", pick.license]
     return tuple(fact for fact in facts if fact)
-
-
-def _error(error: LocalLLMError | None) -> ErrorNotice | None:
-    return notice(error) if error is not None else None
 
 
 def _buttons(pick: Pick, status: OfferStatus) -> tuple[OfferButton, ...]:

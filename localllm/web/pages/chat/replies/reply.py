@@ -182,7 +182,9 @@ class Reply:
             async with contextlib.aclosing(client.generate(request)) as events:
                 async for event in events:
                     await self._handle_event(event)
-                    self._cancel_if_forgotten()
+                    if not self._followers and time.monotonic() - self._alone_since > DETACHED_LIMIT_S:
+                        log.info("reply cancelled id=%s reason=nobody-follows", self.request_id)
+                        self.cancel()
             if not self.done:
                 self.fail(EngineError("The engine ended the reply without a reason.", hint="Send the message again."))
         except LocalLLMError as error:
@@ -241,11 +243,6 @@ class Reply:
             self._thought_s += time.monotonic() - self._thinks_since
             self._thinks_since = None
         self._writes = writes
-
-    def _cancel_if_forgotten(self) -> None:
-        if not self._followers and time.monotonic() - self._alone_since > DETACHED_LIMIT_S:
-            log.info("reply cancelled id=%s reason=nobody-follows", self.request_id)
-            self.cancel()
 
     def _publish(self) -> None:
         """Publish the current state to followers; finished blocks and open block change together."""

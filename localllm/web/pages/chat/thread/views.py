@@ -198,7 +198,7 @@ async def chat_page(
         loading=state.pages.loading() if waits and (offer is None or state.pages.manager.default is not None) else None,
         offer=offer,
         undo=undo,
-        notice=_store_notice(state),
+        notice=ErrorNotice(state.store.notice) if state.store.notice else None,
         chip=behaviour_chip(chat, settings),
     )
 
@@ -321,7 +321,3 @@ def chosen_last(request: Request[Any, Any, Any]) -> dict[str, str]:
     """Return the settings of a new chat: the model that this browser chose last, while it is ready."""
     name = unquote(request.cookies.get(MODEL_COOKIE, ""))
     return {"model": name} if name and chat_state(request).picker.is_ready(name) else {}
-
-
-def _store_notice(state: ChatState) -> ErrorNotice | None:
-    return ErrorNotice(state.store.notice) if state.store.notice else None
