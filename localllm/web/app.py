@@ -29,10 +29,10 @@ from localllm.machine.install_kind import InstallKind, how_to_install, install_k
 from localllm.machine.platforms import use_port_alone
 from localllm.mcp.servers import McpServers
 from localllm.models.library.hub.downloads import Downloads
+from localllm.serving.answers.tool_calls import no_decisions
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.web.access.auth import FrontDoor
-from localllm.web.access.caller import no_decisions
 from localllm.web.access.connection import Connection, Connections
 from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses

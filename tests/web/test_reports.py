@@ -11,8 +11,8 @@ import pytest
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.stats import RequestTimeline
+from localllm.serving.answers.generation import Progress
 from localllm.units import format_rate
-from localllm.web.api.generation import Progress
 from localllm.web.api.ollama.lines import OllamaHead, RequestClock
 from localllm.web.api.ollama.shapes import OllamaMessage
 from localllm.web.api.openai.answer import usage_object

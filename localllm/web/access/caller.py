@@ -5,12 +5,10 @@ Does not know: how a key is checked (auth.py), which route needs which scope (sc
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from litestar import Litestar, Request
 
-from localllm.config.mcp_servers import McpServer
 from localllm.config.settings import ServerConfig
 from localllm.mcp.servers import McpServers
 from localllm.web.access.keys import Key, Scope
@@ -80,11 +78,6 @@ def prefix_owner_of(request: Request[Any, Any, Any]) -> str:
     return "" if server.share_prefix_cache else owner_of(request)
 
 
-def salted(prefix_owner: str, cache_salt: str | None) -> str | None:
-    """Return the cache salt that combines the owner with the request's own salt, which another client may know."""
-    return f"{prefix_owner}\0{cache_salt or ''}" if prefix_owner else cache_salt
-
-
 def source_of(request: Request[Any, Any, Any]) -> str:
     """Return where a request comes from, for display: API, unless a page has noted its own name with `set_source`."""
     source: str = request.scope["state"].get("source", "API")
@@ -115,43 +108,7 @@ def owner_of(request: Request[Any, Any, Any]) -> str:
     return key.owner if key is not None and key.scope == "infer" else ""
 
 
-MAX_ROUNDS = 8
-"""Replies in a row that may call tools about which nobody is asked."""
-MAX_CUTS = 4
-"""How often results that do not fit into the context are cut to half their length."""
-
-
-class ToolDecision(Protocol):
-    """An owner's decision about a tool."""
-
-    @property
-    def server(self) -> str: ...
-
-    @property
-    def tool(self) -> str: ...
-
-    @property
-    def digest(self) -> str: ...  # of the tool at the time of the decision
-
-    @property
-    def choice(self) -> str: ...  # always or never
-
-
-Decisions = Callable[[str], Awaitable[Sequence[ToolDecision]]]
-"""Returns the decisions of an owner."""
-
-
-async def no_decisions(owner: str) -> Sequence[ToolDecision]:
-    """Return the decisions of an owner on a server without pages: none."""
-    return ()
-
-
 def mcp_of(app: Litestar) -> McpServers:
     """Return the servers of tools of the application."""
     servers: McpServers = app.state["mcp"]
     return servers
-
-
-def may_use(owner: str, server: McpServer) -> bool:
-    """Return whether an owner may use a server. The empty owner is that of admins, and of a server without keys."""
-    return not owner or server.scope == "infer"

@@ -15,8 +15,8 @@ from pathlib import PurePath
 
 from localllm.errors import RequestError, UnsupportedOption
 from localllm.machine.install_kind import how_to_install
+from localllm.serving.answers.off_loop import off_loop
 from localllm.units import format_bytes, format_count
-from localllm.web.api.off_loop import off_loop
 
 PAGE = "\f"
 """Between the pages of a text."""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import reasons
+from localllm.serving.answers.conversation import reasons
 from localllm.serving.served import ServedModel
 from localllm.web.api.fields import Hint, OneOf, one_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import CONTINUE, NO_TOOLS, Conversation, Tools
+from localllm.serving.answers.conversation import CONTINUE, NO_TOOLS, ChatRequest, Conversation, Tools, sampling_params
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.documents import read_documents
@@ -30,7 +30,6 @@ from localllm.web.api.anthropic.schema import (
     Tool,
     ToolChoice,
 )
-from localllm.web.api.conversation import ChatRequest, sampling_params
 from localllm.web.api.hints import effort_switch, no_effect, thinking_budget, thinking_switch
 from localllm.web.api.pictures import UNREAD, picture_part, readable
 from localllm.web.api.reading import read_object, text_field, wrong_type

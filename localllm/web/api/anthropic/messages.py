@@ -9,6 +9,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
+from localllm.serving.answers.conversation import ChatRequest
 from localllm.serving.served import ServedModel
 from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
@@ -28,7 +29,6 @@ from localllm.web.api.anthropic.schema import (
     Tool,
     ToolChoice,
 )
-from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read

@@ -16,14 +16,14 @@ from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.engine.request import RequestOptions
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ContextTooLong, InvalidParameter, LocalLLMError
+from localllm.serving.answers.conversation import encode, sampling_params, within_context
+from localllm.serving.answers.generation import Choice, Progress, generation_of, parts_of
 from localllm.serving.entry import ModelLoading
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.version import __version__
-from localllm.web.api.answer import generation_of, streamed, whole
-from localllm.web.api.conversation import encode, sampling_params, within_context
+from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, manager_of, served_model
-from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.api.llamacpp import schema as shapes
 from localllm.web.api.llamacpp.schema import RULES, LlamaBody
 from localllm.web.api.model_facts import facts_of

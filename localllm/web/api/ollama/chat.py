@@ -11,12 +11,22 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import CONTINUE, NO_TOOLS, Conversation
+from localllm.serving.answers.conversation import (
+    CONTINUE,
+    NO_TOOLS,
+    ChatRequest,
+    Conversation,
+    encode,
+    ended,
+    fill_in_of,
+    infill_token_ids,
+    within_context,
+)
+from localllm.serving.answers.generation import generation_of
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
-from localllm.web.api.answer import generation_of, streamed, whole
-from localllm.web.api.conversation import ChatRequest, encode, ended, fill_in_of, infill_token_ids, within_context
+from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import (
     ApiRequest,
     json_response,

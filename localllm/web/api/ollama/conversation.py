@@ -13,10 +13,9 @@ from typing import Any
 
 from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import Tools, calls_tools
+from localllm.serving.answers.conversation import Tools, calls_tools, sampling_params
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.conversation import sampling_params
 from localllm.web.api.hints import effort_switch, thinking_switch
 from localllm.web.api.ollama.schema import OPTION_RULES, AskBody, OllamaInputMessage, Options
 from localllm.web.api.pictures import picture_part

@@ -17,9 +17,9 @@ from msgspec.structs import asdict
 
 from localllm.engine.outputs import GenerationEvent, PromptProgress, Usage
 from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import Choice, Progress
 from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.version import __version__
-from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNames, chat_logprobs, prompt_logprobs
 from localllm.web.api.openai.params import only_echoes
 from localllm.web.api.openai.prompts import Prompt

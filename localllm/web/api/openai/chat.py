@@ -9,10 +9,9 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import Conversation, Tools
+from localllm.serving.answers.conversation import ChatRequest, Conversation, Tools
 from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.answer import ChatChunks, chat_response, new_head

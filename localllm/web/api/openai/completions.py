@@ -6,8 +6,9 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong
-from localllm.web.api.answer import generation_of, streamed, whole
-from localllm.web.api.conversation import ended, fill_in_of
+from localllm.serving.answers.conversation import ended, fill_in_of
+from localllm.serving.answers.generation import generation_of
+from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.answer import CompletionChunks, completion_response, new_head

@@ -12,7 +12,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.pooling_client import Text
 from localllm.errors import InvalidParameter
-from localllm.web.api.conversation import require_readable
+from localllm.serving.answers.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.schema import RULES, read_body

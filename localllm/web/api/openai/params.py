@@ -28,9 +28,9 @@ from localllm.engine.beam_search import check_length_penalty
 from localllm.engine.params import SamplingParams, given_params
 from localllm.engine.request import RequestOptions
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.serving.answers.conversation import sampling_params
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.conversation import sampling_params
 from localllm.web.api.hints import MODEL_HINTS, thinking_budget
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody, Prediction
 from localllm.web.errors import InvalidType, MissingParameter

@@ -17,11 +17,10 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import TOOL_CHOICE, Conversation, Tools
+from localllm.serving.answers.conversation import TOOL_CHOICE, ChatRequest, Conversation, Tools, sampling_params
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.access.caller import owner_of
-from localllm.web.api.conversation import ChatRequest, sampling_params
 from localllm.web.api.exchange import ApiRequest, served_model
 from localllm.web.api.hints import effort_switch, thinking_budget
 from localllm.web.api.pictures import readable

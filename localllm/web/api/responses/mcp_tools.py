@@ -19,7 +19,8 @@ from localllm.config.mcp_servers import McpServer
 from localllm.errors import InvalidParameter, RequestError
 from localllm.mcp.naming import function_names
 from localllm.mcp.values import Listing, ServerTool
-from localllm.web.access.caller import Decisions, may_use, mcp_of, owner_of, require
+from localllm.serving.answers.tool_calls import Decisions, may_use
+from localllm.web.access.caller import mcp_of, owner_of, require
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.fields import FieldRules, ListOf, Refused
 from localllm.web.api.hints import hints_of

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.serving.answers.generation import Choice
 from localllm.web.access.caller import is_background, owner_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.disconnect import EVENTS, EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
-from localllm.web.api.generation import Choice
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead, whole_response

@@ -90,9 +90,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             "",
             w.Sampling(),
             stop,
-            models=picker.ModelChoices(
-                (picker.ModelChoice("demo", True), picker.ModelChoice("org/big", False, "not loaded"))
-            ),
+            models=picker.ModelChoices(choices()),
         ),
         picker.ModelChoices(),
         *beside_the_text(),
@@ -112,6 +110,10 @@ def samples(shell: views.Shell) -> list[views.View]:
         *library(),
         *pages(shell, full),
     ]
+
+
+def choices() -> tuple[picker.ModelChoice, ...]:
+    return picker.ModelChoice("demo", True), picker.ModelChoice("org/big", False, "not loaded")
 
 
 def not_read(user: m.ChatMessage) -> list[views.View]:
@@ -178,7 +180,7 @@ def result() -> t.ToolResult:
 
 def ways(reply: m.ChatMessage, writing: m.ChatMessage) -> list[views.View]:
     """Return samples of what a message's menu opens, and of two replies to compare."""
-    names = (picker.ModelChoice("demo", True), picker.ModelChoice("org/big", False, "not loaded"))
+    names = choices()
     compared = m.ComparedReplies((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
     refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
     return [

@@ -16,9 +16,9 @@ from litestar.exceptions import PermissionDeniedException
 from litestar.handlers import BaseRouteHandler
 from litestar.types import Empty
 
+from localllm.serving.answers.off_loop import off_loop
 from localllm.units import format_bytes, format_count
 from localllm.web.access.origins import netloc_of
-from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import BodyTooLarge
 
 MAX_FIELDS = 1_000

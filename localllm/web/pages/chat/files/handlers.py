@@ -14,9 +14,9 @@ from litestar.response import Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
+from localllm.serving.answers.off_loop import off_loop
 from localllm.web.access.caller import owner_of
 from localllm.web.api.documents import FileText, read_file
-from localllm.web.api.off_loop import off_loop
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import LocalLLMError
-from localllm.web.api.off_loop import off_loop
+from localllm.serving.answers.off_loop import off_loop
 from localllm.web.pages.chat.composer.views import card_of
 from localllm.web.pages.chat.files import passages as question
 from localllm.web.pages.chat.files.passages import (

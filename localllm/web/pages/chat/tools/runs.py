@@ -19,7 +19,7 @@ from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import require_mcp
 from localllm.mcp.values import McpMissing
-from localllm.web.access.caller import MAX_CUTS, MAX_ROUNDS, may_use
+from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS, may_use
 from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply, CallRun, Round, server_calls
 from localllm.web.pages.chat.replies.messages import calls_of

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from localllm.mcp.servers import McpServers, ServerState
-from localllm.serving.chat import calls_tools
+from localllm.serving.answers.conversation import calls_tools
 from localllm.web.pages.chat.composer.settings import is_chosen
 from localllm.web.pages.chat.markdown.render import code_block
 from localllm.web.pages.chat.replies.claims import usable_servers
