@@ -6,8 +6,8 @@ Does not know: how servers are called (localllm/mcp/), where decisions are store
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal, Protocol
 
 from localllm.config.mcp_servers import McpServer
 
@@ -35,6 +35,24 @@ class ToolDecision(Protocol):
 
 Decisions = Callable[[str], Awaitable[Sequence[ToolDecision]]]
 """Returns the decisions of an owner."""
+Choice = Literal["always", "changed", "never", ""]
+"""What an owner decided about a tool. changed: it was always allowed, but is another tool now; empty: it asks."""
+
+
+class Consents:
+    """An owner's decisions, by server and tool: the policy that the chat page and the Responses API share."""
+
+    def __init__(self, decisions: Iterable[ToolDecision]) -> None:
+        self._by_tool = {(each.server, each.tool): each for each in decisions}
+
+    def choice(self, server: str, tool: str, digest: str) -> Choice:
+        """Return the decision about a tool. `digest`: of the tool as it is now."""
+        found = self._by_tool.get((server, tool))
+        if found is None:
+            return ""
+        if found.choice == "never":
+            return "never"
+        return "always" if found.digest == digest else "changed"
 
 
 async def no_decisions(owner: str) -> Sequence[ToolDecision]:

@@ -21,7 +21,7 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.mcp.naming import function_names
 from localllm.mcp.values import ServerTool
 from localllm.serving.answers.conversation import calls_tools
-from localllm.serving.answers.tool_calls import may_use
+from localllm.serving.answers.tool_calls import Consents, may_use
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
@@ -95,11 +95,7 @@ async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str
     if not servers:
         return NOTHING
     listings = await asyncio.gather(*(state.mcp.tools(server.name) for server in servers), return_exceptions=True)
-    never = {
-        (consent.server, consent.tool)
-        for consent in await state.store.call(Chats.consents, owner)
-        if consent.choice == "never"
-    }
+    consents = Consents(await state.store.call(Chats.consents, owner))
     tools, notes = list[ServerTool](), list[str]()
     for server, listing in zip(servers, listings, strict=True):
         if isinstance(listing, LocalLLMError):
@@ -107,7 +103,7 @@ async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str
         elif isinstance(listing, BaseException):
             raise listing
         else:
-            tools += [tool for tool in listing.tools if (tool.server, tool.name) not in never]
+            tools += [each for each in listing.tools if consents.choice(each.server, each.name, each.digest) != "never"]
     by_name = {f"{tool.server} {tool.name}": tool for tool in tools}
     return replace(NOTHING, by_name=by_name, notes=tuple(notes))
 
