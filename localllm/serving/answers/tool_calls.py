@@ -39,7 +39,7 @@ Choice = Literal["always", "changed", "never", ""]
 """What an owner decided about a tool. changed: it was always allowed, but is another tool now; empty: it asks."""
 
 
-class Consents:
+class ConsentPolicy:
     """An owner's decisions, by server and tool: the policy that the chat page and the Responses API share."""
 
     def __init__(self, decisions: Iterable[ToolDecision]) -> None:

@@ -19,7 +19,7 @@ from localllm.config.mcp_servers import McpServer
 from localllm.errors import InvalidParameter, RequestError
 from localllm.mcp.naming import function_names
 from localllm.mcp.values import Listing, ServerTool
-from localllm.serving.answers.tool_calls import Consents, Decisions, may_use
+from localllm.serving.answers.tool_calls import ConsentPolicy, Decisions, may_use
 from localllm.web.access.caller import mcp_of, owner_of, require
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.fields import FieldRules, ListOf, Refused
@@ -145,7 +145,7 @@ async def mcp_offer(request: ApiRequest, tools: Sequence[Mapping[str, Any]], tak
     servers = mcp_of(request.app)
     listings = await asyncio.gather(*(servers.tools(each.server.name) for each in terms))
     decisions: Decisions = request.app.state["tool_decisions"]
-    of_admin, own = Consents(await decisions("")), Consents(await decisions(owner_of(request)))
+    of_admin, own = ConsentPolicy(await decisions("")), ConsentPolicy(await decisions(owner_of(request)))
     found: list[McpTool] = []
     for each, listing in zip(terms, listings, strict=True):
         offered, left_out = _offered(each, listing, of_admin, own)
@@ -219,7 +219,9 @@ def _names(given: ToolFilter | None, param: str) -> list[str] | None:
     return given.tool_names if given is not None else None
 
 
-def _offered(terms: _Terms, listing: Listing, of_admin: Consents, own: Consents) -> tuple[list[McpTool], list[str]]:
+def _offered(
+    terms: _Terms, listing: Listing, of_admin: ConsentPolicy, own: ConsentPolicy
+) -> tuple[list[McpTool], list[str]]:
     """Return the offered tools, and the names of the tools that are left out."""
     server = terms.server
     if missing := [name for name in terms.named if listing.find(name) is None]:

@@ -203,9 +203,10 @@ class Ranks(View):
 
 
 def machine_use(machine: MachineReading) -> MachineUse:
+    used, total = machine.memory_used_bytes, machine.memory_total_bytes
     gauges = (
         Gauge("CPU", machine.cpu, f"{machine.cpu:.0%} of {machine.cores} cores"),
-        _memory_gauge("Memory", machine.memory_used_bytes, machine.memory_total_bytes),
+        Gauge("Memory", used / total if total else 0.0, f"{format_bytes(used)} of {format_bytes(total)}"),
     )
     facts = (Fact("This server", format_bytes(machine.process_bytes), "resident memory"),)
     return MachineUse(gauges, facts, tuple(_gpu(index, gpu) for index, gpu in enumerate(machine.gpus)))
@@ -230,10 +231,6 @@ def _gpu(index: int, gpu: GPUReading) -> GPUUse:
         memory=stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts]),
         facts=tuple(Fact(name, value) for name, value in facts if value),
     )
-
-
-def _memory_gauge(name: str, used: int, total: int) -> Gauge:
-    return Gauge(name, used / total if total else 0.0, f"{format_bytes(used)} of {format_bytes(total)}")
 
 
 def ranks(runner: RunnerStats) -> Ranks:

@@ -22,7 +22,6 @@ from localllm.web.pages.frame.static import VENDOR
 from localllm.web.pages.frame.views import Fact, View, view
 
 if TYPE_CHECKING:
-    from localllm.models.fit import MemoryPlan
     from localllm.serving.served import ServedModel
 
 
@@ -103,7 +102,8 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
     if name in tuned and source == "default":
         value, source = tuned[name], "profile"
     spec = SETTINGS[name]
-    decided = _decided(spec, served.plan if served is not None else None) if value in (None, "auto") else None
+    planned = served is not None and spec.name in PLANNED and value in (None, "auto")
+    decided = getattr(served.plan, PLANNED[spec.name]) if served is not None and planned else None
     return SettingRow(
         name=name,
         text=spec.text[:1].upper() + spec.text[1:],
@@ -132,11 +132,6 @@ def _value_and_source(name: str, settings: Settings) -> tuple[Any, str]:
     if table is not None and name in table.engine and source not in ("flag", "environment"):
         source = "file"
     return first.value(name), source
-
-
-def _decided(spec: SettingSpec, plan: MemoryPlan | None) -> Any:
-    """Return the value that the memory plan decided; None: the plan does not decide this setting."""
-    return getattr(plan, PLANNED[spec.name]) if plan is not None and spec.name in PLANNED else None
 
 
 def _has_unit(spec: SettingSpec, value: Any) -> bool:

@@ -21,7 +21,7 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.mcp.naming import function_names
 from localllm.mcp.values import ServerTool
 from localllm.serving.answers.conversation import calls_tools
-from localllm.serving.answers.tool_calls import Consents, may_use
+from localllm.serving.answers.tool_calls import ConsentPolicy, may_use
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
@@ -95,7 +95,7 @@ async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str
     if not servers:
         return NOTHING
     listings = await asyncio.gather(*(state.mcp.tools(server.name) for server in servers), return_exceptions=True)
-    consents = Consents(await state.store.call(Chats.consents, owner))
+    consents = ConsentPolicy(await state.store.call(Chats.consents, owner))
     tools, notes = list[ServerTool](), list[str]()
     for server, listing in zip(servers, listings, strict=True):
         if isinstance(listing, LocalLLMError):

@@ -19,7 +19,7 @@ from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import require_mcp
 from localllm.mcp.values import McpMissing
-from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS, Consents, may_use
+from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS, ConsentPolicy, may_use
 from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply, CallRun, Round, server_calls
 from localllm.web.pages.chat.replies.messages import calls_of
@@ -149,7 +149,7 @@ class ToolRuns:
     async def _begin(self, round_: Round) -> None:
         """Look up the consents, and run what is allowed."""
         try:
-            consents = Consents(await self._state.store.call(Chats.consents, round_.owner))
+            consents = ConsentPolicy(await self._state.store.call(Chats.consents, round_.owner))
             for number, call in enumerate(server_calls(round_.message.details)):
                 choice = consents.choice(call["server"], call["tool"], call["digest"]) if call is not None else ""
                 if choice == "changed":
