@@ -13,7 +13,7 @@ from localllm.web.access.scopes import RouteRules
 from localllm.web.pages import chat, dashboard, library, logs, playground, settings, tune
 from localllm.web.pages.frame import handlers as frame
 from localllm.web.pages.frame.errors import handle_page_error, unrouted_page
-from localllm.web.pages.frame.forms import HEADERS, FormRequest
+from localllm.web.pages.frame.forms import HEADERS, FormRequest, same_origin
 from localllm.web.pages.frame.navigation import Page
 from localllm.web.pages.frame.render import template_config
 from localllm.web.pages.frame.state import close_pages, open_pages
@@ -37,6 +37,7 @@ def routes() -> list[Router]:
         Router(
             path="/",
             route_handlers=[*frame.HANDLERS, *(handler for page in PAGES for handler in page.handlers)],
+            guards=[same_origin],
             exception_handlers={Exception: handle_page_error},
             response_headers=HEADERS,
             request_class=FormRequest,

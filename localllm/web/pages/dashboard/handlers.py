@@ -20,7 +20,7 @@ from localllm.web.pages.dashboard.plots import MINUTE, SPANS
 from localllm.web.pages.dashboard.request_views import Viewer
 from localllm.web.pages.dashboard.shown import DashboardLink, DashboardQuery, loaded_models, model_choices, shown
 from localllm.web.pages.dashboard.views import Dashboard, DashboardPage
-from localllm.web.pages.frame.forms import is_scripted, same_origin
+from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import shows_loading, update_event
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
@@ -49,7 +49,7 @@ async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
     return live_stream(request, events)
 
 
-@post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
+@post("/dashboard/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False)
 def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     """Cancel a request, also one of another client."""
     for model in _serving(request):
@@ -57,7 +57,7 @@ def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     return _back(request, "")
 
 
-@post("/dashboard/requests/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
+@post("/dashboard/requests/cancel", status_code=200, sync_to_thread=False)
 def cancel_all(request: Request[Any, Any, Any]) -> Response[Any]:
     """Cancel every request of the model that the dashboard shows."""
     seen = shown(request)

@@ -73,9 +73,11 @@ HEADERS = {
 def same_origin(connection: ASGIConnection, _: BaseRouteHandler) -> None:  # type: ignore[type-arg]
     """Refuse posts that another site makes this browser send (CSRF) with status 403.
 
-    Every browser sends the origin of a post in Sec-Fetch-Site or Origin. A client that sends neither is not a browser,
-    so no other site can misuse its session.
+    It guards every route of the pages. Every browser sends the origin of a post in Sec-Fetch-Site or Origin. A client
+    that sends neither is not a browser, so no other site can misuse its session.
     """
+    if connection.scope.get("method") in ("GET", "HEAD", "OPTIONS"):  # auth.py decides which pages others may link to
+        return
     site = connection.headers.get("sec-fetch-site")
     origin = connection.headers.get("origin")
     if site is not None:

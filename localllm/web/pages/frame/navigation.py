@@ -20,7 +20,6 @@ from litestar.response import Redirect
 from localllm.web.access.auth import session_key
 from localllm.web.access.keys import KeyRing
 from localllm.web.access.scopes import RouteRules
-from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.views import THEMES, NavEntry, Shell, StatusPill, Theme
 
 Hook = Callable[[Litestar], Awaitable[None]]
@@ -69,7 +68,7 @@ def theme_of(request: Request[Any, Any, Any]) -> Theme:
     return next((theme for theme in THEMES if theme == chosen), "auto")
 
 
-@post("/theme", guards=[same_origin], status_code=303)
+@post("/theme", status_code=303)
 async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
     """Set the theme (light, dark, same as the system), then return to the page."""
     form = await request.form()

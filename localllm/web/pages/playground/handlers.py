@@ -24,7 +24,7 @@ from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import is_scripted, same_origin
+from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
@@ -62,7 +62,7 @@ def playground_page(request: Request[Any, Any, Any]) -> Response[str]:
     return html(_page(request, request.query_params.get("tab", ""), {}, None))
 
 
-@post("/playground", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/playground", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add or remove a message, render the prompt, or run the request; the answer is streamed if the browser can show
     it.

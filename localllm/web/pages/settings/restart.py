@@ -21,7 +21,6 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import RequestError
 from localllm.machine.install_kind import InstallKind, install_kind
-from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import Shell, View, view
@@ -58,7 +57,7 @@ class CannotRestart(RequestError):
     status, code = 409, "cannot_restart"
 
 
-@post("/settings/restart", guards=[same_origin], status_code=303, request_max_body_size=100_000, sync_to_thread=False)
+@post("/settings/restart", status_code=303, request_max_body_size=100_000, sync_to_thread=False)
 def restart_server(request: Request[Any, Any, Any]) -> Redirect:
     """Stop as after Ctrl+C, and start again."""
     start_again = _restart_of(request)

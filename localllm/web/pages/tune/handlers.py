@@ -28,7 +28,7 @@ from localllm.tuning.goals import GOALS, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import format_seconds
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, same_origin
+from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import PagesState, html, once_per_app, pages_state
@@ -67,7 +67,7 @@ def limits_page(request: Request[Any, Any, Any]) -> Response[str]:
     return html(_limits_page(request, dict(request.query_params)))
 
 
-@post("/tune/run", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/run", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
     """Start the run, or show the form again with the error."""
     form = await fields_of(request)
@@ -105,7 +105,7 @@ def live_run(request: Request[Any, Any, Any]) -> Stream:
     return live_stream(request, _events(pages_state(request), wizard_of(request)))
 
 
-@post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
+@post("/tune/run/cancel", status_code=303, sync_to_thread=False)
 def cancel_run(request: Request[Any, Any, Any]) -> Redirect:
     """Cancel the run; finished measurements are kept."""
     wizard_of(request).cancel()
@@ -121,13 +121,13 @@ def result_page(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(_result_page(request, job))
 
 
-@post("/tune/result/apply", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/result/apply", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_result(request: Request[Any, Any, Any]) -> Response[Any]:
     """Reload the model with the recommended settings; every later start uses them, too."""
     return await _save(request, apply=True)
 
 
-@post("/tune/result/save", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/result/save", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def save_result(request: Request[Any, Any, Any]) -> Response[Any]:
     """Save the recommended settings as a profile, for starts that name it."""
     return await _save(request, apply=False)
@@ -143,14 +143,14 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
     return _file(wizard_of(request), "toml")
 
 
-@post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/plans/apply", status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Reload the model with a saved profile; every later start uses it, too."""
     await saved_profiles.apply_saved(pages_state(request).manager, (await fields_of(request)).get("file", ""))
     return Redirect("/tune#plans", status_code=303)
 
 
-@post("/tune/plans/delete", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/plans/delete", status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a profile; a model that runs with it keeps running."""
     file = (await fields_of(request)).get("file", "")

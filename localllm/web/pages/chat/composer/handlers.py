@@ -37,7 +37,7 @@ from localllm.web.pages.chat.thread.handlers import (
     until_written,
 )
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html
@@ -50,7 +50,7 @@ CUTS = 5
 """Most attempts to cut a file so that its message fits."""
 
 
-@post("/chats/count", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/chats/count", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def count_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Say whether the message would fit, while it is typed. Other errors wait until it is sent."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -68,7 +68,7 @@ async def count_message(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(w.fit_update(full, chat, files, action))
 
 
-@post("/chats/attach/first", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/attach/first", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def attach_beginning(request: Request[Any, Any, Any]) -> Response[Any]:
     """Replace the longest attached file by as much of its beginning as fits."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -111,7 +111,7 @@ async def _beginning(
     return [shorter if file is longest else file for file in files]
 
 
-@post("/c/{conversation_id:str}/bring-back", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/bring-back", status_code=200)
 async def bring_back(request: Request[Any, Any, Any]) -> Response[Any]:
     """Let the model read again what was left out."""
     state, owner, chat = chat_state(request), owner_of(request), await requested_chat(request)
@@ -129,7 +129,6 @@ async def bring_back(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post(
     "/c/{conversation_id:str}/summary",
-    guards=[same_origin],
     status_code=200,
     request_max_body_size=MAX_UPLOAD_BYTES,
 )
@@ -148,7 +147,7 @@ async def go_on_with_summary(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{new.id}", status_code=303)
 
 
-@post("/chats/behaviour/reset", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/behaviour/reset", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def reset_behaviour(request: Request[Any, Any, Any]) -> Response[Any]:
     """Empty the drawer. The chat keeps its settings until the next message."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -164,7 +163,7 @@ async def reset_behaviour(request: Request[Any, Any, Any]) -> Response[Any]:
 # The model ----------------------------------------------------------------------------------------------------------
 
 
-@post("/chats/model", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/model", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def pick_model(request: Request[Any, Any, Any]) -> Response[Any]:
     """Choose the model of the next message, and load it if needed. The chat keeps the choice."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)

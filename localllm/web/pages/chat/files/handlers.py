@@ -25,14 +25,13 @@ from localllm.web.pages.chat.files.passages import estimated_tokens
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import same_origin
 from localllm.web.pages.frame.state import html
 
 MAX_COUNTED_CHARS = 200_000
 """The tokens of a longer file are estimated from its beginning: to count them takes a hundred times its memory."""
 
 
-@post("/chats/attach", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/attach", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     """Return the files of the next message, with the new ones and without the removed one. An error for an unreadable
     file is shown beside the readable ones.

@@ -26,7 +26,7 @@ from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import model_cookie
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.handlers import shows_loading
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
@@ -39,7 +39,7 @@ MAX_FORM_BYTES = 64 * 1024
 VERBS = ("start", "stop", "discard")
 
 
-@post("/chat/model", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/chat/model", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def change_offer(request: Request[Any, Any, Any]) -> Response[Any]:
     """Start, stop or discard the download of the offered model."""
     offers, form = chat_state(request).offers, await fields_of(request)

@@ -26,7 +26,7 @@ from localllm.web.pages.chat.store import Chats, Project
 from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, same_origin
+from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.state import html
 
 ONE = "/projects/{project_id:str}"
@@ -38,7 +38,7 @@ async def projects(request: Request[Any, Any, Any]) -> Response[str]:
     return await _list_page(request)
 
 
-@post("/projects", guards=[same_origin], status_code=200)
+@post("/projects", status_code=200)
 async def add_project(request: Request[Any, Any, Any]) -> Response[Any]:
     """Create a project, and show it."""
     name = (await fields_of(request)).get("name", "")
@@ -56,7 +56,7 @@ async def show_project(request: Request[Any, Any, Any]) -> Response[str]:
     return await _page(request, await _requested(request))
 
 
-@post(ONE, guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(ONE, status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_project(request: Request[Any, Any, Any]) -> Response[Any]:
     """Change a project's name and settings. A wrong form is shown again with what is wrong."""
     project, form = await _requested(request), await fields_of(request)
@@ -68,7 +68,7 @@ async def change_project(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/projects/{project.id}", status_code=303)
 
 
-@post(f"{ONE}/files", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post(f"{ONE}/files", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def add_files(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add files to a project. Those before an unreadable one are kept."""
     state, owner, project = chat_state(request), owner_of(request), await _requested(request)
@@ -86,7 +86,7 @@ async def add_files(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/projects/{project.id}#files-title", status_code=303)
 
 
-@post(f"{ONE}/files/remove", guards=[same_origin], status_code=303)
+@post(f"{ONE}/files/remove", status_code=303)
 async def remove_file(request: Request[Any, Any, Any]) -> Redirect:
     """Remove a file from a project."""
     project, file_id = await _requested(request), (await fields_of(request)).get("file", "")
@@ -94,7 +94,7 @@ async def remove_file(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(f"/projects/{project.id}#files-title", status_code=303)
 
 
-@post(f"{ONE}/delete", guards=[same_origin], status_code=303)
+@post(f"{ONE}/delete", status_code=303)
 async def delete_project(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a project with its chats or without, with undo for a while. Replies in deleted chats stop."""
     state, project = chat_state(request), await _requested(request)

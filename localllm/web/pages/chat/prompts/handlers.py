@@ -27,7 +27,7 @@ from localllm.web.pages.chat.store import Chats, SavedPrompt
 from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
@@ -54,7 +54,7 @@ async def prompt_form(request: Request[Any, Any, Any]) -> Response[str]:
     return await _form(request, f"/prompts/{prompt.id}", prompt, is_new=False)
 
 
-@post("/prompts", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/prompts", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def add_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add a prompt. A wrong one is shown again with what is wrong."""
     form = await fields_of(request)
@@ -66,7 +66,7 @@ async def add_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect("/prompts", status_code=303)
 
 
-@post(ONE, guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(ONE, status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Change a prompt. A wrong one is shown again with what is wrong."""
     prompt, form = await _requested(request), await fields_of(request)
@@ -79,7 +79,7 @@ async def change_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect("/prompts", status_code=303)
 
 
-@post(f"{ONE}/delete", guards=[same_origin], status_code=303)
+@post(f"{ONE}/delete", status_code=303)
 async def delete_prompt(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a prompt, with undo for a while."""
     state = chat_state(request)
@@ -96,7 +96,7 @@ async def export_prompts(request: Request[Any, Any, Any]) -> Response[bytes]:
     return Response(body, media_type="application/json", headers={"Content-Disposition": disposition})
 
 
-@post("/prompts/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/prompts/import", status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
 async def import_prompts(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add the prompts of an exported file."""
     try:
@@ -133,7 +133,7 @@ async def ask_for_values(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(questions if is_scripted(request) else await v.panel_page(request, prompt.name, questions))
 
 
-@post(f"{ONE}/use", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/use", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def use_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Put a prompt's text into the composer, and its settings into the drawer."""
     prompt, form = await _requested(request), await fields_of(request)

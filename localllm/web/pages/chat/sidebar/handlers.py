@@ -45,7 +45,7 @@ from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, requested_chat, undo_of
 from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
@@ -73,7 +73,7 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 
-@post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/rename", status_code=200)
 async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     title = " ".join((await fields_of(request)).get("title", "").split())[:MAX_TITLE_CHARS]
@@ -83,7 +83,7 @@ async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat renamed")
 
 
-@post("/c/{conversation_id:str}/pin", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/pin", status_code=200)
 async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     pinned = bool((await fields_of(request)).get("pinned"))
@@ -104,7 +104,7 @@ async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(ChatTitled(await chat_list(state, owner_of(request), chat), await _head(state, chat)))
 
 
-@post("/c/{conversation_id:str}/archive", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/archive", status_code=200)
 async def archive_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     archived = bool((await fields_of(request)).get("archived"))
@@ -112,7 +112,7 @@ async def archive_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat archived" if archived else "Chat returned to the list")
 
 
-@post("/c/{conversation_id:str}/move", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/move", status_code=200)
 async def move_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     project = (await fields_of(request)).get("project", "")
@@ -120,7 +120,7 @@ async def move_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat moved")
 
 
-@post("/chats/selected", guards=[same_origin], status_code=303)
+@post("/chats/selected", status_code=303)
 async def change_selected(request: Request[Any, Any, Any]) -> Redirect:
     """Archive, move or delete the chats that were chosen in the list."""
     state, owner, form = chat_state(request), owner_of(request), await request.form()
@@ -139,7 +139,7 @@ async def change_selected(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect("/chats?archived=1" if action == "unarchive" else "/chats", status_code=303)
 
 
-@post("/chats/old", guards=[same_origin], status_code=303)
+@post("/chats/old", status_code=303)
 async def delete_old_chats(request: Request[Any, Any, Any]) -> Redirect:
     """Delete the chats that have not changed for some days, without pinned ones; with undo for a while."""
     state, owner = chat_state(request), owner_of(request)
@@ -158,7 +158,7 @@ async def _delete(state: ChatState, owner: str, ids: Sequence[str]) -> Redirect:
     return Redirect(f"/chats?deleted={deletion}", status_code=303)
 
 
-@post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/delete", status_code=200)
 async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a chat, with undo for a while. A reply that is being written in it stops."""
     state, chat = chat_state(request), await requested_chat(request)
@@ -173,7 +173,7 @@ async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat deleted", Undo("The chat is deleted.", f"/chats/undo/{deletion}"))
 
 
-@post("/chats/undo/{deletion:str}", guards=[same_origin], status_code=303)
+@post("/chats/undo/{deletion:str}", status_code=303)
 async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     """Restore what was deleted, and show it."""
     found = await chat_state(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
@@ -182,7 +182,7 @@ async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(one if found.count == 1 else lists[found.kind], status_code=303)
 
 
-@post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/chats/preset/{action:str}", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     """Use, save or remove a preset; answer with the drawer, or with the page and the drawer open."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)

@@ -44,7 +44,7 @@ from localllm.web.pages.chat.thread.messages import Outline
 from localllm.web.pages.chat.thread.views import ChatPage, ChatTurn
 from localllm.web.pages.chat.tools.runs import tool_runs_of
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html
@@ -97,7 +97,7 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     return html(view, cookies=[_cookie(chat)])
 
 
-@post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chat", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send a message from the composer, or one of the examples."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -173,7 +173,7 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     return live_stream(request, news)
 
 
-@post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/m/{message_id:str}/stop", status_code=200)
 async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop the reply; the text so far is kept."""
     writing = _own_reply(request)
@@ -186,7 +186,7 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{request.path_params['conversation_id']}", status_code=303)
 
 
-@post("/c/{conversation_id:str}/stop", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/stop", status_code=200)
 async def stop_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop every reply of a chat that is being written."""
     chat_id = request.path_params["conversation_id"]

@@ -44,7 +44,7 @@ from localllm.web.pages.chat.thread.handlers import (
 )
 from localllm.web.pages.chat.thread.messages import ChatMessage, OtherModel
 from localllm.web.pages.frame.errors import StillWriting
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.state import html
 
 STOP_S = 5.0
@@ -171,7 +171,7 @@ async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(ChatMessage(message.id, message.role, model=model, edit=m.edit_form(chat.id, message)))
 
 
-@post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/edit", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send an edited message as a branch beside the original; save an edited reply as a version of it."""
     chat, message = await requested_message(request)
@@ -181,19 +181,19 @@ async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _updated_page(request, chat, "Version saved", f"#m-{edited.id}")
 
 
-@post(f"{ONE}/regenerate", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/regenerate", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def regenerate_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Write another reply beside this one."""
     return await _answered(request, turns.regenerate)
 
 
-@post(f"{ONE}/continue", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/continue", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def continue_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Continue a reply that was cut off."""
     return await _answered(request, turns.continue_reply)
 
 
-@post(f"{ONE}/results", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/results", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def send_results(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send the results of a reply's tool calls."""
     return await _answered(request, turns.send_results)
@@ -211,13 +211,13 @@ async def other_models(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 
-@post(f"{ONE}/answer", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/answer", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def answer_with_other(request: Request[Any, Any, Any]) -> Response[Any]:
     """Have the message answered by another model, or by two whose replies are shown beside each other."""
     return await _answered(request, answer_with)
 
 
-@post(f"{ONE}/select", guards=[same_origin], status_code=200)
+@post(f"{ONE}/select", status_code=200)
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message. Of replies that are compared, it is the one that is kept."""
     state = chat_state(request)
@@ -229,7 +229,7 @@ async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _updated_page(request, chat, f"Version {at} of {count}", f"#m-{message.id}", is_redrawn=compared)
 
 
-@post(f"{ONE}/fork", guards=[same_origin], status_code=200)
+@post(f"{ONE}/fork", status_code=200)
 async def fork_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Copy the branch up to this message into a new chat, and open it."""
     chat, message = await requested_message(request)
@@ -239,7 +239,7 @@ async def fork_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{copy.id}", status_code=303)
 
 
-@post(f"{ONE}/delete", guards=[same_origin], status_code=200)
+@post(f"{ONE}/delete", status_code=200)
 async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a message and all that follow it."""
     state = chat_state(request)

@@ -23,7 +23,7 @@ from localllm.web.pages.chat.thread.messages import CallsProgress
 from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.chat.tools.runs import tool_runs_of
 from localllm.web.pages.chat.tools.views import ToolsPanel
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
@@ -34,7 +34,7 @@ CALLS = "/c/{conversation_id:str}/m/{message_id:str}/calls"
 
 @post(
     f"{CALLS}/{{number:int}}/{{decision:str}}",
-    guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES,
+    status_code=200, request_max_body_size=MAX_BODY_BYTES,
 )  # fmt: skip
 async def decide(request: Request[Any, Any, Any]) -> Response[Any]:
     """Run a call once or always, never run its tool, or stop it."""
@@ -89,7 +89,7 @@ async def tools_panel(request: Request[Any, Any, Any]) -> Response[str]:
     return html(panel if is_scripted(request) else await v.panel_page(request, "Tools", panel))
 
 
-@post("/chats/tools/revoke", guards=[same_origin], status_code=303)
+@post("/chats/tools/revoke", status_code=303)
 async def revoke_consent(request: Request[Any, Any, Any]) -> Redirect:
     """Have a tool ask again."""
     form = await fields_of(request)

@@ -29,7 +29,7 @@ from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import COOKIE, requested_chat
 from localllm.web.pages.chat.transfer import export
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import fields_of, is_scripted, same_origin
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
@@ -91,7 +91,7 @@ def _as_file(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
-@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/import", status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
 async def import_chats(request: Request[Any, Any, Any]) -> Response[Any]:
     """Import the chats of the chosen files. What cannot be imported is said in the dialog, by the file's name."""
     state, owner = chat_state(request), owner_of(request)
@@ -162,7 +162,7 @@ def _chats(count: int) -> str:
     return "One chat" if count == 1 else f"{count:,} chats"
 
 
-@post("/chats/wipe", guards=[same_origin], status_code=303)
+@post("/chats/wipe", status_code=303)
 async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     """Delete everything of the caller, permanently."""
     if not (await fields_of(request)).get("sure"):
