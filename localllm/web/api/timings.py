@@ -66,7 +66,7 @@ class Timed(Protocol):
 
 def timings_object(progress: Timed) -> ApiTimings:
     """Return llama.cpp's timings. prompt_n counts computed tokens only, and predicted_n the tokens of all choices. With
-    several choices, the times and the rate are those of the longest one.
+    several choices, the times and the rate belong to the longest one.
     """
     usage, timings = progress.usage(), progress.timings
     prompt_n, rate = usage.prompt_tokens - usage.cached_tokens, progress.tokens_per_s

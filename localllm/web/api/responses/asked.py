@@ -165,15 +165,15 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
 
 
 def tools_of(body: ResponsesBody, model: ServedModel, own: ClientTools, offer: McpOffer) -> Tools:
-    """Return the tools: those of the client, and those of MCP servers. Raises `RequestError` if a tool or the
-    choice is invalid.
+    """Return the client's own tools and the tools of MCP servers. Raises `RequestError` if a tool or the choice is
+    invalid.
     """
     choice = _choice(plain_choice(body.tool_choice, own), offer)
     return chosen([*own.functions, *offer.functions()], choice, body.parallel_tool_calls, model)
 
 
 def _choice(choice: Any, offer: McpOffer) -> Any:
-    """Return the choice with the names that the model uses in place of those of servers and their tools."""
+    """Return the choice with the names that the model uses for the tools of servers."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "mcp":

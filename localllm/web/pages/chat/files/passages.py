@@ -52,8 +52,8 @@ def estimated_tokens(text: str) -> int:
 
 
 def cut(text: str, *, paged: bool = False) -> list[Passage]:
-    """Return the passages of a text, in order. `paged`: the text has pages, and no passage is of two; else the numbers
-    are those of lines.
+    """Return the passages of a text, in order. `paged`: the text has pages, and no passage is of two; else
+    numbers count lines.
     """
     mark, number, found = PAGE if paged else "\n", 1, list[Passage]()
     for start, end in _parts(text, paged):

@@ -136,7 +136,7 @@ async def prompt_form(
 
 
 async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, model: str) -> PromptUsed:
-    """Return the answer to the choice of a prompt. One without settings leaves those of the chat."""
+    """Return the answer to the choice of a prompt. A prompt without settings leaves the chat's settings."""
     if not prompt.settings:
         return PromptUsed(prompt.name, text)
     settings = with_model(prompt.settings, model)

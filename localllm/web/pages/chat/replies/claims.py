@@ -1,6 +1,6 @@
 """Request a chat's model and start a reply with it, with the tools of servers that the chat offers to the model.
 
-The model may have to be loaded first; the reply waits for it. The tools are those of the servers that the chat has
+The model may have to be loaded first; the reply waits for it. The tools come from the servers that the chat has
 chosen, if its user may use them.
 Does not know: HTTP, templates, how conversations are stored, how a call is run (tools/runs.py).
 """

@@ -153,7 +153,7 @@ def _written_in(path: Path) -> Written:
 
 
 def _copies(path: Path) -> list[Path]:
-    """Return the copies, those of the newest tables first."""
+    """Return the copies, the newest version of the tables first."""
     found = {int(made[1]): each for each in path.parent.glob(f"{path.name}.v*")
              if (made := re.search(r"\.v(\d+)$", each.name))}  # fmt: skip
     return [found[version] for version in sorted(found, reverse=True)]
