@@ -197,7 +197,7 @@ class Scheduler:
         if is_background:
             wanted.insert(0, (self._reserve.num_tokens(head), head.priority))
         for num_tokens, priority in wanted:
-            need = plus(ledger.needs(num_tokens), ledger.taken_by_hit(hit))
+            need = plus(ledger.needs(self._end_of_blocks(head, num_tokens)), ledger.taken_by_hit(hit))
             victims = self._victims_for(head, need, self._spare_blocks(priority))
             if victims is not None:
                 for each in victims:
@@ -368,7 +368,8 @@ class Scheduler:
     def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
         """Return new blocks for the request's tables, preempting others if necessary.
         None: it was itself preempted, or ended."""
-        missing = request.num_computed_tokens + count - len(request.block_tables[0]) * self._block_size
+        end = self._end_of_blocks(request, request.num_computed_tokens + count)
+        missing = end - len(request.block_tables[0]) * self._block_size
         if missing <= 0:
             return self._grow_ahead(request, count) if self._lookahead else ()
         self._drop_blocks(request)
@@ -382,6 +383,13 @@ class Scheduler:
             if victim is request:
                 return None
         return blocks
+
+    def _end_of_blocks(self, request: Request, end: int) -> int:
+        """Return the position up to which a request needs blocks for a row that ends at `end`: a drafter also keeps
+        keys and values of the token behind it, unless the request ends there."""
+        if not self._lookahead:
+            return end
+        return max(end, min(end + 1, request.prompt_len + request.max_output_tokens - 1))
 
     def _grow_ahead(self, request: Request, count: int) -> BlockIds:
         """Return new blocks for the positions that a drafter writes to behind the tokens of a decoding request; none if
@@ -448,10 +456,9 @@ class Scheduler:
             if self.table.is_being_computed(request, hit):
                 continue
             taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
-            least, most = (
-                plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
-            )
-            alone = plus(taken, ledger.needs_alone(request.num_tokens))
+            end = self._end_of_blocks(request, request.num_tokens)
+            least, most = (plus(taken, ledger.needs(max(end, n))) for n in (end, self._reserve.num_tokens(request)))
+            alone = plus(taken, ledger.needs_alone(end))
             if is_alone and not self.launched and not fits(alone, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
@@ -486,6 +493,7 @@ class Scheduler:
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
+            end = self._end_of_blocks(request, end)
             for group, (need, held) in enumerate(zip(ledger.needs(end), request.num_held_blocks, strict=True)):
                 promised[group] += max(0, need - held)
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
@@ -502,7 +510,7 @@ class Scheduler:
             count = self._chunk_length(request, start)
         if not 0 < count <= limit - reread or self.table.is_being_computed(request, hit):
             return 0
-        if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
+        if not self.ledger.can_enter(hit, self.ledger.places(self._end_of_blocks(request, start + count))):
             return 0  # a windowed group is short of blocks until its windows have moved on
         new = self.table.admit(request, hit)
         if new is None:

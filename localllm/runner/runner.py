@@ -37,6 +37,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
+from localllm.runner.device_drafter import NUM_REREAD
 from localllm.runner.device_drafts import most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
@@ -79,8 +80,8 @@ class TorchRunner:
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
         has_drafts: bool = True,
     ) -> None:  # fmt: skip
-        """states: of a model with recurrent layers. drafter: on a CPU, in one process. has_drafts: False if no step
-        will have drafts; none is recorded."""
+        """states: of a model with recurrent layers. drafter: in one process. has_drafts: False if no step will have
+        drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -96,6 +97,7 @@ class TorchRunner:
             why_no_drafts = "the model is split over several ranks"
         elif states.num_places and staged:
             why_no_drafts = "a recurrent state on a GPU cannot take back a wrong guess"
+        drafter = None if why_no_drafts else drafter
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
@@ -105,10 +107,12 @@ class TorchRunner:
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
                 num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws, reads=kv.reads,
+                ahead=0 if drafter is None else 1 + drafter.num_drafts,
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
                 capture=capture, is_alone=group is None, draws=self._draws, most_draws=draws,
+                drafter=drafter if draws else None,
             )  # fmt: skip
             inputs = staging
         else:
@@ -140,6 +144,8 @@ class TorchRunner:
                 )
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
+                if drafter is not None:
+                    self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=NUM_REREAD)
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
@@ -239,7 +245,7 @@ class TorchRunner:
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
             drawn = self._draw(batch, done.logits, masks).to_host()
             self._slots.record_sampled(batch, drawn.accepted)
-        if isinstance(self._drafters, HostDrafts):
+        if self._drafters is not None:
             self._drafters.extend(batch, done.features)
         if self._drafters is not None and drawn is not None and plan.propose:
             proposed = self._drafters.propose(batch, plan.propose)
