@@ -69,17 +69,9 @@ def _refuse_settings(config: EngineConfig) -> None:
 
 
 def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
-    """Raise `UnsupportedOption` if the plan has a place where no drafter runs."""
-    if spec.drafter is None:
-        return
-    if plan.ranks:
+    """Raise `UnsupportedOption` if the plan has a place where no drafter runs: several ranks."""
+    if spec.drafter is not None and plan.ranks:
         raise _unsupported(*RANKS)
-    if plan.device != "cpu":
-        raise _unsupported(
-            f"a model on {plan.device}",
-            "Drafters with weights run on a CPU only.",
-            "Leave out --draft, or --device cpu.",
-        )
 
 
 def _unsupported(what: str, why: str, hint: str) -> UnsupportedOption:

@@ -17,7 +17,7 @@ from localllm.models.fit import plan_memory
 from localllm.models.fit.checkpoint import count_resident_for
 from localllm.models.read_spec import read_spec, weights_bytes
 from localllm.serving.build import build_engine
-from localllm.serving.drafters import require_place, with_drafter
+from localllm.serving.drafters import with_drafter
 from tests.tiny import make_tiny_model
 from tests.web.live_server import LiveServer
 
@@ -106,8 +106,5 @@ def test_a_drafter_is_counted_by_fit(tiny_llama_path: Path) -> None:
     assert plans[1].weights_bytes == 2 * plans[0].weights_bytes
     assert plans[1].kv_bytes // plans[1].num_blocks[0] == 2 * (plans[0].kv_bytes // plans[0].num_blocks[0])
     assert plans[1].kv_bytes <= 8 << 20
-    require_place(drafted, plans[1])
-    with pytest.raises(UnsupportedOption, match="cuda:0"):
-        require_place(drafted, replace(plans[1], device="cuda:0"))
     with pytest.raises(DoesNotFit):
         plan_memory(config, drafted, stored, replace(machine, ram_available_bytes=1 << 20))

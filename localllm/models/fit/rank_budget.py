@@ -169,10 +169,14 @@ class RankMemory:
 
     @property
     def _for_drafts(self) -> int:
-        """Bytes of a step's features that a drafter reads, and of copies of states that a wrong draft would spoil."""
+        """Bytes of a step's features that a drafter reads, of its logits, which a GPU computes for every row, and of
+        copies of states that a wrong draft would spoil."""
         inputs, drafter = self.inputs, self.inputs.spec.drafter
         width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
         features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
+        if drafter is not None and self.gpu is not None:
+            rows = min(inputs.config.max_num_seqs, inputs.batched_tokens)
+            features += rows * (drafter.spec.vocab_size + inputs.spec.vocab_size) * 4
         if inputs.spec.recurrent is None or self.gpu is not None or inputs.config.speculation.is_off:
             return features
         return features + min(inputs.config.max_num_seqs, COPIED_STATES) * state_bytes(inputs.spec, inputs.dtype)

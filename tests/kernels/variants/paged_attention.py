@@ -134,6 +134,8 @@ VARIANTS = [
         mma="HMMA", forbidden=("F2F", "I2F"),
     ),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
+    attention("decode", "8B, 4 queries of a drafter", 4, 128, 90, queries=4, first_key=1, mma="HMMA"),
+    attention("prefill", "8B, of a drafter", 4, 128, 90, first_key=1),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
     attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8, min_shared=2 * 2 * 8),
     attention("decode", "8B, 8 queries, small shared memory", 4, 128, 120, queries=8, min_shared=2 * 2 * 8),
