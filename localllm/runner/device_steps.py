@@ -245,7 +245,12 @@ class DeviceSteps:
         drawn = sample_on_device(
             logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record, chains
         )
-        return drawn, counts if record else self._accept(buffers, drawn.token_ids, drawn.best, counts)
+        if record:
+            return drawn, counts
+        accepted = self._accept(buffers, drawn.token_ids, drawn.best, counts)
+        rows = len(buffers.context_lens)
+        self._staged.advance_states(StepShape(rows, drafts=buffers.num_draws - 1), accepted[0])
+        return drawn, accepted
 
     def _accept(self, buffers: StepInputs, token_ids: Tensor, best: Tensor, counts: Tensor | None = None) -> Tensor:
         by_row, tokens = (-1, buffers.num_draws), self._staged.slots

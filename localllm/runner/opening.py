@@ -290,7 +290,7 @@ def largest_steps(
     if width > 0 and draft_tokens > max(width, singles):  # drafts need not exist to take their memory
         more = ((1,) * (-(-(2 + width) // plan.block_size) - 1),) * groups
         drafted = tuple(
-            Row(slot, f"r{slot}", 1, 1 + width, more if more[0] else (), True, num_drafts=width)
+            Row(slot, f"r{slot}", 1, 1 + width, more if more[0] else (), True, state=state(slot), num_drafts=width)
             for slot in range(min(singles, draft_tokens // (1 + width)))
         )
         steps.append(StepPlan(3, drafted))

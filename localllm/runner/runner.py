@@ -33,6 +33,7 @@ from localllm.engine.step import (
 from localllm.kernels.fused_epilogue import new_counters
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
@@ -95,8 +96,8 @@ class TorchRunner:
         why_no_drafts = _why_off(has_drafts, launch_options)
         if group is not None or not samples:
             why_no_drafts = "the model is split over several ranks"
-        elif states.num_places and staged:
-            why_no_drafts = "a recurrent state on a GPU cannot take back a wrong guess"
+        elif states.num_places and staged and not isinstance(model, DecoderModel):
+            why_no_drafts = "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
         drafter = None if why_no_drafts else drafter
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker

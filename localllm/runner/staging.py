@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
+from localllm.kernels.layer_cache import DraftedInputs, StateStep
 from localllm.kernels.paged_attention import KVReads, WorkLists, splits_decodes, splitting
 from localllm.kernels.prepare_step import (
     HEADER,
@@ -123,6 +124,8 @@ class StagedInputs:
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
         rows = -(-max_rows // 4) * 4  # so that each of the three is aligned
         self._states = torch.zeros((3, rows), dtype=torch.int32, device=device) if has_states else None
+        self._nowhere = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._drafted = DraftedInputs(most_draws)
         self._host_rows = _HostRows((), (), ())
         self._updates: list[Ints] = []  # [n, 4] (group, slot, place, block)
 
@@ -242,7 +245,26 @@ class StagedInputs:
             return None
         assert self._host_rows.states is not None, "a row without a place for its recurrent state"
         read, write, save = self._states[:, : shape.rows]
+        if shape.drafts:
+            nowhere, zeros = self._nowhere[: shape.rows], (0,) * shape.rows
+            return StateInputs(read, nowhere, nowhere, self._host_rows.states.read, zeros, zeros, self._drafted)
         return StateInputs(read, write, save, *self._host_rows.states)
+
+    def advance_states(self, shape: StepShape, accepted: Tensor) -> None:
+        """Let recurrent states come after the accepted tokens of a step with drafts. accepted [R] int64. Can be
+        recorded."""
+        if self._states is None:
+            return
+        rows, count = shape.rows, torch.arange(shape.tokens, device=self._device)
+        starts = torch.nn.functional.pad(accepted.cumsum(0), (1, 0))
+        row = torch.searchsorted(starts[1:], count, right=True).clamp_(max=rows - 1)
+        tokens = (row * shape.num_draws + count - starts[row]).clamp_(max=shape.tokens - 1)  # the rest is not read
+        read, write, _ = self._states[:, :rows]
+        lens, host = (0,) * rows, HostPlaces((), (), ())
+        if not runs_triton(accepted, "recurrent"):
+            assert self._host_rows.states is not None
+            lens, host = tuple(accepted.tolist()), self._host_rows.states._replace(save=(0,) * rows)
+        self._drafted.advance(tokens, StateStep(starts.int(), read, write, self._nowhere[:rows], lens, *host, 0))
 
     def _send(self, packed: Ints) -> None:
         self._staged[: len(packed)].copy_(pinned(packed, self._device), non_blocking=True)
