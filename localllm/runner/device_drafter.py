@@ -8,8 +8,10 @@ real. One pass of one token a row follows for each further draft. So a recorded 
     record_draft     puts a draft behind the known tokens
     step             the hidden state behind the draft
 
-Rows whose drafts lookup has found draft nothing. Every step begins one token before a prefix hit (`Row.num_reread`), so
-that the shifted tokens continue the hit; the first token of a draft model has a pass of its own (`begin`).
+Rows whose drafts lookup has found draft nothing. Nothing is shifted onto a request's first token, so a draft model has
+a pass of its own for it (`begin`). A request that begins behind a prefix hit runs one token before the hit's end again
+(`Row.num_reread`), so that the shifted tokens continue the hit. A recurrent state cannot run a token again: there the
+first token behind the hit has a pass of its own, too.
 runner/drafter_steps.py does the same on a CPU, with as many tokens as there are.
 Does not know: how the model's own step is computed and drawn (device_steps.py), how drafts are verified.
 """
@@ -23,34 +25,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.engine.step import NewSlot
 from localllm.kernels.launch import runs_triton
 from localllm.kernels.prepare_drafts import DraftRules, PairInputs, prepare_pairs, record_draft
 from localllm.kernels.sampling.tables import SlotTables
 from localllm.models.decoder.decoder import Taps
 from localllm.models.drafters.drafter import DraftStep
 from localllm.models.inputs import GroupInputs
-from localllm.runner.batch import StepBatch
+from localllm.runner.batch import Ints, StepBatch
 from localllm.runner.device_errors import is_device_loss
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.sampler import sample_on_device
 from localllm.runner.sampling import SamplingFeatures
 from localllm.runner.staging import StagedInputs, StepShape
-from localllm.runner.upload import to_device
+from localllm.runner.upload import all_to_device
 
 log = logging.getLogger(__name__)
-
-NUM_REREAD = 1
-"""`Row.num_reread` of a drafter on a device, also of one without features."""
-
 
 class DrafterOnDevice:
     """A drafter over the slots of a runner. R: rows of a padded step, T: its tokens."""
 
     def __init__(
         self, opened: OpenDrafter, staged: StagedInputs, tables: SlotTables, most: Tensor, features_dtype: torch.dtype,
-        features_size: int, max_model_len: int,
+        features_size: int, max_model_len: int, *, has_states: bool = False,
     ) -> None:  # fmt: skip
-        """most: [slots] int32, drafts that a slot may have. features_size: of one tap."""
+        """most: [slots] int32, drafts that a slot may have. features_size: of one tap. has_states: whether the model has
+        recurrent states; the drafter then reads tokens alone."""
+        assert not (has_states and opened.drafter.taps), "no token of a model with recurrent states runs again"
         self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
         self._num_groups, self._staged, self._tables, self._most = len(opened.kv.num_blocks), staged, tables, most
         self._rules = DraftRules(
@@ -65,6 +66,11 @@ class DrafterOnDevice:
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._best = torch.zeros(rows, device=device)
         self.has_failed = False
+        self.num_drafts, self.num_reread = opened.num_drafts, 0 if has_states else 1  # see DraftSupport
+        self._entries = np.zeros(len(most), np.int64)  # position at which the request of a slot has begun
+
+    def enter(self, new: NewSlot) -> None:
+        self._entries[new.slot] = 0 if self.num_reread else new.num_computed_tokens
 
     def taps(self, num_tokens: int) -> Taps | None:
         """Return what a step of so many tokens fills with the features that the drafter reads."""
@@ -72,19 +78,27 @@ class DrafterOnDevice:
 
     def begins(self, batch: StepBatch) -> bool:
         """Return whether a step has first tokens that `begin` computes."""
-        return self._rules.first_key == 0 and bool((batch.rows.computed == 0).any())
+        return len(self._entering(batch)) > 0
+
+    def _entering(self, batch: StepBatch) -> Ints:
+        """Return the slots of the rows onto whose first token nothing is shifted."""
+        rows, entries = batch.rows, self._entries[batch.rows.slots]
+        is_first = (rows.computed == entries) & (entries < self._rules.most_tokens) & (self._rules.first_key == 0)
+        slots: Ints = rows.slots[is_first]
+        return slots
 
     def begin(self, batch: StepBatch) -> None:
         """Compute the first token of each row that begins there: nothing is shifted onto it."""
-        slots = batch.rows.slots[batch.rows.computed == 0] if self._rules.first_key == 0 else np.empty(0, np.int64)
+        slots, size = self._entering(batch), self._rules.block_size
         if not len(slots):
             return
-        at = to_device(slots, self._staged.token_ids.device)
+        entries = self._entries[slots]
+        at, positions = all_to_device([slots, entries], self._staged.token_ids.device)
         table = self._staged.tables[self._main_group, at]
-        first, ones = self._staged.token_ids[at, 0].long(), (1,) * len(slots)
-        places = table[:, 0].long() * self._rules.block_size
-        step = self._row_step(len(slots), first, torch.zeros_like(first), places, torch.ones_like(table[:, 0]), table)
-        self._drafter.extend(replace(step, context_lens_host=ones), self._cache, None)
+        first = self._staged.token_ids[at, positions].long()
+        places = table.gather(1, positions[:, None] // size)[:, 0].long() * size + positions % size
+        step = self._row_step(len(slots), first, positions, places, (positions + 1).int(), table)
+        self._drafter.extend(replace(step, context_lens_host=tuple((entries + 1).tolist())), self._cache, None)
 
     def launch(self, shape: StepShape, proposed: Tensor, features: SamplingFeatures) -> None:
         """Compute the tokens behind a step of this shape, and draft. proposed [R, 1 + places] int32: what lookup has

@@ -103,15 +103,23 @@ class DeviceSteps:
         assert tables is not None, "a drafter draws"
         assert self._lookup is not None, "a step without drafts has a drafter"
         size, length = model.spec.hidden_size, self._staged.token_ids.shape[1] - 1
-        return DrafterOnDevice(opened, self._staged, tables, self._lookup.most, model.dtype, size, length)
+        return DrafterOnDevice(
+            opened, self._staged, tables, self._lookup.most, model.dtype, size, length,
+            has_states=self._staged.has_states,
+        )  # fmt: skip
 
     @property
     def drafts(self) -> DraftSupport:
-        return draft_support(self._most_draws)
+        support = draft_support(self._most_draws)
+        if self._drafter is None or not support.most:
+            return support
+        return support._replace(lookahead=self._drafter.num_drafts, num_reread=self._drafter.num_reread)
 
     def enter(self, new: NewSlot) -> None:
         if self._lookup is not None:
             self._lookup.enter(new)
+        if self._drafter is not None:
+            self._drafter.enter(new)
 
     def narrowed(self, plan: StepPlan) -> tuple[StepPlan, int]:
         """Return the plan with no more drafts than its step can have, and the width of the step: the drafts of each row

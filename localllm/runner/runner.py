@@ -38,7 +38,6 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
-from localllm.runner.device_drafter import NUM_REREAD
 from localllm.runner.device_drafts import most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
@@ -145,8 +144,6 @@ class TorchRunner:
                 )
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
-                if drafter is not None:
-                    self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=NUM_REREAD)
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()

@@ -124,6 +124,7 @@ class StagedInputs:
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
         rows = -(-max_rows // 4) * 4  # so that each of the three is aligned
         self._states = torch.zeros((3, rows), dtype=torch.int32, device=device) if has_states else None
+        self.has_states = has_states
         self._nowhere = torch.zeros(rows, dtype=torch.int32, device=device)
         self._drafted = DraftedInputs(most_draws)
         self._host_rows = _HostRows((), (), ())

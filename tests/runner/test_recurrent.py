@@ -16,6 +16,9 @@ from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import HybridCache, LayerKV, LayerState
 from localllm.machine.hardware import Hardware
+from localllm.models.decoder.native_program import NotSupportedNatively
+from localllm.models.drafters import draft_model
+from localllm.models.drafters.draft_model import DraftModel
 from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
@@ -29,7 +32,8 @@ from localllm.runner.runner import TorchRunner
 from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
 from tests.runner.desk import WAYS
-from tests.runner.harness import assert_same, draft_requests, knowing, knowing_on_device, make_requests, serve
+from tests.runner.harness import assert_same, draft_requests, knowing, knowing_on_device, make_requests, opened, serve
+from tests.runner.harness import without_lookup as without_lookup
 from tests.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -210,6 +214,34 @@ def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, de
     assert stats.num_accepted_tokens < stats.num_draft_tokens
     assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
     assert_same(drafted, plain)
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("way", ["host", "staged", "replayed"])
+def test_a_draft_model_drafts_for_a_hybrid(tmp_path, monkeypatch, way):
+    """Its keys and values have no hole behind a prefix hit, where no token of the hybrid runs again."""
+    model, spec = load("lfm2", tmp_path / "target")
+    make_tiny_model(tmp_path / "draft", num_hidden_layers=1)
+    drafter = DraftModel(load_model(tmp_path / "draft", read_spec(tmp_path / "draft"), CPU, torch.float32), spec.vocab_size)
+    if way != "host":
+        monkeypatch.setattr(draft_model, "open_native_program", _not_native)
+    caches: list[KVCache] = []
+    told, scheduler = serve(
+        model, spec, draft_requests(most_words=40), num_places=30, depth=2, speculates=True, way=way,
+        drafter=opened(drafter, caches),
+    )  # fmt: skip
+    assert_same(told, undrafted(model, spec))
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.prefix_cache_hits > 0
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.stats().num_draft_tokens > 60
+    blocks = list(scheduler.ledger.pools[0].names().values())
+    assert blocks
+    assert all(layer.k[:, blocks].isfinite().all() for layer in caches[0].layers if layer is not None)
+
+
+def _not_native(model: Any, layers: Any) -> Any:
+    raise NotSupportedNatively("a staged step has padding")
 
 
 @pytest.mark.parametrize("way", ["host", "replayed"])
