@@ -34,7 +34,8 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     from localllm.models.drafters.opening import plan_drafter
     from localllm.models.spec.model_spec import kv_groups, main_group
 
-    _refuse_settings(config)
+    if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
+        raise _unsupported(*RANKS)
     windows = tuple(group.window for group in kv_groups(spec))
     if not windows or windows[main_group(windows)] is not None:
         raise DrafterMismatch(
@@ -65,13 +66,6 @@ def _place(choice: SpeculationChoice) -> Path:
     if choice.revision is None and is_torch_folder(folder := adapter_folder(choice.drafter)):
         return folder
     return resolve_model(choice.drafter, choice.revision).path
-
-
-def _refuse_settings(config: EngineConfig) -> None:
-    if config.takes_adapters:
-        raise _unsupported("adapters", "A drafter with weights does not read adapters.", "Leave out --enable-lora.")
-    if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
-        raise _unsupported(*RANKS)
 
 
 def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
