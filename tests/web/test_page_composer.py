@@ -16,7 +16,8 @@ from localllm.web.pages.chat.composer.views import ContextMeter
 from localllm.web.pages.chat.replies import claims
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
-from tests.web.harness import SCRIPTED, Pages, browser_of, listen, message_urls, said, start_chat, stream_url, typed
+from tests.web.chat_page import SCRIPTED, listen, stream_url
+from tests.web.harness import Pages, browser_of, message_urls, said, start_chat, typed
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import CONTEXT, REPLY, StubModel
 

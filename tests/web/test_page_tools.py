@@ -14,7 +14,8 @@ from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.replies import claims
 from localllm.web.pages.chat.tools import runs
 from tests.mcp.programs import friendly, hostile
-from tests.web.harness import SCRIPTED, browser_of, conversation, listen, stream_url
+from tests.web.chat_page import SCRIPTED, listen, stream_url
+from tests.web.harness import browser_of, conversation
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.scripted import Script, called
 

@@ -15,7 +15,8 @@ from localllm.web.pages.chat.imports import elements
 from localllm.web.pages.chat.imports.elements import MAX_NESTING
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import Imported, NotAChat, without_reasoning
-from tests.web.harness import SCRIPTED, lm_studio, open_webui
+from tests.web.chat_page import SCRIPTED
+from tests.web.harness import lm_studio, open_webui
 
 # Exports of other programs, as they write them ----------------------------------------------------------------------
 
