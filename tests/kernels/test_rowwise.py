@@ -76,10 +76,18 @@ class Case:
     means: tuple[float, ...] = (0.0,)
     looser: float = 1.0  # than TOLERANCE
 
-    def inputs(self, rows: int, size: int, device: torch.device, mean: float = 0.0, scale: float = 1.0) -> list[Tensor]:
-        """Rows of wider tensors, fp32."""
+    def inputs(
+        self,
+        rows: int,
+        size: int,
+        device: torch.device,
+        mean: float = 0.0,
+        scale: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Rows of wider tensors."""
         width = size * self.parts * max(self.heads, 1)
-        wide = torch.randn(self.num_inputs, rows, width + 3, device=device)[..., 1:-2] * scale + mean
+        wide = (torch.randn(self.num_inputs, rows, width + 3, device=device) * scale + mean).to(dtype)[..., 1:-2]
         return list(wide.unflatten(-1, (self.heads, -1)) if self.heads else wide)
 
     def arguments(self, size: int, device: torch.device) -> list[Tensor]:
@@ -134,9 +142,8 @@ def test_matches_float64(
     torch.manual_seed(0)
     mean, scale = data.draw(st.sampled_from(case.means)), data.draw(st.sampled_from(case.scales))
     size = max(size, 2) if case.definition is layer else size
-    inputs = [
-        x.to(dtype) for x in case.inputs(rows, size, device, mean, min(scale, 1e3) if dtype == torch.float16 else scale)
-    ]
+    scale = min(scale, 1e3) if dtype == torch.float16 else scale
+    inputs = case.inputs(rows, size, device, mean, scale, dtype)
     before, weights = [x.clone() for x in inputs], case.arguments(size, device)
     out, wanted = case.call(*inputs, *weights), case.definition(*inputs, *weights)
     assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, wanted.shape, True)
