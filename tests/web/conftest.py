@@ -66,7 +66,8 @@ def second(served: Pages) -> Iterator[StubModel]:
     other.client.every_s, other.client.chars, other.client.reply = 0.0, 40, "The second's own words."
     entry = served.live.manager.adopt(other)  # type: ignore[arg-type]
     yield other
-    served.live.manager.entries.remove(entry)
+    if entry in served.live.manager.entries:
+        served.live.manager.entries.remove(entry)
 
 
 @pytest.fixture
