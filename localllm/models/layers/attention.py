@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.native.structures import Activation, CacheType, HeadNorm, HeadsMade, NativeAttention, Op
-from localllm.kernels.cpu.recurrent import STATE_TYPES
+from localllm.kernels.cpu.attention import CACHE_TYPES
+from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention, Op
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
@@ -33,7 +33,6 @@ from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, W
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.spec.model_spec import kv_groups
 
-_CACHE_TYPES = {**STATE_TYPES, torch.int8: CacheType.I8}
 _HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
 
 
@@ -267,7 +266,7 @@ class Attention:
 
     def _described(self, writer: Writer, kind: Any, kv: LayerKV) -> NativeAttention:
         spec, (kv_heads, num_blocks, block_size, head_dim) = writer.spec, kv.k.shape
-        if kv.k.dtype not in _CACHE_TYPES:
+        if kv.k.dtype not in CACHE_TYPES:
             raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         table = writer.rope_table(kind)
         window = kv_groups(spec)[writer.group].window
@@ -282,7 +281,7 @@ class Attention:
             k=kv.k.data_ptr(), v=kv.v.data_ptr(),
             k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
             v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
-            cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
+            cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
             heads=count_query_heads((self.qkv.weight.shape[0] - self.gate_size) // head_dim, kv, self.made),
             kv_heads=kv_heads, head_dim=head_dim,
             angles=writer.address(table), rotary_dim=0 if table is None else table.shape[1],
