@@ -18,7 +18,7 @@ from localllm.errors import DoesNotFit
 from localllm.serving.entry import ModelEntry
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.thread.messages import figures
-from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
+from localllm.web.pages.frame.forms import CONTENT_SECURITY_POLICY
 from tests.web.harness import SCRIPTED, Pages, browser_of, listen, message_urls, said, start_chat
 from tests.web.live_server import LiveServer, settings, wait_until
 from tests.web.pages_stub import StubModel
