@@ -22,10 +22,9 @@ from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, state_bytes
 from localllm.runner import host_steps
 from localllm.runner.host_drafts import HostDrafts
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
 from tests.runner.harness import assert_same, draft_requests, knowing, make_requests, serve
 from tests.tiny import make_tiny_model

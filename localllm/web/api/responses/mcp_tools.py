@@ -17,8 +17,7 @@ import msgspec
 
 from localllm.config.mcp_servers import McpServer
 from localllm.errors import InvalidParameter, RequestError
-from localllm.mcp.naming import function_names
-from localllm.mcp.values import Listing, ServerTool
+from localllm.mcp.values import Listing, ServerTool, function_names
 from localllm.web.access.caller import owner_of, require
 from localllm.web.access.tools import Decisions, may_use, mcp_of
 from localllm.web.api.exchange import ApiRequest

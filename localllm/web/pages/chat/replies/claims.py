@@ -19,8 +19,7 @@ from localllm.config.mcp_servers import McpServer
 from localllm.engine.client import GenerationRequest
 from localllm.engine.request import RequestOptions
 from localllm.errors import LocalLLMError, RequestError
-from localllm.mcp.naming import function_names
-from localllm.mcp.values import ServerTool
+from localllm.mcp.values import ServerTool, function_names
 from localllm.serving.chat import calls_tools
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
