@@ -1,8 +1,6 @@
 """EAGLE drafters in the real runner on a CPU: answers are those of a run without, and what the drafter keeps of a block
 is what it would compute for the block's text alone."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array

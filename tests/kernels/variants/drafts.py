@@ -1,7 +1,5 @@
 """kernels/accept_drafts.py and kernels/propose_lookup.py as served: one set of settings for every model."""
 
-from __future__ import annotations
-
 from localllm.kernels import accept_drafts, propose_lookup
 from tests.kernels.ahead_of_time import MEMORY, Variant
 
