@@ -188,7 +188,7 @@ class Scheduler:
         if is_background:
             wanted.insert(0, (self._reserve.num_tokens(head), head.priority))
         for num_tokens, priority in wanted:
-            need = plus(ledger.needs(num_tokens), ledger.taken_by_hit(hit))
+            need = plus(ledger.needs(self._end_of_blocks(head, num_tokens)), ledger.taken_by_hit(hit))
             victims = self._victims_for(head, need, self._spare_blocks(priority))
             if victims is not None:
                 for each in victims:
@@ -337,10 +337,11 @@ class Scheduler:
         cache, start = self.cache, request.num_computed_tokens
         if count > 1:
             count = cache.end_of_row(request, start + count) - start
-        blocks = cache.grow(request, start + count)
+        end_of_blocks = self._end_of_blocks(request, start + count)
+        blocks = cache.grow(request, end_of_blocks)
         if not blocks:
             if blocks is None:
-                blocks = self._make_room(request, start + count, draft)
+                blocks = self._make_room(request, end_of_blocks, draft)
                 if blocks is None:
                     return 0
             elif self._lookahead:
@@ -371,6 +372,13 @@ class Scheduler:
             if victim is request:
                 return None
         return blocks
+
+    def _end_of_blocks(self, request: Request, end: int) -> int:
+        """Return the position up to which a request needs blocks for a row that ends at `end`: a drafter also keeps
+        keys and values of the token behind it, unless the request ends there."""
+        if not self._lookahead:
+            return end
+        return max(end, min(end + 1, request.prompt_len + request.max_output_tokens - 1))
 
     def _grow_ahead(self, request: Request, count: int) -> BlockIds:
         """Return new blocks for the positions that a drafter writes to behind the tokens of a decoding request; none if
@@ -427,10 +435,9 @@ class Scheduler:
             if self.cache.is_being_computed(request, hit, self.running):
                 continue
             taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
-            least, most = (
-                plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
-            )
-            alone = plus(taken, ledger.needs_alone(request.num_tokens))
+            end = self._end_of_blocks(request, request.num_tokens)
+            least, most = (plus(taken, ledger.needs(max(end, n))) for n in (end, self._reserve.num_tokens(request)))
+            alone = plus(taken, ledger.needs_alone(end))
             if is_alone and not self.launched and not fits(alone, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
@@ -459,11 +466,12 @@ class Scheduler:
         priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
         outputs count.
         """
-        lengths = [
-            self._reserve.num_tokens(each) if priority is not None and each.priority <= priority else each.num_tokens
-            for each in self.running
-        ]
-        return self.cache.free_beside(list(zip(self.running, lengths, strict=True)))
+        ends = list[tuple[Request, int]]()
+        for request in self.running:
+            counts = priority is not None and request.priority <= priority
+            end = self._reserve.num_tokens(request) if counts else request.num_tokens
+            ends.append((request, self._end_of_blocks(request, end)))
+        return self.cache.free_beside(ends)
 
     def _enter(self, request: Request, hit: Hit, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
@@ -476,7 +484,7 @@ class Scheduler:
             count = self._chunk_length(request, start)
         if not 0 < count <= limit - reread or self.cache.is_being_computed(request, hit, self.running):
             return 0
-        if not self.ledger.can_enter(hit, self.ledger.blocks_for(start + count)):
+        if not self.ledger.can_enter(hit, self.ledger.blocks_for(self._end_of_blocks(request, start + count))):
             return 0  # a windowed group is short of blocks until its windows have moved on
         new = self.table.admit(request, hit)
         if new is None:

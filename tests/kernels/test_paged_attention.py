@@ -55,6 +55,7 @@ class Batch:
     padding_tokens: int = 0  # behind the last request
     decode_queries: int = 1
     padding_queries: tuple[int, ...] = ()  # of each of the first rows: so many at the end are padding
+    first_key: int = 0  # keys before it are not read: they are NaN
     keys: list[Tensor] = field(default_factory=list)  # of each request [context_len, kv_heads, head_dim] fp64, as read
     values: list[Tensor] = field(default_factory=list)
 
@@ -76,6 +77,8 @@ class Batch:
             ):  # fmt: skip
                 new = torch.randn(length, self.num_kv_heads, self.head_dim).to(self.dtype).float()
                 kept.append(_store(cache, scale, slots, new))
+                if self.first_key and slots and cache.dtype.itemsize > 1:
+                    cache.view(self.num_kv_heads, -1, self.head_dim)[:, slots[: self.first_key]] = torch.nan
         self.block_table = table.to(DEVICE)
         self.kv = LayerKV(*(None if tensor is None else tensor.to(DEVICE) for tensor in self.kv))
         num_tokens = sum(self.query_lens) + self.padding_tokens
@@ -98,6 +101,7 @@ class Batch:
             window=window,
             decode_queries=self.decode_queries,
             positions=self.positions() if self.decode_queries > 1 else None,
+            first_key=self.first_key,
         )
 
     def starts(self) -> list[int]:
@@ -129,7 +133,7 @@ class Batch:
                 if position >= length:
                     out[start + i] = torch.nan  # not defined
                     continue
-                first = 0 if window is None else max(0, position - window + 1)
+                first = max(self.first_key, 0 if window is None else position - window + 1)
                 scores = torch.einsum("hd,lhd->hl", self.q[start + i].cpu().double(), k[first : position + 1]) * scale
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
@@ -267,6 +271,19 @@ def test_several_queries_with_what_a_layer_may_add(queries: int, cache_dtype: to
     tolerance = 4e-3 if cache_dtype and DTYPES[0] == torch.float32 else None
     assert_matches(batch, tolerance, sinks=sinks, softcap=3.0)
     assert_matches(batch, tolerance, window=20, alibi_slopes=slopes, sinks=sinks)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_what_is_kept_of_no_token_is_not_read(queries: int, window: int | None, is_deterministic: bool) -> None:
+    """A drafter has no key of the first token. Rows of one tile and of several, a padding row, and prompts."""
+    with launching_with(LaunchOptions(deterministic=is_deterministic)):
+        batch = Batch(
+            [queries] * 4 + [6, 3], [70, 1 + queries, 0, 5 + queries, 7, 40], 4, 2, 16, 4, decode_queries=queries,
+            padding_queries=(0, 0, 0, queries - 1), first_key=1,
+        )  # fmt: skip
+        assert_matches(batch, window=window)
 
 
 @pytest.mark.usefixtures("deterministic")

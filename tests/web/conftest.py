@@ -13,8 +13,8 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DoesNotFit
+from localllm.serving.answers import generation
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api import answer
 from localllm.web.pages.chat.store import database
 from localllm.web.pages.chat.store.database import chats_path
 from tests.text.templates import CHATML
@@ -137,7 +137,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
             return GenerationRequest(name, token_ids, said, *others)
 
-        monkeypatch.setattr(answer, "GenerationRequest", saying)
+        monkeypatch.setattr(generation, "GenerationRequest", saying)
 
     return say
 

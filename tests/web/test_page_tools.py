@@ -9,7 +9,7 @@ import pytest
 
 from localllm.mcp import servers
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat.replies import claims
+from localllm.web.pages.chat.replies import prompt
 from localllm.web.pages.chat.tools import runs
 from tests.mcp.programs import friendly, hostile
 from tests.web.chat_page import ChatPage, listen, parse, stream_url, stream_urls
@@ -32,7 +32,7 @@ def served(start: Callable[..., LiveServer], counted: Path) -> LiveServer:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, served: LiveServer) -> Script:
-    return Script().direct(monkeypatch, claims, served)
+    return Script().direct(monkeypatch, prompt, served)
 
 
 @pytest.fixture

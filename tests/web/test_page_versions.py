@@ -13,7 +13,7 @@ from localllm.errors import DoesNotFit
 from localllm.serving.entry import ModelEntry
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.thread.messages import figures
-from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
+from localllm.web.pages.frame.forms import CONTENT_SECURITY_POLICY
 from tests.web.chat_page import SCRIPTED, ChatPage, Message, assert_refused, listen, parse, stream_urls
 from tests.web.harness import Pages, browser_of, quick, said
 from tests.web.live_server import LiveServer, settings, wait_until

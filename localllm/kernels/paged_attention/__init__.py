@@ -88,18 +88,20 @@ def plan_attention(
     positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
     the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
-    own; None: all previous ones. first_key: keys before this position are not read (only in the twin). work: what
-    `prepare_step` has filled.
+    own; None: all previous ones. first_key: keys before this position are not read. work: what `prepare_step` has
+    filled.
     """
     if not runs_triton(block_table, "attention"):
         if positions is not None:
             starts = positions[: num_decodes * decode_queries : decode_queries].tolist()
-            return plan_drafts_on_host(block_table, query_lens, context_lens_host, starts, cache_shape, window)
+            return plan_drafts_on_host(
+                block_table, query_lens, context_lens_host, starts, cache_shape, window, first_key
+            )  # fmt: skip
         return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window, first_key)
-    assert not first_key, "the kernels read keys from position 0 on"
     return plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes,
         KVReads(num_heads, tuple(cache_shape), cache_dtype, window), decode_queries, positions, work,
+        first_key,
     )  # fmt: skip
 
 

@@ -157,12 +157,13 @@ def plan_drafts_on_host(
     first_positions: Sequence[int],
     cache_shape: Sequence[int],
     window: int | None = None,
+    first_key: int = 0,
 ) -> HostPlan:
     """Do plan_attention for requests of which the first ones verify drafts: each of their queries is one of a prompt.
 
     first_positions: of these requests; their queries from the context's end on are padding, whose output is zero.
     """
-    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key=0)
+    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key)
     prefills, start, num_tokens = [], 0, 0
     for row, (query_len, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         if context:

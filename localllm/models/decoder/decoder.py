@@ -242,4 +242,7 @@ def _state_step(inputs: ForwardInputs) -> StateStep | None:
     """Return the step's rows as recurrent layers read them; None: the model keeps no states."""
     if inputs.state is None:
         return None
-    return StateStep(inputs.cu_seqlens_q, *inputs.state[:3], inputs.query_lens, *inputs.state[3:], inputs.num_decodes)
+    state, num_decodes = inputs.state, inputs.num_decodes if inputs.decode_queries == 1 else 0
+    return StateStep(
+        inputs.cu_seqlens_q, *state[:3], inputs.query_lens, *state[3:6], num_decodes, state.drafted
+    )  # fmt: skip

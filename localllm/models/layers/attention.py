@@ -152,6 +152,9 @@ def plan_step(
     inputs: ForwardInputs, group: GroupInputs, k_cache: Tensor, num_heads: int, window: int | None
 ) -> AttentionPlan:
     """Plan how this step's queries read a cache of that shape through the tables of a KV group."""
+    positions = inputs.positions if inputs.decode_queries > 1 else None
+    if positions is not None and inputs.first_key:
+        positions = positions + inputs.first_key  # those of a drafter are rotary ones
     return plan_attention(
         group.block_table,
         inputs.context_lens,
@@ -165,7 +168,7 @@ def plan_step(
         window=window,
         first_key=inputs.first_key,
         decode_queries=inputs.decode_queries,
-        positions=inputs.positions if inputs.decode_queries > 1 else None,
+        positions=positions,
         work=inputs.work,
     )
 

@@ -45,10 +45,13 @@ class ShortConv:
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        return self.out(self.recur(_projected(self, x, state, step), state, step))
+
+    def recur(self, projected: Tensor, state: LayerState, step: StateStep) -> Tensor:
         assert state.conv is not None
-        before, after, inputs = self.in_proj(x).chunk(3, dim=1)
+        before, after, inputs = projected.chunk(3, dim=1)
         y = causal_conv(before * inputs, self.weight, self.bias, state.conv, step, silu=False)
-        return self.out(y.mul_(after))
+        return y.mul_(after)
 
     def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
         """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
@@ -105,17 +108,24 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        heads, tokens = self.heads, len(x)
+        projected = _projected(self, x, state, step)
+        y = self.recur(projected, state, step)
+        z = projected.split(heads.parts, dim=1)[1].view(tokens, heads.value_heads, heads.value_dim)
+        return self.out(gated_norm(y, z, self.norm, self.eps, gate_first=False).view(tokens, -1))
+
+    def recur(self, projected: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Return [T, value_heads, value_dim]."""
         assert state.conv is not None
         assert state.matrix is not None
-        heads, tokens = self.heads, len(x)
-        inputs, z, b, a = self.in_proj(x).split(heads.parts, dim=1)
+        heads, tokens = self.heads, len(projected)
+        inputs, _, b, a = projected.split(heads.parts, dim=1)
         mixed = causal_conv(inputs, self.weight, None, state.conv, step, silu=True)
         keys = heads.key_heads * heads.key_dim
         q, k, v = mixed.split([keys, keys, heads.value_heads * heads.value_dim], dim=1)
         q, k = (each.view(tokens, heads.key_heads, heads.key_dim) for each in (q, k))
-        v, z = (each.view(tokens, heads.value_heads, heads.value_dim) for each in (v, z))
-        y = gated_delta(q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step, tiled=heads.tiled)
-        return self.out(gated_norm(y, z, self.norm, self.eps, gate_first=False).view(tokens, -1))
+        v = v.view(tokens, heads.value_heads, heads.value_dim)
+        return gated_delta(q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step, tiled=heads.tiled)
 
     def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
         """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
@@ -187,24 +197,30 @@ class Mamba2:
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
-        assert state.conv is not None
-        assert state.matrix is not None
         heads, tokens = self.heads, len(x)
-        z, inputs, dt = self.in_proj(x).split(heads.parts, dim=1)
-        mixed = causal_conv(inputs, self.weight, self.bias, state.conv, step, silu=True)
-        columns = heads.groups * heads.state_size
-        values, b, c = mixed.split([heads.width, columns, columns], dim=1)
-        y = selective_scan(
-            values.view(tokens, heads.heads, heads.head_dim), dt,
-            b.view(tokens, heads.groups, heads.state_size), c.view(tokens, heads.groups, heads.state_size),
-            self.rate, self.dt_bias, self.skip, state.matrix, step, limits=self.limits,
-        )  # fmt: skip
+        projected = _projected(self, x, state, step)
+        y, z = self.recur(projected, state, step), projected.split(heads.parts, dim=1)[0]
         y, z = (each.view(tokens, heads.groups, -1) for each in (y, z))
         if self.norm is None:
             gated = y.mul_(F.silu(z.float()))
         else:
             gated = gated_norm(y, z, self.norm, self.eps, gate_first=self.gate_first)
         return self.out(gated.view(tokens, -1))
+
+    def recur(self, projected: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Return [T, heads, head_dim]."""
+        assert state.conv is not None
+        assert state.matrix is not None
+        heads, tokens = self.heads, len(projected)
+        _, inputs, dt = projected.split(heads.parts, dim=1)
+        mixed = causal_conv(inputs, self.weight, self.bias, state.conv, step, silu=True)
+        columns = heads.groups * heads.state_size
+        values, b, c = mixed.split([heads.width, columns, columns], dim=1)
+        return selective_scan(
+            values.view(tokens, heads.heads, heads.head_dim), dt,
+            b.view(tokens, heads.groups, heads.state_size), c.view(tokens, heads.groups, heads.state_size),
+            self.rate, self.dt_bias, self.skip, state.matrix, step, limits=self.limits,
+        )  # fmt: skip
 
     def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
         """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
@@ -232,3 +248,13 @@ class Mamba2:
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
         """Write the last projection: added to the stream, or written to another buffer."""
         writer.linear(self.out, writer.recurred, target, factor=factor, adds=adds)
+
+
+def _projected(
+    layer: ShortConv | GatedDeltaNet | Mamba2, x: Tensor, state: LayerState, step: StateStep
+) -> Tensor:  # fmt: skip
+    """Return the layer's projection of x, which a step with drafts keeps: its states come after the right ones."""
+    projected = layer.in_proj(x)
+    if step.drafted is not None:
+        step.drafted.keep(layer.recur, state, projected)
+    return projected

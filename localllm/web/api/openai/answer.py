@@ -1,8 +1,7 @@
-"""Server-sent events of both endpoints: a fixed prefix and suffix around the text, joined once per step.
+"""Answers of chat completions and completions: as server-sent events, and in one piece.
 
-The parts that all chunks of a stream share are encoded when the stream opens, so a token costs one JSON string and one
-concatenation.
-Does not know: sockets, the engine.
+An event is a fixed prefix and suffix around the text, joined once per step.
+Does not know: how a request is read, how tokens are made.
 """
 
 from __future__ import annotations
@@ -10,20 +9,39 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import asdict
 
-from localllm.engine.outputs import GenerationEvent, PromptProgress
+from localllm.engine.outputs import GenerationEvent, PromptProgress, Usage
 from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import Choice, Progress
 from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.version import __version__
-from localllm.web.api.generation import Progress
-from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNames, chat_logprobs
+from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNames, chat_logprobs, prompt_logprobs
+from localllm.web.api.openai.params import only_echoes
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
-from localllm.web.api.openai.shapes import Delta, OpenAICalledFunction, OpenAIChunk, OpenAIHead, ToolCallPiece
-from localllm.web.api.openai.usage import progress_object, usage_object
+from localllm.web.api.openai.shapes import (
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionDetails,
+    CompletionLogprobs,
+    Delta,
+    OpenAICalledFunction,
+    OpenAIChunk,
+    OpenAIHead,
+    OpenAIMessage,
+    OpenAIPromptProgress,
+    OpenAIToolCall,
+    OpenAIUsage,
+    PromptDetails,
+    ToolCallPiece,
+)
 from localllm.web.api.timings import timings_object
 from localllm.web.errors import openai_error
 
@@ -135,7 +153,9 @@ class ChatChunks(_Chunks):
             text = "".join([part.text for part in event.parts if isinstance(part, Content)])
             if self._shows_reasoning:
                 chunks += [
-                    self._reasoning(event.index, part, progress) for part in event.parts if isinstance(part, Reasoning)
+                    self._delta(event.index, Delta(reasoning_content=part.text, reasoning=part.text), progress)
+                    for part in event.parts
+                    if isinstance(part, Reasoning)
                 ]
         if text or event.logprobs or (self.token_ids and event.token_ids):
             logprobs = to_json(chat_logprobs(event.logprobs, self.names)) if self.names else b"null"
@@ -148,9 +168,6 @@ class ChatChunks(_Chunks):
             choice += _finish(event, finish_reason(event.finish_reason, calls=event.index in self._called))
             chunks.append(self._wrap(choice, progress, last=not progress.unfinished))
         return b"".join(chunks)
-
-    def _reasoning(self, index: int, part: Reasoning, progress: Progress) -> bytes:
-        return self._delta(index, Delta(reasoning_content=part.text, reasoning=part.text), progress)
 
     def _call(self, index: int, part: ToolCallStart | ToolArguments, progress: Progress) -> bytes:
         """Return the chunk of a call part: the name comes first, then pieces of the arguments."""
@@ -210,3 +227,106 @@ class CompletionChunks(_Chunks):
             builder.add_prompt(echoed.token_ids, event.prompt_logprobs or ())
         builder.add(event.logprobs)
         return to_json(builder.take())
+
+
+def chat_response(
+    head: OpenAIHead, body: ChatBody, prompt: Prompt, choices: Sequence[Choice], progress: Progress, names: TokenNames
+) -> ChatCompletion:
+    response = ChatCompletion(
+        **asdict(head),
+        choices=[_chat_choice(body, prompt, choice, names) for choice in choices],
+        usage=usage_object(progress.usage()),
+        timings=timings_object(progress),
+    )
+    if body.prompt_logprobs is not None:
+        response.prompt_logprobs = prompt_logprobs(choices[0].prompt_logprobs, names)
+    if body.return_token_ids:
+        response.prompt_token_ids = prompt.shown_token_ids
+    return response
+
+
+def _chat_choice(body: ChatBody, prompt: Prompt, choice: Choice, names: TokenNames) -> ChatChoice:
+    content = prompt.text + choice.text or (None if choice.calls else "")
+    message = OpenAIMessage("assistant", content, refusal=None, annotations=[])
+    if choice.reasoning and body.include_reasoning is not False:
+        message.reasoning_content = message.reasoning = choice.reasoning
+    if choice.calls:
+        message.tool_calls = [
+            OpenAIToolCall(call.id, "function", OpenAICalledFunction(name=call.name, arguments=call.arguments))
+            for call in choice.calls
+        ]
+    reason: Any = finish_reason(choice.finish_reason, calls=bool(choice.calls))
+    return ChatChoice(
+        index=choice.index,
+        message=message,
+        logprobs=chat_logprobs(choice.logprobs, names) if body.logprobs else None,
+        finish_reason=reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.token_ids if body.return_token_ids else UNSET,
+    )
+
+
+def completion_response(
+    head: OpenAIHead,
+    body: CompletionBody,
+    prompts: Sequence[Prompt],
+    choices: Sequence[Choice],
+    progress: Progress,
+    names: TokenNames,
+) -> Completion:
+    n = len(choices) // len(prompts)
+    if only_echoes(body):
+        _leave_out_answers(choices, progress)
+    return Completion(
+        **asdict(head),
+        choices=[_completion_choice(body, prompts[choice.index // n], choice, names) for choice in choices],
+        usage=usage_object(progress.usage()),
+        timings=timings_object(progress),
+    )
+
+
+def _leave_out_answers(choices: Sequence[Choice], progress: Progress) -> None:
+    progress.completion_tokens = 0
+    for choice in choices:
+        choice.text, choice.token_ids, choice.logprobs = "", [], []
+        choice.finish_reason, choice.stop_reason = "length", None
+
+
+def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames) -> CompletionChoice:
+    reason: Any = choice.finish_reason
+    ready = CompletionChoice(
+        index=choice.index,
+        text=prompt.text + choice.text if body.echo else choice.text,
+        logprobs=_completion_logprobs(body, prompt, choice, names),
+        finish_reason=reason,
+        stop_reason=choice.stop_reason,
+    )
+    if body.prompt_logprobs is not None:
+        ready.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, names)
+    if body.return_token_ids:
+        ready.token_ids, ready.prompt_token_ids = choice.token_ids, prompt.shown_token_ids
+    return ready
+
+
+def _completion_logprobs(
+    body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames
+) -> CompletionLogprobs | None:
+    if body.logprobs is None:
+        return None
+    builder = CompletionLogprobsBuilder(names)
+    if body.echo:
+        builder.add_prompt(prompt.token_ids, choice.prompt_logprobs or ())
+    builder.add(choice.logprobs)
+    return builder.take()
+
+
+def usage_object(usage: Usage) -> OpenAIUsage:
+    accepted, rejected = usage.drafts.predicted_accepted, usage.drafts.predicted_rejected
+    return OpenAIUsage(
+        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, PromptDetails(usage.cached_tokens),
+        CompletionDetails(accepted, rejected) if accepted or rejected else UNSET,
+    )  # fmt: skip
+
+
+def progress_object(progress: PromptProgress) -> OpenAIPromptProgress:
+    return OpenAIPromptProgress(progress.total, progress.cached, progress.processed, round(progress.seconds * 1e3))

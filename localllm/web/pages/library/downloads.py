@@ -1,9 +1,11 @@
 """Downloads as the page shows them.
 
-Does not know: HTTP, how files are downloaded (models/hub).
+Does not know: how files are downloaded.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from localllm.errors import AccessDenied
 from localllm.models.library.catalog import hub_cache_dir
@@ -12,10 +14,44 @@ from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.pull import progress_line
 from localllm.units import format_bytes
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.library.fit_checks import terms_url
-from localllm.web.pages.library.installed_models import page_url
-from localllm.web.pages.library.views import ActionButton, DownloadCard, DownloadsView, FileRow, PartialDownload
+from localllm.web.pages.frame.views import ErrorNotice, View, view
+from localllm.web.pages.library.fit_checks import FileRow, terms_url
+from localllm.web.pages.library.installed_models import ActionButton, page_url
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadCard:
+    """One download."""
+
+    id: str
+    name: str
+    url: str
+    state: str  # waiting, running, paused, done, failed, cancelled
+    fraction: float
+    line: str  # 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left
+    files: tuple[FileRow, ...]
+    verbs: tuple[ActionButton, ...]
+    error: ErrorNotice | None = None
+    terms_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialDownload:
+    """An unfinished download that was started before this server."""
+
+    repo_id: str
+    held: str
+
+
+@view("library/_downloads.html")
+class DownloadsView(View):
+    """All downloads of this server, the newest first."""
+
+    cards: tuple[DownloadCard, ...]
+    cut: tuple[PartialDownload, ...]
+    free_bytes: int
+    folder: str
+
 
 VERBS = {
     "waiting": (ActionButton("pause", "Pause"), ActionButton("discard", "Cancel")),

@@ -1,6 +1,6 @@
-"""Turn requests into rows of the dashboard's tables, and into pages of their own.
+"""Requests of the engine: the live ones, the finished ones, and the page of one.
 
-Does not know: HTTP, templates, where the snapshot came from.
+Does not know: routes, templates.
 """
 
 from __future__ import annotations
@@ -17,17 +17,112 @@ from localllm.engine.outputs import ExplainedMiss
 from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.units import format_count, format_seconds
 from localllm.web.pages.dashboard.plots import colours
-from localllm.web.pages.dashboard.views import (
-    CacheMissCard,
-    FinishedRequests,
-    FinishedRow,
-    LiveRequests,
-    RequestPage,
-    RequestRow,
-    TimelineEvent,
-)
-from localllm.web.pages.frame.bars import stacked
-from localllm.web.pages.frame.views import Fact, Segment, Shell
+from localllm.web.pages.frame.views import Fact, Segment, Shell, View, stacked, view
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A request that is running or waiting."""
+
+    id: str
+    source: str  # chat, playground, API, or a key's name
+    url: str
+    state: str
+    colour: str  # colour class of the request in the block map
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks: int
+    tokens_per_s: float | None
+    age_s: float
+    cancel_url: str
+    drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
+
+
+@view("dashboard/_live_requests.html")
+class LiveRequests(View):
+    """Requests that are running or waiting."""
+
+    rows: tuple[RequestRow, ...]
+    hidden: int = 0  # further requests that are not listed
+    count: int = 0  # all of them
+    cancel_url: str = ""  # cancels all of them
+    curl: str = ""  # a command that sends a first request; empty: there have been requests
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A finished request. All rows share one time scale for their segments."""
+
+    id: str
+    source: str
+    url: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    tokens_per_s: float | None
+    total_s: float
+    segments: tuple[Segment, ...]
+    drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
+    missed_tokens: int = 0  # computed again, although an earlier request had computed them
+    missed_s: float = 0.0
+
+
+@view("dashboard/_finished_requests.html")
+class FinishedRequests(View):
+    """The last finished requests, with a breakdown of their time."""
+
+    rows: tuple[FinishedRow, ...]
+    scale_s: float
+    hidden: int = 0  # further requests that are known but not listed
+    all_url: str = "/dashboard/requests"
+
+
+@view("dashboard/requests.html")
+class RequestsPage(View):
+    """`/dashboard/requests`: those that live, and all finished ones that are known."""
+
+    shell: Shell
+    live: LiveRequests
+    finished: FinishedRequests
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """Something that happened to a request."""
+
+    name: str
+    at: str  # the clock's time
+    after_s: float  # since its arrival
+
+
+@view("dashboard/_cache_miss.html")
+class CacheMissCard(View):
+    """The reason why the prefix cache did not hold more of a prompt, and the texts where it left an earlier one."""
+
+    why: str
+    before: str = ""  # the text in both prompts,
+    here: str = ""  # what follows in this prompt,
+    earlier: str = ""  # and in the earlier one
+    earlier_url: str = ""  # page of the earlier request; empty: no texts
+    hides_text: bool = False  # the request is not the viewer's
+
+
+@view("dashboard/request.html")
+class RequestPage(View):
+    """`/dashboard/requests/{id}`: where the time of one request went."""
+
+    shell: Shell
+    id: str
+    state: str
+    segments: tuple[Segment, ...]
+    moments: tuple[TimelineEvent, ...]
+    facts: tuple[Fact, ...]
+    miss: CacheMissCard | None = None  # None: the cache held all that it could, or the request still waits
+    cancel_url: str = ""
+
 
 MAX_LIVE, MAX_FINISHED = 24, 8
 

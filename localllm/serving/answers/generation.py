@@ -1,28 +1,33 @@
-"""Run one API request as one stream of events, whatever its number of prompts and choices.
+"""Run one request as one stream of events, whatever its number of prompts and choices.
 
 Choice i of prompt p has the index `p * n + i`. Events that arrive together are yielded together, so that a dialect can
-write them to the socket at once. Dialects read events and usage from here and never call the engine themselves.
+write them to the socket at once. Dialects and the chat page read events and usage from here and never call the engine
+themselves.
 Does not know: HTTP, JSON, any dialect's words.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from localllm.engine.acceptance import DraftCounts
 from localllm.engine.admission import child_id
 from localllm.engine.beam_client import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import ExplainedMiss, GenerationEvent, Timings, Usage, most_missed
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.stats import generation_rate
-from localllm.engine.step import TokenLogprobs
-from localllm.errors import StepFailed
+from localllm.engine.step import PromptEmbeds, TokenLogprobs
+from localllm.errors import StepFailed, UnsupportedParameter
+from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, joined
 from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ToolCall, add_up
@@ -146,9 +151,15 @@ class Generation:
         return child_id(self._requests[0].request_id, 0, self._params.n)
 
     async def __aenter__(self) -> Generation:
-        """Submit the requests. Raises the refusal if there is one (context too long, invalid grammar, queue full,
+        await self.open()
+        return self
+
+    async def open(self) -> None:
+        """Submit the requests, once. Raises the refusal if there is one (context too long, invalid grammar, queue full,
         engine stopped).
         """
+        if self._first is not None:
+            return
         await self._client.prepare(self._params)
         self._first = asyncio.ensure_future(anext(self._source))
         try:
@@ -158,7 +169,6 @@ class Generation:
         except BaseException:
             await self.aclose()
             raise
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
@@ -169,17 +179,25 @@ class Generation:
             await asyncio.wait({self._first})
         await self._source.aclose()
 
+    def cancel(self) -> None:
+        """Ask the engine to end every choice; each still gets its last event."""
+        for request in self._requests:
+            self._client.cancel(request.request_id, self._params.n)
+
     async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
         """Yield events in order of arrival, until `progress` has counted the last event of each choice (the consumer
         counts).
 
-        Raises the error that ended a choice, after the events that came before it.
+        Raises the error that ended a choice, after the events that came before it; its last event is counted here.
         """
         assert self._first is not None, "enter the context first"
         batch = await self._first
         while True:
             if sound := [event for event in batch if not _failed(event)]:
                 yield sound if self._new_reader is None else [self._read(event, self._new_reader) for event in sound]
+            for event in batch:
+                if _failed(event):
+                    self.progress.count(event)
             _raise_error(batch)
             if not self.progress.unfinished:
                 return
@@ -194,16 +212,16 @@ class Generation:
             reader = self._readers[event.index] = new_reader()
         was_over = reader.is_over
         if was_over:
-            event = replace(event, token_ids=(), logprobs=())
+            event = structs.replace(event, token_ids=(), logprobs=())
         parts = reader.feed(event.text)
         if event.finish_reason is not None:
             parts += reader.end()
             if reader.is_over:
-                event = replace(event, finish_reason="stop", stop_reason=None)
+                event = structs.replace(event, finish_reason="stop", stop_reason=None)
         elif reader.is_over and not was_over:
             prompt, choice = divmod(event.index, self._params.n)
             self._client.cancel(child_id(self._requests[prompt].request_id, choice, self._params.n), reason="stop")
-        return replace(event, parts=tuple(parts))
+        return structs.replace(event, parts=tuple(parts))
 
 
 def _failed(event: GenerationEvent) -> bool:
@@ -233,7 +251,7 @@ async def _merged(
         offset = prompt * request.params.n
         async with aclosing(_events_of(client, request)) as batches:
             async for batch in batches:
-                arrived.extend(replace(event, index=offset + event.index) for event in batch)
+                arrived.extend(structs.replace(event, index=offset + event.index) for event in batch)
                 news.set()
 
     pumps = [asyncio.create_task(pump(p, request)) for p, request in enumerate(requests)]
@@ -297,3 +315,48 @@ async def collect(generation: Generation) -> list[Choice]:
         choice.parts = joined(said)
         add_up(choice, choice.parts)
     return choices
+
+
+def salted(prefix_owner: str, cache_salt: str | None) -> str | None:
+    """Return the cache salt that combines the owner with the request's own salt, which another client may know."""
+    return f"{prefix_owner}\0{cache_salt or ''}" if prefix_owner else cache_salt
+
+
+def generation_of(
+    model: ServedModel,
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    options: RequestOptions = NO_OPTIONS,
+    *,
+    new_reader: Callable[[], AnswerReader] | None = None,
+    embeds: Mapping[int, PromptEmbeds] | None = None,
+) -> Generation:
+    """Return the generation for these prompts. `embeds`: prompt index -> embeddings in place of the prompt's tokens."""
+    form = params.structured_outputs
+    if options.length_penalty is not None and form is not None and form.opened_by:
+        params = replace(params, structured_outputs=None)  # calls that are not enforced
+    elif options.length_penalty is not None and form is not None:
+        raise UnsupportedParameter(
+            f"{form.param!r} cannot be combined with a beam search.",
+            "A beam search does not support grammars.",
+            "Leave out one of the two.",
+            param=form.param,
+        )
+    model.require_queue_room(params.n * len(prompts))
+    salt = salted(model.prefix_owner, options.cache_salt)
+    given = embeds or {}
+    options = replace(
+        options,
+        cache_salt=salt,
+        owner=model.owner,
+        adapter=model.adapter,
+        source=model.source,
+        key_name=model.key_name,
+        is_background=model.is_background,
+    )
+    name = uuid.uuid4().hex
+    requests = [
+        GenerationRequest(f"{name}-{i}", token_ids, params, options, given.get(i))
+        for i, token_ids in enumerate(prompts)
+    ]
+    return Generation(model.generator, requests, new_reader)
