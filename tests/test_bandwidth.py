@@ -1,7 +1,5 @@
 """The memory bandwidth: measured in a moment, kept for this machine, and unknown rather than wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Loading, from a name to an engine: phases in order, clear errors, nothing left behind."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scheduler and the loop on the model made of memory: walks over the whole state, then properties by name."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Profiles: used where everything is as it was, never over what somebody said, and with one line about it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A server with a draft model: answers are those without one, and a drafter that does not belong to it is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
