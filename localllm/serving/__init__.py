@@ -9,4 +9,5 @@ adapters.py   LoRA adapters of a model that runs            loading.py      the 
 profiles.py   tuned settings; hashes of checkpoints       eviction.py     which model makes room for another
 phases.py     progress reports of a load                    names.py        the names of a served model
 compute.py    torch, its threads, free memory             drain.py        how long running requests may take
+answers/      from a conversation to events, counts and whole answers, and the calls of tools
 """
