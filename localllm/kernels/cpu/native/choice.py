@@ -12,7 +12,7 @@ import platform
 from collections.abc import Sequence
 
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
-from localllm.machine.cpu import read_cpu_flags
+from localllm.machine.hardware import read_cpu_flags
 from localllm.machine.install_kind import how_to_install
 
 VARIABLE = "LOCALLLM_CPU_SET"
