@@ -222,9 +222,7 @@ def _had_drafts_lately(request: Request) -> bool:
     return request.max_drafts > 0 and place - request.last_proposed <= LOOK_BACK
 
 
-def _has_blocks(
-    decoding: Sequence[Request], ready: Sequence[int], width: int, ledger: Ledger, ahead: int = 0
-) -> bool:
+def _has_blocks(decoding: Sequence[Request], ready: Sequence[int], width: int, ledger: Ledger, ahead: int = 0) -> bool:
     """Return whether all rows fit into free blocks, so that no request is preempted for the drafts of another.
     ahead: positions behind a row that have blocks, too."""
     places = 0

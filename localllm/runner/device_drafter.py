@@ -42,6 +42,7 @@ from localllm.runner.upload import all_to_device
 
 log = logging.getLogger(__name__)
 
+
 class DrafterOnDevice:
     """A drafter over the slots of a runner. R: rows of a padded step, T: its tokens."""
 

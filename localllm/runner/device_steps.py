@@ -27,8 +27,8 @@ from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
 from localllm.kernels.sampling.draw import Record
 from localllm.kernels.sampling.logprobs import ROOMS
-from localllm.models.fit import LOGITS_ROWS
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
 from localllm.runner.batch import Ints, StepBatch, embeds_on
 from localllm.runner.device_drafter import DrafterOnDevice

@@ -32,8 +32,8 @@ from localllm.engine.step import (
 )
 from localllm.kernels.fused_epilogue import new_counters
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
-from localllm.models.fit import LOGITS_ROWS
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec

@@ -25,6 +25,7 @@ from tests.runner.harness import CPU, assert_same, draft_requests, knowing_on_de
 from tests.runner.harness import without_lookup as without_lookup
 from tests.tiny import make_tiny_model
 
+
 def make_requests() -> list[Request]:
     return draft_requests(8, most_words=40)
 

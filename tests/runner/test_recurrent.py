@@ -204,7 +204,13 @@ def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, de
     monkeypatch.setattr(HostDrafts, "_find", knowing(texts, errors))
     monkeypatch.setattr(LookupOnDevice, "launch", knowing_on_device(texts, errors))
     drafted, scheduler = serve(
-        model, spec, draft_requests(most_words=40), num_places=30, num_blocks=num_blocks, depth=depth, speculates=True,
+        model,
+        spec,
+        draft_requests(most_words=40),
+        num_places=30,
+        num_blocks=num_blocks,
+        depth=depth,
+        speculates=True,
         way=way if way in WAYS else "host",
     )
     assert scheduler.recorder.num_failed_steps == 0
@@ -222,7 +228,9 @@ def test_a_draft_model_drafts_for_a_hybrid(tmp_path, monkeypatch, way):
     """Its keys and values have no hole behind a prefix hit, where no token of the hybrid runs again."""
     model, spec = load("lfm2", tmp_path / "target")
     make_tiny_model(tmp_path / "draft", num_hidden_layers=1)
-    drafter = DraftModel(load_model(tmp_path / "draft", read_spec(tmp_path / "draft"), CPU, torch.float32), spec.vocab_size)
+    drafter = DraftModel(
+        load_model(tmp_path / "draft", read_spec(tmp_path / "draft"), CPU, torch.float32), spec.vocab_size
+    )
     if way != "host":
         monkeypatch.setattr(draft_model, "open_native_program", _not_native)
     caches: list[KVCache] = []

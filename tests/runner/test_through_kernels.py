@@ -188,9 +188,7 @@ def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monk
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid", "lfm2"])
-def test_drafts_of_a_hybrid_through_the_kernels(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_of_a_hybrid_through_the_kernels(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S2: the recurrences run again over the right tokens of each row, rows of unlike numbers."""
     path = make_tiny_model(tmp_path, family)
     spec = read_spec(path)

@@ -9,9 +9,20 @@ _SLOTS = {"slots_ptr": "*i64", "known_ptr": "*i64", "tokens_ptr": "*i32", "token
 _LOOKUP = {**_SLOTS, "most_ptr": "*i32", "matches_ptr": "*i64", "slots_stride": "i32"}
 _ARCHS = (75, 80, 89, 90, 120)
 _PASS = {
-    "table_ptr": "*i32", "tokens_ptr": "*i32", "known_ptr": "*i64", "valid_ptr": "*i32", "most_ptr": "*i32",
-    "token_ids_ptr": "*i64", "positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "context_ptr": "*i32",
-    "last_ptr": "*i64", "draft_slots_ptr": "*i64", "lengths_ptr": "*i64", "rows": "i32", "width": "i32",
+    "table_ptr": "*i32",
+    "tokens_ptr": "*i32",
+    "known_ptr": "*i64",
+    "valid_ptr": "*i32",
+    "most_ptr": "*i32",
+    "token_ids_ptr": "*i64",
+    "positions_ptr": "*i64",
+    "slot_mapping_ptr": "*i64",
+    "context_ptr": "*i32",
+    "last_ptr": "*i64",
+    "draft_slots_ptr": "*i64",
+    "lengths_ptr": "*i64",
+    "rows": "i32",
+    "width": "i32",
     "table_stride": "i32",
 }
 _RULES = {"BLOCK_SIZE": 64, "FIRST_KEY": 1, "MOST_TOKENS": 8192}
