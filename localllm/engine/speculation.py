@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from localllm.engine.ledger import Ledger
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.request import Request
 from localllm.engine.stats import SpeculationStats
 from localllm.engine.step import DraftSupport, Row, RowResult
@@ -57,7 +57,7 @@ class StepCosts:
         return self._num_steps > 0 and _bucket(tokens) not in self._fresh()
 
     def ratio(self, tokens: int, base: int) -> float:
-        """Return the seconds of a step of `tokens` as a multiple of those of one of `base` tokens."""
+        """Return the seconds of a step of `tokens` tokens, as a multiple of the seconds of a step of `base` tokens."""
         return self._seconds(tokens) / self._seconds(base)
 
     def _seconds(self, tokens: int) -> float:
@@ -218,15 +218,15 @@ class Speculation:
 
 def _had_drafts_lately(request: Request) -> bool:
     """Return whether a request may have drafts, and had some, or began, within its last LOOK_BACK tokens."""
-    place = request.num_output_tokens + request.num_output_placeholders
-    return request.max_drafts > 0 and place - request.last_proposed <= LOOK_BACK
+    position = request.num_output_tokens + request.num_output_placeholders
+    return request.max_drafts > 0 and position - request.last_proposed <= LOOK_BACK
 
 
 def _has_blocks(decoding: Sequence[Request], ready: Sequence[int], width: int, ledger: Ledger, ahead: int = 0) -> bool:
     """Return whether all rows fit into free blocks, so that no request is preempted for the drafts of another.
     ahead: positions behind a row that have blocks, too."""
-    places = 0
+    needed = 0
     for request, drafts in zip(decoding, ready, strict=True):
         end = request.num_computed_tokens + 1 + min(width, drafts) + ahead
-        places += max(0, ledger.places(end) - request.num_places)
-    return places <= min(ledger.num_free)
+        needed += max(0, ledger.blocks_for(end) - request.num_blocks)
+    return needed <= min(ledger.num_free)

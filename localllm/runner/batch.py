@@ -500,7 +500,7 @@ class HostInputs:
         return slots_of_groups
 
     def _writes(self, rows: StepRows, slot_of_token: Ints, positions: Ints) -> Ints:
-        """Return [G, T] int64: where the step's K and V go. Those of tokens that have theirs already go to the null
+        """Return [G, T] int64: where the step's K and V go. Tokens that have their K and V already go to the null
         block, which nothing reads."""
         places = self._kv_slots(slot_of_token, positions)
         if rows.reread is not None:

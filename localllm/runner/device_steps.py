@@ -270,7 +270,7 @@ class DeviceSteps:
     def _sample_any(self, batch: StepBatch, logits: Tensor, places: Ints, masks: RowMasks | None) -> Drawn:
         """Sample rows whose lists do not fit into the tables, by the CPU's method with lists made for this batch.
 
-        places [S]: the rows among those of `logits`. The method needs lengths on the host: where earlier drafts of a
+        places [S]: the rows' indexes in `logits`. The method needs lengths on the host: where earlier drafts of a
         request may have been accepted since, the host waits for the device.
         """
         at, lengths = to_device(places, self._device), batch.lengths

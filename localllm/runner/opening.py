@@ -37,7 +37,7 @@ from localllm.runner.device_errors import is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.profiling import ProfiledRunner, StepProfiler
 from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
@@ -48,7 +48,6 @@ from localllm.runner.self_check import (
     known_choice,
     next_choice,
 )
-from localllm.runner.state_cache import StateCache
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)

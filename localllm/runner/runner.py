@@ -48,12 +48,11 @@ from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_drafts import Drafters, HostDrafts, Proposals
 from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
-from localllm.runner.state_cache import StateCache, layer_caches
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class TorchRunner:
     capture: how steps are recorded as graphs; None: every step is launched kernel by kernel. staged: whether a step's
     inputs are unpacked on the device; None: only on a GPU. launch_options: how the kernels of each step are launched.
     group: the shards of a tensor-parallel model, each with its own runner that gets the same calls; None: there is one.
-    The first shard samples, and its results are those of the step; all record its ids. samples: False for a pipeline
+    The first shard samples, and its results are the step's; all record its ids. samples: False for a pipeline
     stage that is not the last.
     """
 

@@ -22,6 +22,7 @@ from localllm.kernels.paged_attention import (
     RawHeads,
     kv_cache_shape,
     paged_attention,
+    paged_attention_reference,
     plan_attention,
     rotates_heads,
 )
@@ -115,11 +116,11 @@ class Batch:
         rows = zip(self.starts(), self.query_lens, strict=True)
         return torch.cat([torch.arange(start, start + n) for start, n in rows]).to(DEVICE)
 
-    def attend(self, window: int | None = None, scale: float = 0.3, **terms: Any) -> Tensor:
+    def attend(
+        self, window: int | None = None, scale: float = 0.3, by: Callable[..., Tensor] = paged_attention, **terms: Any
+    ) -> Tensor:
         kv, terms = self.kv, {name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in terms.items()}
-        return paged_attention(
-            self.q, kv.k, kv.v, self.plan(window), scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale, **terms
-        )
+        return by(self.q, kv.k, kv.v, self.plan(window), scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale, **terms)
 
     def definition(
         self, window: int | None = None, scale: float = 0.3, softcap: float | None = None,
@@ -179,12 +180,13 @@ def _store(cache: Tensor, scale: Tensor | None, slots: list[int], new: Tensor) -
 
 
 def assert_matches(batch: Batch, tolerance: float | None = None, **terms: Any) -> None:
-    ours = batch.attend(**terms)
-    assert ours.dtype == batch.dtype
     tolerance = tolerance or TOLERANCE[batch.dtype]
     wanted = batch.definition(**terms)
     is_defined = ~wanted.isnan().any(1)
-    torch.testing.assert_close(ours.cpu().double()[is_defined], wanted[is_defined], rtol=tolerance, atol=tolerance)
+    for by in (paged_attention,) if BY_KERNEL else (paged_attention, paged_attention_reference):
+        ours = batch.attend(by=by, **terms)
+        assert ours.dtype == batch.dtype
+        torch.testing.assert_close(ours.cpu().double()[is_defined], wanted[is_defined], rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(autouse=True)

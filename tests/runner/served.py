@@ -22,9 +22,8 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import local_spec, shards_of
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.graphs import Capture
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
 from scripts.random_weights import SHAPES, RandomTensors, WeightFormat
 from tests.kv import of_each
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.engine.block_hash import BlockHasher
+from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.request import Request
 from localllm.kernels.cpu.native.library import native

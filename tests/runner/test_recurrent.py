@@ -26,10 +26,9 @@ from localllm.models.spec.model_spec import ModelSpec, state_bytes
 from localllm.runner import host_steps
 from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.host_drafts import HostDrafts
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
 from tests.runner.desk import WAYS
 from tests.runner.harness import assert_same, draft_requests, knowing, knowing_on_device, make_requests, opened, serve
