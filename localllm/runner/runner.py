@@ -91,8 +91,8 @@ class TorchRunner:
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
-        is_split, keeps_states = group is not None or not samples, staged and states.num_places > 0
-        why_no_drafts = _why_off(model, launch_options, has_drafts, is_split=is_split, keeps_states=keeps_states)
+        keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
+        why_no_drafts = _why_off(has_drafts, launch_options, keeps_states, group is not None or not samples)
         drafter = None if why_no_drafts else drafter
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
@@ -317,14 +317,12 @@ class TorchRunner:
         return self._steps
 
 
-def _why_off(
-    model: CausalModel, options: LaunchOptions, has_drafts: bool, *, is_split: bool, keeps_states: bool
-) -> str:
-    """Return why no step has drafts; empty if steps may have some. is_split: the model is in several processes.
-    keeps_states: staged steps keep recurrent states."""
+def _why_off(has_drafts: bool, options: LaunchOptions, keeps_states: bool, is_split: bool) -> str:
+    """Return why no step has drafts; empty if steps may have some. keeps_states: whether the model's states can follow
+    the right drafts alone."""
     if is_split:
         return "the model is split over several ranks"
-    if keeps_states and not isinstance(model, DecoderModel):
+    if not keeps_states:
         return "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
     if "drafts" in options.avoids:
         return "the check of drafts failed on this GPU"
