@@ -14,7 +14,8 @@ import pytest
 from localllm.web.pages.chat.imports import files as import_files
 from localllm.web.pages.chat.imports.files import MAX_NESTING, chats_of
 from localllm.web.pages.chat.imports.records import Imported, NotAChat, without_reasoning
-from tests.web.harness import SCRIPTED, lm_studio, open_webui
+from tests.web.chat_page import SCRIPTED
+from tests.web.harness import lm_studio, open_webui
 
 # Exports of other programs, as they write them ----------------------------------------------------------------------
 

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 from localllm.engine.outputs import ExplainedMiss, Timings, Usage, most_missed
-from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import McpServers
-from localllm.mcp.values import Outcome
+from localllm.mcp.values import Outcome, bounded, limit_for
 from localllm.serving.answers.conversation import Tools
 from localllm.serving.answers.generation import Generation, Progress
 from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS

@@ -17,8 +17,7 @@ import msgspec
 
 from localllm.config.mcp_servers import McpServer
 from localllm.errors import InvalidParameter, RequestError
-from localllm.mcp.naming import function_names
-from localllm.mcp.values import Listing, ServerTool
+from localllm.mcp.values import Listing, ServerTool, function_names
 from localllm.serving.answers.tool_calls import ConsentPolicy, Decisions, may_use
 from localllm.web.access.caller import mcp_of, owner_of, require
 from localllm.web.api.exchange import ApiRequest

@@ -2,7 +2,7 @@
 
 Its routes need the scope admin, since a server is a command that is run on this machine. What starts one needs an admin
 key or a browser that opened a one-time link, also on a server without keys.
-Does not know: how the file is changed (config/mcp_edit.py), how a server is started (localllm/mcp/).
+Does not know: how the file is changed (config/edit.py), how a server is started (localllm/mcp/).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.config.edit import Change, write
-from localllm.config.mcp_edit import enabling, table_of, with_server, without_server
+from localllm.config.edit import Change, enabling, table_of, with_server, without_server, write
 from localllm.config.mcp_servers import McpServer, is_secret
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.mcp.servers import ServerState, require_mcp

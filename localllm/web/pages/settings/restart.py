@@ -1,6 +1,6 @@
 """Restart the server from the settings page, or say how: by the service manager that runs it, or at the terminal.
 
-`up.up` puts `app.state.restart` there if this process may replace itself (machine/restart.py).
+`up.up` puts `app.state.restart` there if this process may replace itself (machine/processes.py).
 Does not know: how a process is replaced, settings.
 """
 

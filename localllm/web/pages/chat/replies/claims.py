@@ -18,8 +18,7 @@ import msgspec
 from localllm.config.mcp_servers import McpServer
 from localllm.engine.request import RequestOptions
 from localllm.errors import LocalLLMError, RequestError
-from localllm.mcp.naming import function_names
-from localllm.mcp.values import ServerTool
+from localllm.mcp.values import ServerTool, function_names
 from localllm.serving.answers.conversation import calls_tools
 from localllm.serving.answers.tool_calls import ConsentPolicy, may_use
 from localllm.serving.served import ServedModel

@@ -16,9 +16,8 @@ from typing import Any
 from litestar import Litestar
 
 from localllm.errors import InvalidParameter, LocalLLMError
-from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import require_mcp
-from localllm.mcp.values import McpMissing
+from localllm.mcp.values import McpMissing, bounded, limit_for
 from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS, ConsentPolicy, may_use
 from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply, CallRun, Round, server_calls
