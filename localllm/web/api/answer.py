@@ -26,7 +26,7 @@ from localllm.web.access.caller import salted
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
 from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
-from localllm.web.api.generation import Choice, Generation, Progress, collect
+from localllm.web.api.generation import Answering, Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import as_local_error, request_id_of
 from localllm.web.shape import Shape
@@ -84,7 +84,7 @@ def generation_of(
 
 async def streamed(
     request: ApiRequest,
-    generation: Generation,
+    generation: Answering,
     encoder: Encoder,
     warnings: Sequence[str],
     framing: Framing = EVENTS,
@@ -98,7 +98,7 @@ async def streamed(
     return EventStream(events, generation.aclose, warning_headers(warnings), framing)
 
 
-async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
+async def stream(generation: Answering, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
     """Yield the bytes to write, one item per engine step. An error after the headers becomes an error event."""
     progress = generation.progress
     try:
@@ -124,7 +124,7 @@ def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
     return sum(len(entry.token_ids) for each in said for entry in (*each.logprobs, *(each.prompt_logprobs or ())))
 
 
-def note_id(request: ApiRequest, generation: Generation) -> None:
+def note_id(request: ApiRequest, generation: Answering) -> None:
     """Remember the engine's id of a request, by which it can be found and ended."""
     ids: EngineIds = request.app.state.engine_ids
     ids.note(request_id_of(request.scope), generation.engine_id)
@@ -132,7 +132,7 @@ def note_id(request: ApiRequest, generation: Generation) -> None:
 
 async def whole(
     request: ApiRequest,
-    generation: Generation,
+    generation: Answering,
     respond: Callable[[Sequence[Choice]], Shape],
     warnings: Sequence[str],
 ) -> ASGIResponse:

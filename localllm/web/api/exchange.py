@@ -16,6 +16,7 @@ from litestar.response.base import ASGIResponse
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
 from localllm.machine.memory import paused_collection
+from localllm.serving.lease import HasModel, Leased
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
@@ -130,10 +131,7 @@ async def served_model(
     The request holds the model until its last byte is sent: each request is one task from here to there.
     """
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
-    handling = asyncio.current_task()
-    assert handling is not None
-    handling.add_done_callback(lambda _: lease.release())
-    model = lease.model.as_asked(
+    model = held(lease).as_asked(
         name,
         prefix_owner_of(request),
         owner=owner_of(request),
@@ -144,6 +142,14 @@ async def served_model(
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name
     return model
+
+
+def held(lease: HasModel[Leased]) -> Leased:
+    """Return the model of a lease, which is released when the task that handles the request ends."""
+    handling = asyncio.current_task()
+    assert handling is not None
+    handling.add_done_callback(lambda _: lease.release())
+    return lease.model
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

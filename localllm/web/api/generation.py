@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 from msgspec.structs import replace
 
@@ -115,6 +116,27 @@ observed: ContextVar[Observed | None] = ContextVar("observed", default=None)
 """The outcome of the current request; None: tracing is off."""
 
 
+class Answering(Protocol):
+    """A request whose answer arrives as events, from an engine of this server or from another server.
+
+    Entering its context raises a refusal; leaving it, or `aclose`, ends the work for it.
+    """
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def engine_id(self) -> str: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    def batches(self) -> AsyncGenerator[list[GenerationEvent], None]: ...
+
+
 class Generation:
     """Runs requests (one per prompt, each with `params.n` choices). Use it as an async context manager.
 
@@ -145,7 +167,7 @@ class Generation:
         """The engine's id of the first choice."""
         return child_id(self._requests[0].request_id, 0, self._params.n)
 
-    async def __aenter__(self) -> Generation:
+    async def __aenter__(self) -> Self:
         """Submit the requests. Raises the refusal if there is one (context too long, invalid grammar, queue full,
         engine stopped).
         """
@@ -279,7 +301,7 @@ class Choice:
     stop_reason: int | str | None = None
 
 
-async def collect(generation: Generation) -> list[Choice]:
+async def collect(generation: Answering) -> list[Choice]:
     """Wait for the end; return the choices in order of their index."""
     choices = [Choice(index) for index in range(generation.progress.unfinished)]
     parts: list[list[Part]] = [[] for _ in choices]
