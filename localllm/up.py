@@ -17,7 +17,7 @@ import socket
 import time
 import webbrowser
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from localllm.config.settings import ServerConfig, Settings
@@ -80,6 +80,8 @@ def up(
     Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
+    if settings.upstreams and settings.source("model") == "default":  # nobody asked for a model of this machine
+        settings = replace(settings, server=replace(settings.server, load_at_start=False))
     raise_file_limit(MOST_FILES)
     address = bind_address(settings.server, passed)
     announcer.starting(settings)

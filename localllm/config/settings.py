@@ -26,6 +26,7 @@ from localllm.config.speculative import (
     speculation_choice,
     without_drafter,
 )
+from localllm.config.upstreams import UpstreamConfig, read_upstream_flag
 from localllm.errors import ConfigError
 from localllm.units import parse_count
 
@@ -35,7 +36,7 @@ Source = Literal["default", "profile", "file", "environment", "flag"]
 
 MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests", "Memory", "Scheduling"
 PARALLEL = "Several GPUs"
-SERVER, ACCESS, SEVERAL_MODELS = "Server", "Access", "Several models"
+SERVER, ACCESS, SEVERAL_MODELS, SEVERAL_SERVERS = "Server", "Access", "Several models", "Several servers"
 
 MAX_UPLOAD_BYTES = 64 * 1024**2
 """The largest body with files that a page accepts; not a setting. Files are received to disk."""
@@ -362,6 +363,18 @@ class ServerConfig:
         None, SEVERAL_MODELS, "how long a model stays loaded without a request", unit="seconds",
         allowed_text="a time such as 5m, 90s or 300; -1: for ever; 0: unload at once",
         unset="5m, or for ever for the model named at start")
+
+    upstream: tuple[str, ...] = setting(
+        (), SEVERAL_SERVERS, "OpenAI-compatible servers that answer requests for their models behind this address",
+        allowed_text="URL or NAME=URL", note="without a MODEL, none is loaded here at the start",
+        parser=read_upstream_flag, repeats=True, metavar_text="URL")
+    upstream_api_key: str | None = setting(
+        None, SEVERAL_SERVERS, "key that is sent to upstreams without a key of their own", metavar_text="KEY",
+        environment="LOCALLLM_UPSTREAM_API_KEY", is_secret=True,
+        by_hand="Secrets are not written by this page: edit the file yourself.")
+    upstream_timeout: float = setting(
+        600.0, SEVERAL_SERVERS, "longest silence of an upstream during an answer", unit="seconds",
+        allowed_text="a time such as 5m or 90s, more than 0", accepts=_is_idle_time)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -445,6 +458,7 @@ class Settings:
     file: Path | None = None  # path of the config file, even if it does not exist; None: none was searched
     picks: PicksTable | None = None  # None: localllm's own list
     mcp: Mapping[str, McpServer] = field(default_factory=dict)  # servers of tools, by name
+    upstreams: Mapping[str, UpstreamConfig] = field(default_factory=dict)  # other servers that answer, by name
 
     def value(self, name: str) -> Any:
         return getattr(self.engine if hasattr(self.engine, name) else self.server, name)

@@ -1,7 +1,7 @@
-"""What a request needs of a server of models: a lease on the model that it names, held until its last byte is sent.
+"""The interface of a server of models for a request: a lease on the model that it names, until its last byte is sent.
 
-`ModelManager` serves the models of this process; `fleet.upstream.Upstream` serves those of another server. Both are a
-`ModelServer`, so what chooses between them needs to know only this file.
+`ModelManager` serves the models of this process, `fleet.upstreams.Upstreams` serves models of other servers. Both are a
+`ModelServer`.
 Does not know: how a model is loaded or reached, HTTP.
 """
 

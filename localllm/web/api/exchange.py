@@ -14,7 +14,8 @@ from litestar import Request
 from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedOption
+from localllm.fleet.upstreams import Upstreams
 from localllm.machine.memory import paused_collection
 from localllm.serving.lease import HasModel, Leased
 from localllm.serving.manager import ModelManager
@@ -42,6 +43,12 @@ def manager_of(request: ApiRequest) -> ModelManager:
     """Return the model manager of the application."""
     manager: ModelManager = request.app.state.manager
     return manager
+
+
+def upstreams_of(request: ApiRequest) -> Upstreams:
+    """Return the other servers behind this address; there may be none."""
+    upstreams: Upstreams = request.app.state.upstreams
+    return upstreams
 
 
 async def json_body(request: ApiRequest, *, may_be_untyped: bool = False) -> bytes:
@@ -130,6 +137,7 @@ async def served_model(
 
     The request holds the model until its last byte is sent: each request is one task from here to there.
     """
+    _refuse_remote(request, name)
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
     model = held(lease).as_asked(
         name,
@@ -142,6 +150,18 @@ async def served_model(
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name
     return model
+
+
+def _refuse_remote(request: ApiRequest, name: str | None) -> None:
+    """Raise `UnsupportedOption` if only other servers have the model: this endpoint is not passed on."""
+    has = next((each.name for each in upstreams_of(request).all if name and each.lists(name)), None)
+    if has is not None and manager_of(request).register.find(name or "") is None:
+        raise UnsupportedOption(
+            f"{request.scope['path']} is not passed on to other servers.",
+            f"{name} is a model of {has}.",
+            "Supported: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/messages, /api/chat, /api/generate.",
+            param="model",
+        )
 
 
 def held(lease: HasModel[Leased]) -> Leased:

@@ -21,7 +21,7 @@ from localllm.errors import RequestError
 from localllm.models.formats.gguf.file_names import quant_of
 from localllm.serving.entry import ModelEntry, ModelUnusable
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
-from localllm.web.api.model_facts import facts_of
+from localllm.web.api.model_facts import facts_of, other_facts
 from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
@@ -76,6 +76,8 @@ async def tags(request: ApiRequest) -> ASGIResponse:
     for name, stands_for in names.items():
         model = found.get(name)
         listed.append(_listed(name, model.path if model else None, stands_for, model))
+    own = {each.name for each in listed}
+    listed += [_listed(each.name, None) for each in other_facts(request) if each.name not in own]
     return json_response(shapes.Tags(listed))
 
 

@@ -27,6 +27,7 @@ from localllm.web.api.openai.schema import ChatBody, read_body
 from localllm.web.api.openai.tools import tools_of
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.pictures import readable
+from localllm.web.api.remote import passed_on
 
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
 CHAT = RequestBody(ChatBody, CHAT_RULES, example=EXAMPLE)
@@ -47,6 +48,8 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
 
 async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """Answer the chat body `raw`, from a client or from a page."""
+    if (answer := await passed_on(request, raw, "/chat/completions", "messages")) is not None:
+        return answer
     body, warnings = await read_body(raw, ChatBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)

@@ -18,6 +18,7 @@ from localllm.web.api.openai import shapes
 from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.schema import read_body
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.remote import passed_on
 from localllm.web.api.vectors import MAX_INPUTS, shortened
 from localllm.web.errors import InvalidType
 
@@ -49,6 +50,8 @@ async def embeddings(request: ApiRequest) -> ASGIResponse:
 
 async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """Answer the embeddings body `raw`, from a client or from a page."""
+    if (answer := await passed_on(request, raw, "/embeddings")) is not None:
+        return answer
     body, warnings = await read_body(raw, EmbeddingsBody)
     texts = input_texts(body.input)
     model = await served_model(request, body.model, "embed")
