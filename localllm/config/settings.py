@@ -370,7 +370,7 @@ class ServerConfig:
         parser=read_upstream_flag, repeats=True, metavar_text="URL")
     upstream_api_key: str | None = setting(
         None, SEVERAL_SERVERS, "key that is sent to upstreams without a key of their own", metavar_text="KEY",
-        environment="LOCALLLM_UPSTREAM_API_KEY", is_secret=True,
+        unset="no key", environment="LOCALLLM_UPSTREAM_API_KEY", is_secret=True,
         by_hand="Secrets are not written by this page: edit the file yourself.")
     upstream_timeout: float = setting(
         600.0, SEVERAL_SERVERS, "longest silence of an upstream during an answer", unit="seconds",

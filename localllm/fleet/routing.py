@@ -1,6 +1,6 @@
 """Choose the replica that answers a request: the least expected cost, in seconds, from what each replica has to do.
 
-    cost = (uncached prompt tokens that wait there + those of this prompt) / prefill rate
+    cost = (uncached prompt tokens that wait there + uncached tokens of this prompt) / prefill rate
          + the wait for KV blocks, if too few are free
          + the time of the answer's tokens, which grows with the requests that decode there
 

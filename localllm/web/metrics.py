@@ -22,10 +22,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
 from localllm.engine.step import RankStats
+from localllm.fleet.upstream import Upstream
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
 from localllm.web.api.batches.worker import BatchWorker
-from localllm.web.api.exchange import ApiRequest, manager_of
+from localllm.web.api.exchange import ApiRequest, manager_of, upstreams_of
 from localllm.web.api.operation import TEXT, Operation
 
 OWN, VLLM = "localllm:", "vllm:"
@@ -118,6 +119,27 @@ RANK_PARTS = (
     ("other", "memory.other_bytes"),
 )
 """Value of the label `part`, attribute of RankStats."""
+# One series per other server: name, help, attribute of Upstream.
+UPSTREAM_GAUGES = (
+    ("upstream_up", "1 if the server answered with its list of models when it was asked last, else 0.", "is_up"),
+    ("upstream_requests_open", "Requests that the server is answering for this one.", "num_open"),
+)
+UPSTREAM_COUNTERS = (
+    (
+        "upstream_retries",
+        "Requests that failed there before their first token and were sent elsewhere.",
+        "stats.retried",
+    ),
+    ("upstream_generation_tokens", "Tokens that the server generated for this one.", "stats.completion_tokens"),
+    ("upstream_failed_checks", "Looks at the server's list of models that failed.", "stats.failed_checks"),
+    ("upstream_first_token_seconds", "Waits for a first token, added up.", "stats.ttft_s"),
+    ("upstream_first_tokens", "Streamed answers that have had a first token.", "stats.first_tokens"),
+)
+UPSTREAM_LABELLED = (
+    ("upstream_requests", "Requests sent to the server, by outcome.", "outcome", "stats.requests"),
+    ("upstream_routed", "Requests for which the server was chosen, by reason.", "reason", "stats.routed"),
+)
+"""Counters with one more label: name, help, label, attribute of Upstream."""
 KV_GROUP_GAUGES = (
     ("kv_group_blocks_total", "Usable blocks of the layers with one window.", "total_blocks"),
     ("kv_group_blocks_used", "Blocks of these layers held by requests.", "used_blocks"),
@@ -290,6 +312,27 @@ class RankCollector(Collector):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class UpstreamCollector(Collector):
+    """Other servers behind this address. Without one neither series nor names are written."""
+
+    upstreams: Sequence[Upstream]
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, rows in ((GaugeMetricFamily, UPSTREAM_GAUGES), (CounterMetricFamily, UPSTREAM_COUNTERS)):
+            for name, help, attribute in rows if self.upstreams else ():
+                family: GaugeMetricFamily | CounterMetricFamily = kind(OWN + name, help, labels=["upstream"])
+                for each in self.upstreams:
+                    family.add_metric([each.name], float(attrgetter(attribute)(each)))
+                yield family
+        for name, help, label, attribute in UPSTREAM_LABELLED if self.upstreams else ():
+            counter = CounterMetricFamily(OWN + name, help, labels=["upstream", label])
+            for each in self.upstreams:
+                for value, count in sorted(attrgetter(attribute)(each).items()):
+                    counter.add_metric([each.name, value], float(count))
+            yield counter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelCollector(Collector):
     """All models, with their states."""
 
@@ -369,6 +412,7 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     registry.register(EngineCollector(engines, aliases))
     registry.register(KVGroupCollector(engines))
     registry.register(RankCollector(engines))
+    registry.register(UpstreamCollector(upstreams_of(request).all))
     registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))
     registry.register(BatchCollector(request.app.state.batches))

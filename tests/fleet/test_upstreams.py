@@ -32,7 +32,7 @@ class Front(LiveServer):
     """A server with these upstreams, and with a model of its own or without one."""
 
     def __init__(self, *servers: UpstreamConfig, model: Any = None, **server: Any) -> None:
-        config = ServerConfig(port=0, ui=False, **server)
+        config = ServerConfig(**{"port": 0, "ui": False, **server})
         super().__init__(model, Settings(EngineConfig(), config, upstreams={each.name: each for each in servers}))
         if model is None:
             self.manager.entries.clear()
@@ -469,6 +469,28 @@ def test_a_second_localllm_answers_in_all_dialects(tmp_path: Path) -> None:
         lines = front.post("/api/chat", {"model": "tiny", "messages": body["messages"], "options": options}).text
         assert "".join(json.loads(each)["message"]["content"] for each in lines.splitlines()) == direct
         assert front.streamed(**body) == (direct, [])
+
+
+# What is seen ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_a_series_for_each_server(theirs: HostileServer, tmp_path: Path) -> None:
+    with Front(config_of(theirs, "laptop"), model=fake_model(tmp_path, PacedRunner())) as front:
+        assert front.streamed() == (ANSWER, [])
+        text = front.get("/metrics").text
+    assert 'localllm:upstream_up{upstream="laptop"} 1.0' in text
+    assert 'localllm:upstream_requests_total{outcome="ok",upstream="laptop"} 1.0' in text
+    assert 'localllm:upstream_generation_tokens_total{upstream="laptop"} 5.0' in text
+
+
+def test_the_dashboard_has_a_tile_for_each_server(theirs: HostileServer, tmp_path: Path, own_data: None) -> None:
+    with Front(config_of(theirs, "laptop"), model=fake_model(tmp_path, PacedRunner()), ui=True) as front:
+        wait_until(lambda: front.others.all[0].is_up)
+        page = front.get("/dashboard").text
+        assert all(words in page for words in ("Other servers", "laptop", "theirs"))
+        theirs.models = b"broken"
+        wait_until(lambda: not front.others.all[0].is_up)
+        assert "laptop sent a broken answer" in front.get("/dashboard").text
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

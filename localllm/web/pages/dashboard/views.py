@@ -284,6 +284,26 @@ class Ranks(View):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerTile:
+    """One other server behind this address."""
+
+    name: str
+    url: str
+    is_up: bool
+    failure: str  # why it does not answer
+    models: str
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherServers(View):
+    """Other servers that answer requests; hidden if there are none."""
+
+    template: ClassVar[str] = "dashboard/_other_servers.html"
+    servers: tuple[ServerTile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts(View):
     """The model and its memory plan."""
 
@@ -332,6 +352,7 @@ class DashboardPage(View):
     spans: tuple[DashboardLink, ...] = ()  # time ranges of the sparklines
     models: tuple[DashboardLink, ...] = ()  # the loaded models; empty: there is one
     query: str = ""  # of this dashboard, for the files to download
+    others: OtherServers = OtherServers()
 
 
 @dataclass(frozen=True, slots=True)
