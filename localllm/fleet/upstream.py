@@ -259,6 +259,7 @@ class Upstream:
         """Create the HTTP client. It reads no proxy and no credentials from the environment."""
         import httpx
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each look at each server
         headers = {"accept-encoding": "identity", FORWARDED: "1"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
