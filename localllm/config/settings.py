@@ -181,6 +181,13 @@ class EngineConfig:
     pipeline_parallel_size: int | None = setting(
         None, PARALLEL, "number of stages, each with a part of the layers", unit="stages", low=1, high=64,
         parser=_parse_size, metavar_text="N|auto", unset="auto, as few GPUs as hold the model", aliases=("-pp",))
+    data_parallel_size: int = setting(
+        1, PARALLEL, "number of replicas of the model, each in processes of its own", unit="replicas", low=1, high=64,
+        aliases=("-dp",), is_of_one_model=True,
+        note="each needs the memory of a whole model; requests go where their prefix is cached or the queue is short")
+    routing_policy: str = setting(
+        "prefix", PARALLEL, "how a request's replica is chosen", choices=("prefix", "least_loaded", "round_robin"),
+        note="prefix weighs cached prefixes, queues, blocks and speed in seconds")
     tensor_split: tuple[float, ...] = setting(
         (), PARALLEL, "share of each rank in a layer", allowed_text="numbers above 0 such as 3,1",
         note="rounded to whole KV heads", parser=_parse_numbers, accepts=lambda share: 0 < share < math.inf,

@@ -366,7 +366,7 @@ def _words_of(body: Event) -> str:
     """Return the message of an error body in any of the usual forms, on one line."""
     problem = body.get("error", body)
     said = problem.get("message") if isinstance(problem, dict) else problem
-    words = said if isinstance(said, str) else body.get("detail")
+    words: object = said if isinstance(said, str) else body.get("detail")
     text = words if isinstance(words, str) else ""
     text = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     return text if len(text) <= MOST_ERROR_CHARS else f"{text[:MOST_ERROR_CHARS]}…"

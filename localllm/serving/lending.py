@@ -96,6 +96,10 @@ class Lending:
         entry = self._register.require(name)
         with await self._claim(entry) as model:
             model.require("generate")
+            replicas = model.executor is None and entry.settings is not None
+        if replicas:
+            what, why = f"{entry.name} cannot be tuned.", "It runs as several replicas (--data-parallel-size)."
+            raise UnsupportedOption(what, why, "Tune it with one replica.", param="model")
         if entry.settings is None:
             raise UnsupportedOption(
                 f"{entry.name} cannot be opened again.", "It was not loaded by this server.", param="model"

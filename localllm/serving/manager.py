@@ -179,7 +179,7 @@ class ModelManager:
         self.lending.require_no_loan()
         async with self.transitions.turn:
             if entry.state == "ready" and not can_sleep(entry):
-                why = "Only models that generate text support sleep."
+                why = "Only models that generate text, in one replica, support sleep."
                 raise UnsupportedOption(f"{entry.name} cannot sleep.", why, "Unload it.", param="model")
             if entry.state == "ready":
                 await self.transitions.drain(entry, DRAIN_S)

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
 from localllm.engine.step import RankStats
+from localllm.fleet.replicas import stats_of_each
 from localllm.fleet.upstream import Upstream
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
@@ -192,13 +193,13 @@ class EngineCollector(Collector):
     def _gauge(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
         family = GaugeMetricFamily(prefix + name, help, labels=LABELS)
         for model, stats in self.engines:
-            family.add_metric(_labels(model), float(attrgetter(attribute)(stats)))
+            family.add_metric(_labels(model, stats), float(attrgetter(attribute)(stats)))
         return family
 
     def _counter(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
         family = CounterMetricFamily(prefix + name, help, labels=LABELS)
         for model, stats in self.engines:
-            family.add_metric(_labels(model), float(attrgetter(attribute)(stats)))
+            family.add_metric(_labels(model, stats), float(attrgetter(attribute)(stats)))
         return family
 
     def _histogram(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
@@ -207,7 +208,7 @@ class EngineCollector(Collector):
             histogram: Histogram = getattr(stats, attribute)
             ends = [*(str(bound) for bound in histogram.bounds), "+Inf"]
             buckets = list(zip(ends, (float(count) for count in accumulate(histogram.counts)), strict=True))
-            family.add_metric(_labels(model), buckets, histogram.total)
+            family.add_metric(_labels(model, stats), buckets, histogram.total)
         return family
 
     def _finished(self, prefix: str) -> Metric:
@@ -216,7 +217,7 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(prefix + "request_success", "Requests that ended, by reason.", labels=labels)
         for model, stats in self.engines:
             for reason in sorted({"stop", "length", "abort", "error", *stats.finished}):
-                family.add_metric([*_labels(model), reason], float(stats.finished.get(reason, 0)))
+                family.add_metric([*_labels(model, stats), reason], float(stats.finished.get(reason, 0)))
         return family
 
     def _accepted_by_place(self, prefix: str) -> Metric:
@@ -224,7 +225,7 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(prefix + name, text, labels=[*LABELS, "position"])
         for model, stats in self.engines:
             for place, count in enumerate(stats.speculation.accepted_by_place):
-                family.add_metric([*_labels(model), str(place)], float(count))
+                family.add_metric([*_labels(model, stats), str(place)], float(count))
         return family
 
     def _kernel_fall_backs(self) -> Metric:
@@ -232,7 +233,7 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily(f"{OWN}kernel_fallback", text, labels=[*LABELS, "kernel", "variant"])
         for model, stats in self.engines:
             for each in stats.runner.fall_backs:
-                family.add_metric([*_labels(model), each.kernel, each.variant], 1.0)
+                family.add_metric([*_labels(model, stats), each.kernel, each.variant], 1.0)
         return family
 
     def _steps_without_drafts(self) -> Metric:
@@ -240,7 +241,7 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(f"{OWN}spec_off_steps", text, labels=[*LABELS, "reason"])
         for model, stats in self.engines:
             for reason, count in stats.speculation.off_steps:
-                family.add_metric([*_labels(model), reason], float(count))
+                family.add_metric([*_labels(model, stats), reason], float(count))
         return family
 
     def _cache_config(self, prefix: str) -> Metric:
@@ -248,7 +249,7 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is made.", labels=names)
         for model, stats in self.engines:
             sizes = (stats.block_size, stats.total_blocks, model.plan.kv_dtype, stats.max_model_len)
-            family.add_metric([*_labels(model), *map(str, sizes)], 1.0)
+            family.add_metric([*_labels(model, stats), *map(str, sizes)], 1.0)
         return family
 
 
@@ -259,12 +260,12 @@ class KVGroupCollector(Collector):
     engines: Sequence[tuple[ServedModel, EngineStats]]
 
     def collect(self) -> Iterator[Metric]:
-        several = [(model, stats.kv_groups) for model, stats in self.engines if len(stats.kv_groups) > 1]
+        several = [(model, stats) for model, stats in self.engines if len(stats.kv_groups) > 1]
         for name, help, attribute in KV_GROUP_GAUGES if several else ():
             family = GaugeMetricFamily(OWN + name, help, labels=[*LABELS, "group"])
-            for model, groups in several:
-                for group in groups:
-                    family.add_metric([*_labels(model), group.name], float(attrgetter(attribute)(group)))
+            for model, stats in several:
+                for group in stats.kv_groups:
+                    family.add_metric([*_labels(model, stats), group.name], float(attrgetter(attribute)(group)))
             yield family
 
 
@@ -302,13 +303,13 @@ class RankCollector(Collector):
         family = GaugeMetricFamily(OWN + name, help, labels=[*LABELS, "stage"])
         for model, stats in self.engines:
             for stage, ratio in sorted(stats.runner.bubble_ratios().items()):
-                family.add_metric([*_labels(model), str(stage)], ratio)
+                family.add_metric([*_labels(model, stats), str(stage)], ratio)
         return family
 
     def _ranks(self) -> Iterator[tuple[list[str], RankStats]]:
         for model, stats in self.engines:
             for rank in stats.runner.ranks:
-                yield [*_labels(model), str(rank.rank), rank.device], rank
+                yield [*_labels(model, stats), str(rank.rank), rank.device], rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -397,8 +398,8 @@ class BatchCollector(Collector):
         yield GaugeMetricFamily(OWN + "batch_files_bytes", help, value=float(files.num_bytes))
 
 
-def _labels(model: ServedModel) -> list[str]:
-    return [model.name, "0"]
+def _labels(model: ServedModel, stats: EngineStats) -> list[str]:
+    return [model.name, stats.engine]
 
 
 @get("/metrics", operation=Operation(TEXT, guide="metrics"))
@@ -408,7 +409,7 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     manager.require_working()
     aliases = request.app.state.settings.server.metrics_aliases
     registry = CollectorRegistry(auto_describe=False)
-    engines = [(model, model.client.stats()) for model in manager.ready]
+    engines = [(model, stats) for model in manager.ready for stats in stats_of_each(model)]
     registry.register(EngineCollector(engines, aliases))
     registry.register(KVGroupCollector(engines))
     registry.register(RankCollector(engines))

@@ -73,6 +73,7 @@ def generation_of(
         source=model.source,
         key_name=model.key_name,
         is_background=model.is_background,
+        replica=model.replica,
     )
     name = uuid.uuid4().hex
     requests = [

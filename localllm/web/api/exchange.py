@@ -15,6 +15,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter, UnsupportedOption
+from localllm.fleet.replicas import replicas_of
 from localllm.fleet.upstreams import Upstreams
 from localllm.machine.memory import paused_collection
 from localllm.serving.lease import HasModel, Leased
@@ -139,17 +140,35 @@ async def served_model(
     """
     _refuse_remote(request, name)
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
-    model = held(lease).as_asked(
+    model = held(lease)
+    model = model.as_asked(
         name,
         prefix_owner_of(request),
         owner=owner_of(request),
         source=source_of(request),
         key_name=key_name_of(request),
         is_background=is_background(request),
+        replica=_replica_of(request, model),
     )
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name
     return model
+
+
+def _replica_of(request: ApiRequest, model: ServedModel) -> int | None:
+    """Return the replica that a request names (vLLM's header). Raises `InvalidParameter` where there is none."""
+    asked = request.headers.get("x-data-parallel-rank")
+    if asked is None:
+        return None
+    count = len(replicas_of(model)) or 1
+    if not asked.isascii() or not asked.isdigit() or int(asked[:9]) >= count:
+        raise InvalidParameter(
+            f"There is no replica {asked[:20]!r}.",
+            f"{model.name} has {count}, numbered from 0.",
+            "Start with a larger --data-parallel-size, or leave the header out.",
+            param="x-data-parallel-rank",
+        )
+    return int(asked)
 
 
 def _refuse_remote(request: ApiRequest, name: str | None) -> None:
