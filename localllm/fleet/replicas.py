@@ -431,7 +431,11 @@ def merged(several: Sequence[EngineStats]) -> EngineStats:
         if name in changed or name in SAME:
             continue
         values = [getattr(each, name) for each in several]
-        changed[name] = _added(values) if isinstance(values[0], Histogram) else sum(values)
+        if isinstance(values[0], Histogram):
+            counts = tuple(map(sum, zip(*(each.counts for each in values), strict=True)))
+            changed[name] = Histogram(values[0].bounds, counts, sum(each.total for each in values))
+        else:
+            changed[name] = sum(values)
     return replace(first, **changed)  # type: ignore[arg-type]
 
 
@@ -447,11 +451,6 @@ def merged_runners(several: Sequence[RunnerStats]) -> RunnerStats:
         if isinstance(value, int)
     }
     return first._replace(ranks=tuple(ranks), **sums)
-
-
-def _added(several: Sequence[Histogram]) -> Histogram:
-    counts = tuple(map(sum, zip(*(each.counts for each in several), strict=True)))
-    return Histogram(several[0].bounds, counts, sum(each.total for each in several))
 
 
 # Building ------------------------------------------------------------------------------------------------------------
@@ -478,9 +477,7 @@ def build_replicas(
     )
     loop, admission = cast("EngineLoop", loops), first.engine[1]
     client = EngineClient(loop, admission, first.tokenizer)
-    log.info(
-        "replicas ready name=%s count=%d policy=%s", first.name, len(models), cast("Policy", config.routing_policy)
-    )
+    log.info("replicas ready name=%s count=%d policy=%s", first.name, len(models), config.routing_policy)
     return replace(first, loop=loop, client=client, executor=None, memory=None)
 
 

@@ -322,9 +322,9 @@ class Upstream:
             refused = UpstreamRefused(f"{self.name} refused the request.", words)
             refused.status = status
             problem = body.get("error")
-            if isinstance(problem, dict):
-                refused.code = problem.get("code") if isinstance(problem.get("code"), str) else refused.code
-                refused.param = problem.get("param") if isinstance(problem.get("param"), str) else None
+            code, param = (problem.get("code"), problem.get("param")) if isinstance(problem, dict) else (None, None)
+            refused.code = code if isinstance(code, str) else refused.code
+            refused.param = param if isinstance(param, str) else None
             return refused
         kind = UpstreamUnavailable if status in (429, 503) else UpstreamFailed
         return kind(f"{self.name} could not answer.", f"It answered {status}: {words}")
