@@ -7,7 +7,7 @@ speculative.py    the value of one setting: speculation in vLLM's form
 mcp_servers.py    servers of tools: the [mcp.servers.NAME] tables
 upstreams.py      other servers behind this address: --upstream and the [upstreams.NAME] tables
 resolve.py        flags, environment and config file become values
-edit.py           change one line of config.toml
-mcp_edit.py       change one table of a server of tools
+edit.py           change config.toml: one setting, or one table of a server of tools
+flags.py          the flags of all settings, for argparse
 unsupported.py    options of other servers, refused by name
 """

@@ -93,9 +93,9 @@ class Replica:
     def hit_tokens(self, names: Sequence[bytes]) -> int:
         """Return how much of a prompt its cache has, or will have once the prompts that wait there are computed."""
         ledger = self.loop.scheduler.ledger
-        places = ledger.lookup(names).num_places  # reads a dict, which is safe beside the engine's thread
-        coming = next((at for at in range(len(names), places, -1) if self.names[names[at - 1]] > 0), 0)
-        return max(places, coming) * ledger.block_size
+        cached = ledger.lookup(names).num_blocks  # reads a dict, which is safe beside the engine's thread
+        coming = next((at for at in range(len(names), cached, -1) if self.names[names[at - 1]] > 0), 0)
+        return max(cached, coming) * ledger.block_size
 
 
 class ReplicaRunners:
@@ -183,10 +183,10 @@ class ReplicaLoops:
         return [(self.replicas[number], reason) for number, reason in order]
 
     def _load(self, replica: Replica, request: Request) -> ReplicaLoad:
-        config, pools = replica.loop.scheduler.config, replica.loop.scheduler.ledger.pools
-        hit = replica.hit_tokens(self._names(request)) if config.enable_prefix_caching else 0
+        config, ledger = replica.loop.scheduler.config, replica.loop.scheduler.ledger
+        hit = replica.hit_tokens(self._names(request))
         wanted = (request.prompt_len - hit) // config.block_size + 1
-        free = min(pool.num_free for pool in pools)
+        free = min(ledger.num_free)
         return ReplicaLoad(
             hit_tokens=min(hit, request.prompt_len),
             queued_tokens=replica.queued_tokens,
@@ -198,16 +198,18 @@ class ReplicaLoops:
             blocks_wait_s=0.0 if wanted <= free else (wanted - free) * config.block_size / self._prefill_tokens_per_s,
         )
 
-    def _names(self, request: Request) -> list[bytes]:
-        """Return the names of the prompt's blocks, which admission then finds in the request."""
-        hasher = self.scheduler.hasher
-        if not request.block_hashes:
-            hasher.extend(request.block_hashes, hasher.root(request.cache_extras), request.token_ids)
-        return request.block_hashes
+    def _names(self, request: Request) -> tuple[bytes, ...]:
+        """Return the names of the prompt's blocks that may come from a cache. Admission finds them in the request."""
+        cache = self.scheduler.cache
+        if not cache.uses_cache(request):
+            return ()
+        root = cache.hasher.root(request.cache_extras)
+        cache.hasher.extend(request.block_hashes, root, request.token_ids, request.spans)
+        return tuple(request.block_hashes[: (request.prompt_len - 1) // cache.hasher.block_size])
 
     def _give(self, replica: Replica, requests: Sequence[Request], reason: Reason) -> None:
         before = replica.queued_tokens
-        names = tuple(self._names(requests[0]))  # the engine appends to the list once it has the request
+        names = self._names(requests[0])
         hit = replica.hit_tokens(names)
         replica.loop.submit(*requests)
         self._router.chosen(replica.number)

@@ -22,12 +22,12 @@ from localllm.fleet.routing import ReplicaLoad
 from localllm.fleet.sse import Event
 from localllm.fleet.upstream import FORWARDED, UpstreamFailed
 from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel
-from localllm.serving.chat import Tools
+from localllm.serving.answers.conversation import Tools
+from localllm.serving.answers.generation import Progress, observed
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, held, json_response, manager_of, parse_json, upstreams_of
-from localllm.web.api.generation import Progress, observed
 from localllm.web.api.pictures import PICTURES, UNREAD
 from localllm.web.errors import InvalidType, MalformedBody, as_local_error, openai_error
 
@@ -220,8 +220,12 @@ class RemoteGeneration:
         self._source = self._events(remote.stream(path, asked))
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
+    async def open(self) -> None:
+        if self._first is None:
+            self._first = await _admitted(self._source)
+
     async def __aenter__(self) -> Self:
-        self._first = await _admitted(self._source)
+        await self.open()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

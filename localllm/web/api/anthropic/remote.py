@@ -12,11 +12,9 @@ from litestar.response.base import ASGIResponse
 
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic.answer import FRAMING, AnthropicHead, MessageEvents, message_object
-from localllm.web.api.anthropic.conversation import messages_of
+from localllm.web.api.anthropic.conversation import messages_of, tools_of
 from localllm.web.api.anthropic.documents import read_documents
-from localllm.web.api.anthropic.fields import OUTPUT_RULES
-from localllm.web.api.anthropic.schema import MessagesBody, OutputConfig
-from localllm.web.api.anthropic.tools import tools_of
+from localllm.web.api.anthropic.schema import OUTPUT_RULES, MessagesBody, OutputConfig
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.reading import read_object
 from localllm.web.api.remote import RemoteGeneration, openai_messages, openai_tools, remote_model

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import UnsupportedParameter
-from localllm.serving.chat import Tools
+from localllm.serving.answers.conversation import Tools
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import ApiRequest
+from localllm.web.api.ollama.conversation import RANDOM_SEED, TO_THE_END, read_options
 from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
 from localllm.web.api.ollama.models import plain_name
-from localllm.web.api.ollama.options import RANDOM_SEED, TO_THE_END, read_options
 from localllm.web.api.ollama.schema import AskBody, OllamaChatBody, OllamaGenerateBody, Options
 from localllm.web.api.remote import RemoteGeneration, openai_messages, openai_tools, remote_model
 from localllm.web.api.tools import checked, read_tool
