@@ -1,7 +1,5 @@
 """A data folder for tests that open pages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

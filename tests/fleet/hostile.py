@@ -1,7 +1,5 @@
 """A small server that speaks OpenAI's API over a real socket, and misbehaves as a test asks."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

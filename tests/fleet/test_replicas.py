@@ -1,7 +1,5 @@
 """Replicas of one model in one server: who answers, what is shared, and what others notice when one is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

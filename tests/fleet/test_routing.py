@@ -1,7 +1,5 @@
 """The choice of a replica: by expected seconds, fair between equals, and bounded for hot prefixes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

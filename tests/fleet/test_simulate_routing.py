@@ -1,7 +1,5 @@
 """Routing by expected cost against round robin and least loaded, on the three traces of scripts/simulate_routing."""
 
-from __future__ import annotations
-
 import random
 import runpy
 

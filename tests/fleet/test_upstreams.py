@@ -1,7 +1,5 @@
 """Other servers behind this address, over real sockets: each dialect, and each way in which a server can misbehave."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -4,8 +4,6 @@ A kernel is recompiled for each combination of its constants, its arguments' typ
 16, and launch options. `Compiled` holds these keys, made by Triton's own code.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
