@@ -25,7 +25,7 @@ Reason = Literal["prefix", "load", "tie", "pinned", "retry"]
 MOST_PREFIXES = 16_384
 """Names of prefixes that are remembered of a replica whose cache cannot be looked at; a name takes some 150 bytes."""
 SAME_RATIO, SAME_S = 1.1, 0.002
-"""Costs up to so many times the least, and so much more, count as equal to it."""
+"""A cost up to this factor above the least, and this many seconds more, counts as equal to it."""
 
 
 @dataclass(frozen=True, slots=True)

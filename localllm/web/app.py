@@ -271,11 +271,12 @@ class Server(uvicorn.Server):
 
     def _stop_engine(self) -> None:
         log.info("requests still run after %.0f s and are ended", self.drain_s)
-        self._engine_stop = asyncio.ensure_future(self._end_requests())
 
-    async def _end_requests(self) -> None:
-        await self.app.state.upstreams.close()
-        await self.app.state.manager.close()
+        async def end_requests() -> None:
+            await self.app.state.upstreams.close()
+            await self.app.state.manager.close()
+
+        self._engine_stop = asyncio.ensure_future(end_requests())
 
 
 CACHED_FUNCTIONS = (
