@@ -17,20 +17,23 @@ import socket
 import time
 import webbrowser
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
+from localllm.fleet.replicas import build_replicas
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas, paused_collection
 from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.drain import DRAIN_S
+from localllm.serving.loading import Loader
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
+from localllm.serving.sleep import put_to_sleep, wake_up
 from localllm.web.access.keys import KeyRing, one_time_link
 from localllm.web.access.tls import fingerprint
 from localllm.web.app import Server, bind, create_app
@@ -80,6 +83,8 @@ def up(
     Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
+    if settings.upstreams and settings.source("model") == "default":  # nobody asked for a model of this machine
+        settings = replace(settings, server=replace(settings.server, load_at_start=False))
     raise_file_limit(MOST_FILES)
     address = bind_address(settings.server, passed)
     announcer.starting(settings)
@@ -104,7 +109,7 @@ class _Serving:
     ) -> None:
         self.settings, self.announcer, self.address, self.started_s = settings, announcer, address, started_s
         self.faults = faults
-        self.manager = ModelManager()
+        self.manager = ModelManager(Loader(build_replicas, put_to_sleep, wake_up))
         self.server = _Server(create_app(self.manager, settings, faults), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
         self.restarts = False

@@ -27,7 +27,7 @@ ORDER = (
     "runner",
     "ranks",
     "mcp",
-    "serving", "llm",
+    "serving", "fleet", "llm",
     "tuning",
     "web/shape", "web/errors", "web/watchdog", "web/activity", "web/access", "web/api", "web/metrics", "web/tracing",
     "web/pages/frame",

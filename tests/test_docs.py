@@ -119,6 +119,6 @@ def test_ci_does_nothing_that_the_readme_does_not_tell() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_addresses_are_public_or_examples(page: Path) -> None:
     known = {"127.0.0.1", "localhost", "arxiv.org", "github.com", "huggingface.co", "app.example", "ui.perfetto.dev",
-             "mirror.example", "zed.dev", "code.visualstudio.com"}  # fmt: skip
+             "mirror.example", "zed.dev", "code.visualstudio.com", "workstation.example", "laptop.example"}  # fmt: skip
     hosts = set(re.findall(r"https?://([\w.-]+)", page.read_text(encoding="utf-8")))
     assert hosts <= known

@@ -25,11 +25,12 @@ from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMErr
 from localllm.models.library.catalog import ResolvedModel
 from localllm.serving import lending, transitions
 from localllm.serving import manager as manager_module
-from localllm.serving.entry import Lease, ModelLoading, ModelsBusy
+from localllm.serving.entry import ModelLoading, ModelsBusy
+from localllm.serving.lease import Lease
 from localllm.serving.loading import Loader
 from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
 from localllm.serving.phases import OnPhase, Phase
-from localllm.serving.served import LoadLimits, ModelCard
+from localllm.serving.served import LoadLimits, ModelCard, ServedModel
 from localllm.serving.sleep import SleepingModel
 from tests.draws import draws
 from tests.web.pages_stub import stub_plan, stub_spec
@@ -199,7 +200,7 @@ class ManagerWalk(RuleBasedStateMachine):
         self.clock, self.memory = FakeTime(), FakeMemory()
         self.memory.on_close = self.on_close
         self.manager = ModelManager(self.memory.loader, self.clock)
-        self.leases: list[Lease] = []
+        self.leases: list[Lease[ServedModel]] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.told_to_go: set[str] = set()  # by name: somebody said unload or sleep
         self.violations: list[str] = []

@@ -5,6 +5,7 @@ setting_spec.py   the description of one setting: parse, check and show a value
 lora_modules.py   the value of one setting: names and paths of adapters
 speculative.py    the value of one setting: speculation in vLLM's form
 mcp_servers.py    servers of tools: the [mcp.servers.NAME] tables
+upstreams.py      other servers behind this address: --upstream and the [upstreams.NAME] tables
 resolve.py        flags, environment and config file become values
 edit.py           change config.toml: one setting, or one table of a server of tools
 flags.py          the flags of all settings, for argparse

@@ -16,6 +16,7 @@ from typing import Any
 from localllm.config.mcp_servers import read_mcp_servers
 from localllm.config.setting_spec import SettingSpec
 from localllm.config.settings import SETTINGS, EngineConfig, ModelTable, PicksTable, ServerConfig, Settings, Source
+from localllm.config.upstreams import read_upstreams
 from localllm.errors import ConfigError
 from localllm.files.folders import config_folder
 
@@ -42,6 +43,7 @@ def resolve(
     in_file = _parsed(text, path)
     tables, picks = in_file.pop("models", {}), in_file.pop("picks", None)
     mcp = read_mcp_servers(in_file.pop("mcp", None), path)
+    upstreams = in_file.pop("upstreams", None)
     layers: list[tuple[Source, Mapping[str, Any]]] = [
         ("file", in_file),
         ("environment", _from_environment(environ)),
@@ -65,7 +67,8 @@ def resolve(
             place = path if sources[name] == "file" else SETTINGS[name].environment
             error.why = f"{error.why} {name} is set by {place}.".strip()
         raise
-    return Settings(engine, server, sources, _read_tables(tables, path), path, _read_picks(picks, path), mcp)
+    servers = read_upstreams(upstreams, server.upstream, path)
+    return Settings(engine, server, sources, _read_tables(tables, path), path, _read_picks(picks, path), mcp, servers)
 
 
 def _said(spec: SettingSpec, raw: Any, source: Source, place: object) -> str:

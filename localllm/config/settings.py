@@ -26,6 +26,7 @@ from localllm.config.speculative import (
     speculation_choice,
     without_drafter,
 )
+from localllm.config.upstreams import UpstreamConfig, read_upstream_flag
 from localllm.errors import ConfigError
 from localllm.units import parse_count
 
@@ -35,7 +36,7 @@ Source = Literal["default", "profile", "file", "environment", "flag"]
 
 MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests", "Memory", "Scheduling"
 PARALLEL = "Several GPUs"
-SERVER, ACCESS, SEVERAL_MODELS = "Server", "Access", "Several models"
+SERVER, ACCESS, SEVERAL_MODELS, SEVERAL_SERVERS = "Server", "Access", "Several models", "Several servers"
 
 MAX_UPLOAD_BYTES = 64 * 1024**2
 """The largest body with files that a page accepts; not a setting. Files are received to disk."""
@@ -172,6 +173,13 @@ class EngineConfig:
     pipeline_parallel_size: int | None = setting(
         None, PARALLEL, "number of stages, each with a part of the layers", unit="stages", low=1, high=64,
         parser=_parse_size, metavar_text="N|auto", unset="auto, as few GPUs as hold the model", aliases=("-pp",))
+    data_parallel_size: int = setting(
+        1, PARALLEL, "number of replicas of the model, each in processes of its own", unit="replicas", low=1, high=64,
+        aliases=("-dp",), is_of_one_model=True,
+        note="each needs the memory of a whole model; requests go where their prefix is cached or the queue is short")
+    routing_policy: str = setting(
+        "prefix", PARALLEL, "how a request's replica is chosen", choices=("prefix", "least_loaded", "round_robin"),
+        note="prefix weighs cached prefixes, queues, blocks and speed in seconds")
     tensor_split: tuple[float, ...] = setting(
         (), PARALLEL, "share of each rank in a layer", allowed_text="numbers above 0 such as 3,1",
         note="rounded to whole KV heads", parser=_parse_numbers, accepts=lambda share: 0 < share < math.inf,
@@ -356,6 +364,19 @@ class ServerConfig:
         None, SEVERAL_MODELS, "how long a model stays loaded without a request", unit="seconds",
         allowed_text="a time such as 5m, 90s or 300; -1: for ever; 0: unload at once",
         unset="5m, or for ever for the model named at start")
+
+    upstream: tuple[str, ...] = setting(
+        (), SEVERAL_SERVERS, "OpenAI-compatible servers that answer requests for their models behind this address",
+        allowed_text="URL or NAME=URL", note="without a MODEL, none is loaded here at the start",
+        parser=read_upstream_flag, repeats=True, metavar_text="URL")
+    upstream_api_key: str | None = setting(
+        None, SEVERAL_SERVERS, "key that is sent to upstreams without a key of their own", metavar_text="KEY",
+        unset="no key", environment="LOCALLLM_UPSTREAM_API_KEY", is_secret=True,
+        by_hand="Secrets are not written by this page: edit the file yourself.")
+    upstream_timeout: float = setting(
+        600.0, SEVERAL_SERVERS, "longest silence of an upstream during an answer", unit="seconds",
+        allowed_text="a time such as 5m or 90s, more than 0",
+        accepts=lambda seconds: 0 < seconds < math.inf)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -439,6 +460,7 @@ class Settings:
     file: Path | None = None  # path of the config file, even if it does not exist; None: none was searched
     picks: PicksTable | None = None  # None: localllm's own list
     mcp: Mapping[str, McpServer] = field(default_factory=dict)  # servers of tools, by name
+    upstreams: Mapping[str, UpstreamConfig] = field(default_factory=dict)  # other servers that answer, by name
 
     def value(self, name: str) -> Any:
         return getattr(self.engine if hasattr(self.engine, name) else self.server, name)

@@ -49,7 +49,6 @@ UNSUPPORTED: dict[str, str] = {
     "n_gpu_layers": _DEVICE,
     "ngl": _DEVICE,
     # several devices
-    "data_parallel_size": _LATER,
     "distributed_executor_backend": _LATER,
     "nnodes": _LATER,
     "node_rank": _LATER,

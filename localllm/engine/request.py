@@ -47,6 +47,7 @@ class RequestOptions:
     max_drafts: int | None = None  # most tokens guessed ahead at a time (speculation); 0: none, None: as configured
     prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
     part_of: str = ""  # id of the beam search that the request is a step of; empty: a request of its own
+    replica: int | None = None  # number of the only replica that may answer (--data-parallel-size)
     is_background: bool = False  # a line of a batch: every other request runs first, under each policy
 
 

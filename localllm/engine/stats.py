@@ -247,6 +247,7 @@ class EngineStats:
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
     speculation: SpeculationStats = NO_SPECULATION
     kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them
+    engine: str = "0"  # number of the replica, for labels
 
     @property
     def kv_usage(self) -> float:

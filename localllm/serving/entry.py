@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from localllm.config.settings import Settings
 from localllm.engine.step import RankStats
 from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.serving.adapters import Adapters
+from localllm.serving.lease import Lease
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.served import ModelCard, ServedModel
 from localllm.serving.sleep import SleepingModel
@@ -73,25 +73,6 @@ class ModelUnusable(RequestError):
     status, code = 422, "model_unusable"
 
 
-class Lease:
-    """A claim on a model. Use it as a context manager, or call `release` (idempotent) at the end."""
-
-    def __init__(self, model: ServedModel, on_release: Callable[[], None]) -> None:
-        self.model = model
-        self._on_release: Callable[[], None] | None = on_release
-
-    def release(self) -> None:
-        on_release, self._on_release = self._on_release, None
-        if on_release is not None:
-            on_release()
-
-    def __enter__(self) -> ServedModel:
-        return self.model
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-
 @dataclass(slots=True, eq=False)
 class ModelEntry:
     """A model in any state. Only the manager changes it, on the event loop."""
@@ -116,7 +97,7 @@ class ModelEntry:
     num_leases: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set without leases, and by `keep` to end a drain
     is_draining: bool = False  # it waits for its requests to end, and can still be kept
-    waiters: list[asyncio.Future[Lease]] = field(default_factory=list)
+    waiters: list[asyncio.Future[Lease[ServedModel]]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None  # loads or wakes it
     watch: asyncio.Task[None] | None = None  # waits for an engine that ends by itself
 
@@ -157,7 +138,7 @@ class ModelEntry:
         self.phases[phase.name] = phase
         self.on_phase(phase)
 
-    def lease(self, model: ServedModel, on_release: Callable[[ModelEntry], None]) -> Lease:
+    def lease(self, model: ServedModel, on_release: Callable[[ModelEntry], None]) -> Lease[ServedModel]:
         self.num_leases += 1
         self.idle.clear()
         return Lease(model, lambda: self._release(on_release))

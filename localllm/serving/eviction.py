@@ -62,7 +62,7 @@ def has_room_on_host(entry: ModelEntry) -> bool:
 
 
 def can_sleep(entry: ModelEntry) -> bool:
-    return entry.served is not None and entry.served.spec.task == "generate"
+    return entry.served is not None and entry.served.executor is not None
 
 
 def reserved_bytes(models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:

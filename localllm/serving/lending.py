@@ -18,12 +18,13 @@ from localllm.config.settings import Settings
 from localllm.errors import DeviceLost, LocalLLMError, UnsupportedOption
 from localllm.serving.compute import clear_tracebacks
 from localllm.serving.drain import DRAIN_S
-from localllm.serving.entry import Lease, ModelEntry, ModelNotLoaded, ModelStatus, ModelTuning
+from localllm.serving.entry import ModelEntry, ModelNotLoaded, ModelStatus, ModelTuning
 from localllm.serving.eviction import reserved_bytes
+from localllm.serving.lease import Lease
 from localllm.serving.loading import in_compute_thread
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel
-from localllm.serving.served import LoadLimits
+from localllm.serving.served import LoadLimits, ServedModel
 from localllm.serving.transitions import ModelTransitions, uncancelled
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,10 @@ class Lending:
     """Lends one model at a time. Meanwhile no other model is loaded or unloaded."""
 
     def __init__(
-        self, register: Register, transitions: ModelTransitions, claim: Callable[[ModelEntry], Awaitable[Lease]]
+        self,
+        register: Register,
+        transitions: ModelTransitions,
+        claim: Callable[[ModelEntry], Awaitable[Lease[ServedModel]]],
     ) -> None:
         """claim: loads or wakes a model and returns a lease on it."""
         self._register, self._transitions, self._claim = register, transitions, claim
@@ -92,6 +96,10 @@ class Lending:
         entry = self._register.require(name)
         with await self._claim(entry) as model:
             model.require("generate")
+            replicas = model.executor is None and entry.settings is not None
+        if replicas:
+            what, why = f"{entry.name} cannot be tuned.", "It runs as several replicas (--data-parallel-size)."
+            raise UnsupportedOption(what, why, "Tune it with one replica.", param="model")
         if entry.settings is None:
             raise UnsupportedOption(
                 f"{entry.name} cannot be opened again.", "It was not loaded by this server.", param="model"

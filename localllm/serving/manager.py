@@ -22,7 +22,6 @@ from localllm.serving.adapters import AdapterRefused, LoadedAdapter
 from localllm.serving.build import build_engine
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.entry import (
-    Lease,
     LoadCancelled,
     ModelEntry,
     ModelLoading,
@@ -31,6 +30,7 @@ from localllm.serving.entry import (
     ModelStatus,
 )
 from localllm.serving.eviction import can_sleep, candidates, has_room_on_host, ready, reserved_bytes
+from localllm.serving.lease import Lease
 from localllm.serving.lending import Lending
 from localllm.serving.loading import Loader, load_in_thread
 from localllm.serving.phases import OnPhase
@@ -119,7 +119,7 @@ class ModelManager:
 
     async def acquire(
         self, name: str | None = None, task: Task = "generate", *, keep_alive_s: float | None = None
-    ) -> Lease:
+    ) -> Lease[ServedModel]:
         """Return a lease on the model of that name, and load or wake the model if needed.
 
         Without a name, the model is the last used one that does `task`. keep_alive_s: idle time to live from now on.
@@ -179,7 +179,7 @@ class ModelManager:
         self.lending.require_no_loan()
         async with self.transitions.turn:
             if entry.state == "ready" and not can_sleep(entry):
-                why = "Only models that generate text support sleep."
+                why = "Only models that generate text, in one replica, support sleep."
                 raise UnsupportedOption(f"{entry.name} cannot sleep.", why, "Unload it.", param="model")
             if entry.state == "ready":
                 await self.transitions.drain(entry, DRAIN_S)
@@ -292,7 +292,7 @@ class ModelManager:
 
     # Loading ----------------------------------------------------------------------------------------------------
 
-    async def _claim(self, entry: ModelEntry) -> Lease:
+    async def _claim(self, entry: ModelEntry) -> Lease[ServedModel]:
         entry.last_used_s = self._clock()
         if entry.is_running and entry.served is not None:
             return entry.lease(entry.served, self._released)
@@ -300,7 +300,7 @@ class ModelManager:
         if entry.settings is None:
             self.require_working()
             raise ModelLoading(f"{entry.name} is {entry.state}.", "Try again in a moment.")
-        waiter: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Lease[ServedModel]] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
         self._start_load(entry)
         try:

@@ -101,6 +101,7 @@ class ServedModel:
     owner: str = ""  # whose request it is, in the same view
     source: str = ""  # of the request in the same view, for display: playground, API
     key_name: str = ""  # of the key that the request was sent with; empty: none
+    replica: int | None = None  # the only replica that may answer, in the same view
     is_background: bool = False  # the request is a line of a batch, before which every other request runs
 
     @property
@@ -166,6 +167,7 @@ class ServedModel:
         source: str = "",
         key_name: str = "",
         is_background: bool = False,
+        replica: int | None = None,
     ) -> ServedModel:
         """Return this model as seen by a request for `name`, which is one of the model's names or an adapter's."""
         chosen = self.adapters.find(name) if self.adapters is not None else None
@@ -177,6 +179,7 @@ class ServedModel:
             source=source,
             key_name=key_name,
             is_background=is_background,
+            replica=replica,
         )
 
     @property

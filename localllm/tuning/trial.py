@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from localllm.config.settings import EngineConfig, Settings
-from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
+from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed, UnsupportedOption
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
 from localllm.serving.build import build_engine
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
@@ -137,6 +137,9 @@ class TrialRunner:
 
 
 def _load(settings: Settings, on_phase: OnPhase) -> BareModel:
+    if settings.engine.data_parallel_size > 1:
+        what, why = "Several replicas cannot be tuned.", "A trial runs one engine."
+        raise UnsupportedOption(what, why, "Leave --data-parallel-size out.", param="data_parallel_size")
     served = build_engine(settings, on_phase)
     try:
         served.require("generate")

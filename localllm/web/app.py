@@ -30,6 +30,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.files.folders import data_folder
+from localllm.fleet.upstreams import Upstreams
 from localllm.logs.fault_log import FaultLog
 from localllm.machine.install_kind import InstallKind, how_to_install, install_kind
 from localllm.machine.platforms import use_port_alone
@@ -94,9 +95,9 @@ class Application(Litestar):
 
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
-    """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
-    `mcp` (the servers of tools), `tool_decisions`, `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`,
-    `activity`, `batches`, and `closing`, which is set at shutdown.
+    """Return the application. Its `app.state` holds `manager`, `upstreams` (other servers), `settings`, `downloads`,
+    `responses` (the stored ones), `mcp` (the servers of tools), `tool_decisions`, `key_ring`, `guesses`, `http_counts`,
+    `engine_ids`, `watchdog`, `activity`, `batches`, and `closing`, which is set at shutdown.
     `faults` records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
@@ -109,6 +110,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
 
         handlers += pages.routes()
         template_config, rules = pages.template_config(), API_RULES + pages.rules()
+    upstreams = Upstreams(settings)
     keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()
     guesses = Guesses()
@@ -119,6 +121,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
         state=State(
             {
                 "manager": manager,
+                "upstreams": upstreams,
                 "settings": settings,
                 "downloads": Downloads(),
                 "responses": ResponseStore(),
@@ -145,6 +148,8 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     keep_nothing_of_requests(app)
     # This wraps the router, so it sees unknown URLs as well.
     app.asgi_handler = FrontDoor(activity.around(app.asgi_handler), settings.server, keys, counts, guesses, rules)
+    app.on_startup.append(upstreams.start)
+    app.on_shutdown.append(upstreams.close)
     app.on_startup.append(watchdog.start)
     app.on_shutdown.append(watchdog.stop)
     app.on_startup.append(worker.start)
@@ -266,7 +271,12 @@ class Server(uvicorn.Server):
 
     def _stop_engine(self) -> None:
         log.info("requests still run after %.0f s and are ended", self.drain_s)
-        self._engine_stop = asyncio.ensure_future(self.app.state.manager.close())
+
+        async def end_requests() -> None:
+            await self.app.state.upstreams.close()
+            await self.app.state.manager.close()
+
+        self._engine_stop = asyncio.ensure_future(end_requests())
 
 
 CACHED_FUNCTIONS = (

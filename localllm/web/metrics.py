@@ -22,10 +22,12 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
 from localllm.engine.step import RankStats
+from localllm.fleet.replicas import stats_of_each
+from localllm.fleet.upstream import Upstream
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
 from localllm.web.api.batches.worker import BatchWorker
-from localllm.web.api.exchange import ApiRequest, manager_of
+from localllm.web.api.exchange import ApiRequest, manager_of, upstreams_of
 from localllm.web.api.openapi import TEXT, Operation
 
 OWN, VLLM = "localllm:", "vllm:"
@@ -118,6 +120,27 @@ RANK_PARTS = (
     ("other", "memory.other_bytes"),
 )
 """Value of the label `part`, attribute of RankStats."""
+# One series per other server: name, help, attribute of Upstream.
+UPSTREAM_GAUGES = (
+    ("upstream_up", "1 if the server answered with its list of models when it was asked last, else 0.", "is_up"),
+    ("upstream_requests_open", "Requests that the server is answering for this one.", "num_open"),
+)
+UPSTREAM_COUNTERS = (
+    (
+        "upstream_retries",
+        "Requests that failed there before their first token and were sent elsewhere.",
+        "stats.retried",
+    ),
+    ("upstream_generation_tokens", "Tokens that the server generated for this one.", "stats.completion_tokens"),
+    ("upstream_failed_checks", "Looks at the server's list of models that failed.", "stats.failed_checks"),
+    ("upstream_first_token_seconds", "Waits for a first token, added up.", "stats.ttft_s"),
+    ("upstream_first_tokens", "Streamed answers that have had a first token.", "stats.first_tokens"),
+)
+UPSTREAM_LABELLED = (
+    ("upstream_requests", "Requests sent to the server, by outcome.", "outcome", "stats.requests"),
+    ("upstream_routed", "Requests for which the server was chosen, by reason.", "reason", "stats.routed"),
+)
+"""Counters with one more label: name, help, label, attribute of Upstream."""
 KV_GROUP_GAUGES = (
     ("kv_group_blocks_total", "Usable blocks of the layers with one window.", "total_blocks"),
     ("kv_group_blocks_used", "Blocks of these layers held by requests.", "used_blocks"),
@@ -170,13 +193,13 @@ class EngineCollector(Collector):
     def _gauge(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
         family = GaugeMetricFamily(prefix + name, help, labels=LABELS)
         for model, stats in self.engines:
-            family.add_metric(_labels(model), float(attrgetter(attribute)(stats)))
+            family.add_metric(_labels(model, stats), float(attrgetter(attribute)(stats)))
         return family
 
     def _counter(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
         family = CounterMetricFamily(prefix + name, help, labels=LABELS)
         for model, stats in self.engines:
-            family.add_metric(_labels(model), float(attrgetter(attribute)(stats)))
+            family.add_metric(_labels(model, stats), float(attrgetter(attribute)(stats)))
         return family
 
     def _histogram(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
@@ -185,7 +208,7 @@ class EngineCollector(Collector):
             histogram: Histogram = getattr(stats, attribute)
             ends = [*(str(bound) for bound in histogram.bounds), "+Inf"]
             buckets = list(zip(ends, (float(count) for count in accumulate(histogram.counts)), strict=True))
-            family.add_metric(_labels(model), buckets, histogram.total)
+            family.add_metric(_labels(model, stats), buckets, histogram.total)
         return family
 
     def _finished(self, prefix: str) -> Metric:
@@ -194,7 +217,7 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(prefix + "request_success", "Requests that ended, by reason.", labels=labels)
         for model, stats in self.engines:
             for reason in sorted({"stop", "length", "abort", "error", *stats.finished}):
-                family.add_metric([*_labels(model), reason], float(stats.finished.get(reason, 0)))
+                family.add_metric([*_labels(model, stats), reason], float(stats.finished.get(reason, 0)))
         return family
 
     def _accepted_by_place(self, prefix: str) -> Metric:
@@ -202,7 +225,7 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(prefix + name, text, labels=[*LABELS, "position"])
         for model, stats in self.engines:
             for place, count in enumerate(stats.speculation.accepted_by_place):
-                family.add_metric([*_labels(model), str(place)], float(count))
+                family.add_metric([*_labels(model, stats), str(place)], float(count))
         return family
 
     def _kernel_fall_backs(self) -> Metric:
@@ -210,7 +233,7 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily(f"{OWN}kernel_fallback", text, labels=[*LABELS, "kernel", "variant"])
         for model, stats in self.engines:
             for each in stats.runner.fall_backs:
-                family.add_metric([*_labels(model), each.kernel, each.variant], 1.0)
+                family.add_metric([*_labels(model, stats), each.kernel, each.variant], 1.0)
         return family
 
     def _steps_without_drafts(self) -> Metric:
@@ -218,7 +241,7 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(f"{OWN}spec_off_steps", text, labels=[*LABELS, "reason"])
         for model, stats in self.engines:
             for reason, count in stats.speculation.off_steps:
-                family.add_metric([*_labels(model), reason], float(count))
+                family.add_metric([*_labels(model, stats), reason], float(count))
         return family
 
     def _cache_config(self, prefix: str) -> Metric:
@@ -226,7 +249,7 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is made.", labels=names)
         for model, stats in self.engines:
             sizes = (stats.block_size, stats.total_blocks, model.plan.kv_dtype, stats.max_model_len)
-            family.add_metric([*_labels(model), *map(str, sizes)], 1.0)
+            family.add_metric([*_labels(model, stats), *map(str, sizes)], 1.0)
         return family
 
 
@@ -237,12 +260,12 @@ class KVGroupCollector(Collector):
     engines: Sequence[tuple[ServedModel, EngineStats]]
 
     def collect(self) -> Iterator[Metric]:
-        several = [(model, stats.kv_groups) for model, stats in self.engines if len(stats.kv_groups) > 1]
+        several = [(model, stats) for model, stats in self.engines if len(stats.kv_groups) > 1]
         for name, help, attribute in KV_GROUP_GAUGES if several else ():
             family = GaugeMetricFamily(OWN + name, help, labels=[*LABELS, "group"])
-            for model, groups in several:
-                for group in groups:
-                    family.add_metric([*_labels(model), group.name], float(attrgetter(attribute)(group)))
+            for model, stats in several:
+                for group in stats.kv_groups:
+                    family.add_metric([*_labels(model, stats), group.name], float(attrgetter(attribute)(group)))
             yield family
 
 
@@ -280,13 +303,34 @@ class RankCollector(Collector):
         family = GaugeMetricFamily(OWN + name, help, labels=[*LABELS, "stage"])
         for model, stats in self.engines:
             for stage, ratio in sorted(stats.runner.bubble_ratios().items()):
-                family.add_metric([*_labels(model), str(stage)], ratio)
+                family.add_metric([*_labels(model, stats), str(stage)], ratio)
         return family
 
     def _ranks(self) -> Iterator[tuple[list[str], RankStats]]:
         for model, stats in self.engines:
             for rank in stats.runner.ranks:
-                yield [*_labels(model), str(rank.rank), rank.device], rank
+                yield [*_labels(model, stats), str(rank.rank), rank.device], rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpstreamCollector(Collector):
+    """Other servers behind this address. Without one neither series nor names are written."""
+
+    upstreams: Sequence[Upstream]
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, rows in ((GaugeMetricFamily, UPSTREAM_GAUGES), (CounterMetricFamily, UPSTREAM_COUNTERS)):
+            for name, help, attribute in rows if self.upstreams else ():
+                family: GaugeMetricFamily | CounterMetricFamily = kind(OWN + name, help, labels=["upstream"])
+                for each in self.upstreams:
+                    family.add_metric([each.name], float(attrgetter(attribute)(each)))
+                yield family
+        for name, help, label, attribute in UPSTREAM_LABELLED if self.upstreams else ():
+            counter = CounterMetricFamily(OWN + name, help, labels=["upstream", label])
+            for each in self.upstreams:
+                for value, count in sorted(attrgetter(attribute)(each).items()):
+                    counter.add_metric([each.name, value], float(count))
+            yield counter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -354,8 +398,8 @@ class BatchCollector(Collector):
         yield GaugeMetricFamily(OWN + "batch_files_bytes", help, value=float(files.num_bytes))
 
 
-def _labels(model: ServedModel) -> list[str]:
-    return [model.name, "0"]
+def _labels(model: ServedModel, stats: EngineStats) -> list[str]:
+    return [model.name, stats.engine]
 
 
 @get("/metrics", operation=Operation(TEXT, guide="metrics"))
@@ -365,10 +409,11 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     manager.require_working()
     aliases = request.app.state.settings.server.metrics_aliases
     registry = CollectorRegistry(auto_describe=False)
-    engines = [(model, model.client.stats()) for model in manager.ready]
+    engines = [(model, stats) for model in manager.ready for stats in stats_of_each(model)]
     registry.register(EngineCollector(engines, aliases))
     registry.register(KVGroupCollector(engines))
     registry.register(RankCollector(engines))
+    registry.register(UpstreamCollector(upstreams_of(request).all))
     registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))
     registry.register(BatchCollector(request.app.state.batches))

@@ -274,6 +274,16 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
     _require_layers(spec, division)
 
 
+def require_replicable(spec: ModelSpec) -> None:
+    """Raise `UnsupportedOption` for a model whose replicas have not been tested in processes of their own."""
+    why = "It runs through transformers' code." if spec.implementation != "localllm" else ""
+    why = why or ("It has recurrent layers." if spec.recurrent is not None else "")
+    if why:
+        what = f"--data-parallel-size is not supported for {spec.architecture}."
+        hint = "Start a server for each replica, and one with --upstream in front of them."
+        raise UnsupportedOption(what, why, hint, param="data_parallel_size")
+
+
 def several_ranks_refused(architecture: str, why: str) -> UnsupportedOption:
     """Return the error for a model that runs on one device only."""
     return UnsupportedOption(

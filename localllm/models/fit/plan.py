@@ -25,6 +25,7 @@ from localllm.models.fit.devices import (
     division_of,
     gpus_of,
     require_possible,
+    require_replicable,
     require_shared_memory,
 )
 from localllm.models.fit.memory_plan import MemoryPlan
@@ -114,6 +115,8 @@ class _Planner:
         division = asked_division(self.config)
         num_gpus = 0 if self.config.device == "cpu" else len(self.hardware.gpus)
         require_possible(self.spec, division or division_of(self.config, 1, 1), num_gpus)
+        if self.config.data_parallel_size > 1:
+            require_replicable(self.spec)
         if division is not None and division.num_ranks > 1:
             return self._several(division)
         if division is None and self._may_use_several():

@@ -90,7 +90,8 @@ class PlanAttempt:
         size = config.block_size or (BLOCK_SIZE_GPU if self.gpu else BLOCK_SIZE_CPU)
         self.split = split_of(kv_groups(spec), size, batched, config.max_num_seqs)
         self.inputs = PlanInputs(config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split)
-        self.shards = shards or (self._split() if len(gpus) > 1 else ())
+        in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
+        self.shards = shards or (self._split() if in_processes else ())
         self.ranks = self._rank_memories(self.shards)
         self.num_places = 0
         if spec.recurrent is not None:

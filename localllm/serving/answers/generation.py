@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from msgspec import structs
 
@@ -120,6 +121,29 @@ observed: ContextVar[Observed | None] = ContextVar("observed", default=None)
 """The outcome of the current request; None: tracing is off."""
 
 
+class Answering(Protocol):
+    """A request whose answer arrives as events, from an engine of this server or from another server.
+
+    `open`, or entering its context, raises a refusal; leaving it, or `aclose`, ends the work for it.
+    """
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def engine_id(self) -> str: ...
+
+    async def open(self) -> None: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    def batches(self) -> AsyncGenerator[list[GenerationEvent], None]: ...
+
+
 class Generation:
     """Runs requests (one per prompt, each with `params.n` choices). Use it as an async context manager.
 
@@ -155,7 +179,7 @@ class Generation:
         """The engine's id of the first choice."""
         return child_id(self._requests[0].request_id, 0, self._params.n)
 
-    async def __aenter__(self) -> Generation:
+    async def __aenter__(self) -> Self:
         await self.open()
         return self
 
@@ -302,7 +326,7 @@ class Choice:
     stop_reason: int | str | None = None
 
 
-async def collect(generation: Generation) -> list[Choice]:
+async def collect(generation: Answering) -> list[Choice]:
     """Wait for the end; return the choices in order of their index."""
     choices = [Choice(index) for index in range(generation.progress.unfinished)]
     parts: list[list[Part]] = [[] for _ in choices]
@@ -358,6 +382,7 @@ def generation_of(
         source=model.source,
         key_name=model.key_name,
         is_background=model.is_background,
+        replica=model.replica,
     )
     name = uuid.uuid4().hex
     requests = [

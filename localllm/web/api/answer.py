@@ -16,7 +16,7 @@ from litestar.types import Scope
 
 from localllm.engine.outputs import GenerationEvent
 from localllm.errors import LocalLLMError
-from localllm.serving.answers.generation import Choice, Generation, Progress, collect
+from localllm.serving.answers.generation import Answering, Choice, Progress, collect
 from localllm.serving.answers.off_loop import off_loop
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
@@ -56,7 +56,7 @@ class Encoder(Protocol):
 
 async def streamed(
     request: ApiRequest,
-    generation: Generation,
+    generation: Answering,
     encoder: Encoder,
     warnings: Sequence[str],
     framing: Framing = EVENTS,
@@ -70,7 +70,7 @@ async def streamed(
     return EventStream(events, generation.aclose, warning_headers(warnings), framing)
 
 
-async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
+async def stream(generation: Answering, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
     """Yield the bytes to write, one item per engine step. An error after the headers becomes an error event."""
     progress = generation.progress
     try:
@@ -96,7 +96,7 @@ def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
     return sum(len(entry.token_ids) for each in said for entry in (*each.logprobs, *(each.prompt_logprobs or ())))
 
 
-def note_id(request: ApiRequest, generation: Generation) -> None:
+def note_id(request: ApiRequest, generation: Answering) -> None:
     """Remember the engine's id of a request, by which it can be found and ended."""
     ids: EngineIds = request.app.state.engine_ids
     ids.note(request_id_of(request.scope), generation.engine_id)
@@ -104,7 +104,7 @@ def note_id(request: ApiRequest, generation: Generation) -> None:
 
 async def whole(
     request: ApiRequest,
-    generation: Generation,
+    generation: Answering,
     respond: Callable[[Sequence[Choice]], Shape],
     warnings: Sequence[str],
 ) -> ASGIResponse:

@@ -14,9 +14,12 @@ from litestar import Request
 from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedOption
+from localllm.fleet.replicas import replicas_of
+from localllm.fleet.upstreams import Upstreams
 from localllm.machine.memory import paused_collection
 from localllm.serving.answers.generation import observed
+from localllm.serving.lease import HasModel, Leased
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
@@ -41,6 +44,12 @@ def manager_of(request: ApiRequest) -> ModelManager:
     """Return the model manager of the application."""
     manager: ModelManager = request.app.state.manager
     return manager
+
+
+def upstreams_of(request: ApiRequest) -> Upstreams:
+    """Return the other servers behind this address; there may be none."""
+    upstreams: Upstreams = request.app.state.upstreams
+    return upstreams
 
 
 async def json_body(request: ApiRequest, *, may_be_untyped: bool = False) -> bytes:
@@ -129,21 +138,57 @@ async def served_model(
 
     The request holds the model until its last byte is sent: each request is one task from here to there.
     """
+    _refuse_remote(request, name)
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
-    handling = asyncio.current_task()
-    assert handling is not None
-    handling.add_done_callback(lambda _: lease.release())
-    model = lease.model.as_asked(
+    model = held(lease)
+    model = model.as_asked(
         name,
         prefix_owner_of(request),
         owner=owner_of(request),
         source=source_of(request),
         key_name=key_name_of(request),
         is_background=is_background(request),
+        replica=_replica_of(request, model),
     )
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name
     return model
+
+
+def _replica_of(request: ApiRequest, model: ServedModel) -> int | None:
+    """Return the replica that a request names (vLLM's header). Raises `InvalidParameter` where there is none."""
+    asked = request.headers.get("x-data-parallel-rank")
+    if asked is None:
+        return None
+    count = len(replicas_of(model)) or 1
+    if not asked.isascii() or not asked.isdigit() or int(asked[:9]) >= count:
+        raise InvalidParameter(
+            f"There is no replica {asked[:20]!r}.",
+            f"{model.name} has {count}, numbered from 0.",
+            "Start with a larger --data-parallel-size, or leave the header out.",
+            param="x-data-parallel-rank",
+        )
+    return int(asked)
+
+
+def _refuse_remote(request: ApiRequest, name: str | None) -> None:
+    """Raise `UnsupportedOption` if only other servers have the model: this endpoint is not passed on."""
+    has = next((each.name for each in upstreams_of(request).all if name and each.lists(name)), None)
+    if has is not None and manager_of(request).register.find(name or "") is None:
+        raise UnsupportedOption(
+            f"{request.scope['path']} is not passed on to other servers.",
+            f"{name} is a model of {has}.",
+            "Supported: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/messages, /api/chat, /api/generate.",
+            param="model",
+        )
+
+
+def held(lease: HasModel[Leased]) -> Leased:
+    """Return the model of a lease, which is released when the task that handles the request ends."""
+    handling = asyncio.current_task()
+    assert handling is not None
+    handling.add_done_callback(lambda _: lease.release())
+    return lease.model
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The facts of every model that a request can name, for the lists of all dialects. Nothing is loaded.
 
-Does not know: any dialect's words, HTTP.
+Does not know: any dialect's words.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
+from localllm.fleet.upstream import FORWARDED
 from localllm.models.formats.gguf.file_names import quant_of
 from localllm.serving.abilities import Abilities, abilities_of, served_abilities
 from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import ModelManager
+from localllm.web.api.exchange import ApiRequest, upstreams_of
 
 if TYPE_CHECKING:
     from localllm.models.spec.model_spec import ModelSpec
@@ -32,10 +34,11 @@ class ModelFacts:
     spec: ModelSpec | None = None
     context: int | None = None  # served if it is loaded, else as trained
     abilities: Abilities = Abilities()  # noqa: RUF009 - frozen
+    servers: tuple[str, ...] = ()  # other servers that have it; (): it is a model of this one
 
     @property
     def is_loaded(self) -> bool:
-        return self.entry is not None and self.entry.state == "ready"
+        return bool(self.servers) or (self.entry is not None and self.entry.state == "ready")
 
     @property
     def generates(self) -> bool:
@@ -70,6 +73,16 @@ async def all_facts(manager: ModelManager) -> list[ModelFacts]:
     named += [(name, entry or name) for name, entry in installed.items()]
     settings = manager.register.settings
     return await asyncio.to_thread(lambda: [_facts(name, found, settings) for name, found in named])
+
+
+def other_facts(request: ApiRequest) -> list[ModelFacts]:
+    """Return the facts of models of other servers that answer; none for another server, which lists its own."""
+    upstreams = upstreams_of(request)
+    found = {} if FORWARDED in request.headers else upstreams.models()
+    return [
+        ModelFacts(each.name, None, context=each.context, servers=tuple(server.name for server in servers))
+        for each, servers in found.values()
+    ]
 
 
 async def facts_of(manager: ModelManager, name: str) -> ModelFacts:

@@ -16,9 +16,10 @@ from litestar import get
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
+from localllm.errors import ModelNotFound
 from localllm.web.api.anthropic.shapes import anthropic_list, anthropic_object
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
-from localllm.web.api.model_facts import ModelFacts, all_facts, facts_of
+from localllm.web.api.model_facts import ModelFacts, all_facts, facts_of, other_facts
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.models import codex_object, model_objects, object_named
 from localllm.web.api.openapi import Operation
@@ -55,7 +56,7 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
 
     Clients of Anthropic's API, which send the header `anthropic-version`, get the list in its shape.
     """
-    facts = await all_facts(manager_of(request))
+    facts = await _all(request)
     if "anthropic-version" in request.headers:
         return json_response(anthropic_list([each for each in facts if each.generates]))
     listed = shapes.Models("list", model_objects(facts, downloads_of(request).list()))
@@ -71,7 +72,7 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     A name may contain slashes, such as `org/model`.
     """
     name: str = request.path_params["name"].lstrip("/")
-    model = await facts_of(manager_of(request), name)
+    model = await _named(request, name)
     if "anthropic-version" in request.headers:
         return json_response(anthropic_object(model))
     return json_response(object_named(name, model))
@@ -83,7 +84,7 @@ async def list_lm_studio_models(request: ApiRequest) -> ASGIResponse:
 
     LM Studio has the same route.
     """
-    facts = await all_facts(manager_of(request))
+    facts = await _all(request)
     return json_response(LmStudioModels("list", [_lm_studio_object(each) for each in facts]))
 
 
@@ -93,9 +94,24 @@ async def show_lm_studio_model(request: ApiRequest) -> ASGIResponse:
 
     LM Studio has the same route.
     """
-    return json_response(
-        _lm_studio_object(await facts_of(manager_of(request), request.path_params["name"].lstrip("/")))
-    )
+    return json_response(_lm_studio_object(await _named(request, request.path_params["name"].lstrip("/"))))
+
+
+async def _all(request: ApiRequest) -> list[ModelFacts]:
+    """Return the facts of all models: of this server, then of others behind its address."""
+    own = await all_facts(manager_of(request))
+    names = {each.name for each in own}
+    return own + [each for each in other_facts(request) if each.name not in names]
+
+
+async def _named(request: ApiRequest, name: str) -> ModelFacts:
+    try:
+        return await facts_of(manager_of(request), name)
+    except ModelNotFound:
+        found = next((each for each in other_facts(request) if each.name == name), None)
+        if found is None:
+            raise
+        return found
 
 
 def _lm_studio_object(model: ModelFacts) -> LmStudioModel:

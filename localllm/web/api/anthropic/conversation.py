@@ -44,8 +44,11 @@ def is_hosted(kind: object) -> bool:
     return isinstance(kind, str) and kind.startswith(HOSTED)
 
 
-def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
-    """Return the tools of a body, and warnings. Raises `RequestError` if a tool or the choice is invalid."""
+def tools_of(body: CountBody, model: ServedModel | None) -> tuple[Tools, list[str]]:
+    """Return the tools of a body, and warnings. Raises `RequestError` if a tool or the choice is invalid.
+
+    model: None for one of another server, which decides itself which tools it can call.
+    """
     offered, warnings = [], list[str]()
     named = (body.tool_choice or {}).get("name")
     left_out = [tool for tool in body.tools or () if is_hosted(tool.get("type")) and tool.get("name") != named]
@@ -59,7 +62,7 @@ def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
             warnings += more
     choice, more = read_object(body.tool_choice or {"type": "auto"}, ToolChoice, CHOICE_RULES, "tool_choice.")
     tools = _chosen(checked(offered, "tools"), choice, parallel=not choice.disable_parallel_tool_use)
-    if tools.offered:
+    if tools.offered and model is not None:
         require_known_format(model, "tools")
     return tools, [*warnings, *more]
 

@@ -16,6 +16,7 @@ from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic import shapes
 from localllm.web.api.anthropic.answer import FRAMING, AnthropicHead, MessageEvents, message_object
 from localllm.web.api.anthropic.conversation import chat_request, params_of
+from localllm.web.api.anthropic.remote import remote_messages
 from localllm.web.api.anthropic.schema import (
     CHOICE_RULES,
     OUTPUT_RULES,
@@ -59,6 +60,8 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     With `stream: true` the answer is sent as events.
     """
     body, warnings = await read(await json_body(request), MessagesBody, RULES)
+    if (answer := await remote_messages(request, body, warnings)) is not None:
+        return answer
     model = await served_model(request, body.model)
     asked, more = await chat_request(body, params_of(body, model), model)
     token_ids = await _token_ids(asked, model)

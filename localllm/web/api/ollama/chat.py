@@ -50,6 +50,7 @@ from localllm.web.api.ollama.conversation import (
 )
 from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
 from localllm.web.api.ollama.models import plain_name
+from localllm.web.api.ollama.remote import remote_answer
 from localllm.web.api.ollama.schema import (
     CHAT_RULES,
     GENERATE_RULES,
@@ -144,6 +145,8 @@ async def _answer(
         raise MissingParameter("model is required", param="model")
     if asked is None and keep_alive_seconds(body.keep_alive) == 0:
         return await _unload(request, body, kind, clock)
+    if asked is not None and (answer := await remote_answer(request, body, kind, asked, warnings, clock)) is not None:
+        return answer
     model = await asked_model(request, body, options, warnings)
     clock.has_model()
     head = OllamaHead(model.shown_name, kind, clock, model.tokenizer if body.logprobs else None)

@@ -24,7 +24,7 @@ from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.serving.entry import ModelEntry, ModelUnusable
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
-from localllm.web.api.model_facts import facts_of
+from localllm.web.api.model_facts import facts_of, other_facts
 from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.lines import LINES, line, timestamp
 from localllm.web.api.ollama.schema import NO_RULES, CopyBody, OllamaModelBody, OllamaPullBody, ShowBody, read_body
@@ -77,6 +77,8 @@ async def tags(request: ApiRequest) -> ASGIResponse:
     for name, stands_for in names.items():
         model = found.get(name)
         listed.append(_listed(name, model.path if model else None, stands_for, model))
+    own = {each.name for each in listed}
+    listed += [_listed(each.name, None) for each in other_facts(request) if each.name not in own]
     return json_response(shapes.Tags(listed))
 
 

@@ -21,6 +21,7 @@ from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import CHAT_RULES, ChatBody, read_body
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.pictures import readable
+from localllm.web.api.remote import passed_on
 from localllm.web.api.tools import chosen, read_tool
 
 
@@ -49,6 +50,8 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
 
 async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """Answer the chat body `raw`, from a client or from a page."""
+    if (answer := await passed_on(request, raw, "/chat/completions", "messages")) is not None:
+        return answer
     body, warnings = await read_body(raw, ChatBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)

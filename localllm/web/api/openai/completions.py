@@ -17,6 +17,7 @@ from localllm.web.api.openai.params import completion_params, request_options, w
 from localllm.web.api.openai.prompts import completion_prompts
 from localllm.web.api.openai.schema import RULES, CompletionBody, read_body
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
+from localllm.web.api.remote import passed_on
 
 BODY = RequestBody(CompletionBody, RULES, example={"prompt": "The sky is", "max_tokens": 16})
 
@@ -45,6 +46,8 @@ async def answer_completion(request: ApiRequest, raw: bytes) -> ASGIResponse:
 
 
 async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    if (answer := await passed_on(request, raw, "/completions", "prompt")) is not None:
+        return answer
     body, warnings = await read_body(raw, CompletionBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)

@@ -17,6 +17,7 @@ from localllm.web.api.exchange import ApiRequest, json_body, json_response, serv
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.schema import RULES, read_body
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
+from localllm.web.api.remote import passed_on
 from localllm.web.api.timings import MAX_INPUTS, shortened
 from localllm.web.errors import InvalidType
 
@@ -48,6 +49,8 @@ async def embeddings(request: ApiRequest) -> ASGIResponse:
 
 async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """Answer the embeddings body `raw`, from a client or from a page."""
+    if (answer := await passed_on(request, raw, "/embeddings")) is not None:
+        return answer
     body, warnings = await read_body(raw, EmbeddingsBody)
     texts = input_texts(body.input)
     model = await served_model(request, body.model, "embed")

@@ -56,6 +56,9 @@ def model_object(model: ModelFacts) -> shapes.OpenAIModel:
         phase = next(reversed(entry.phases.values()), None)
         if entry.state == "loading" and phase is not None:
             found.status.phase, found.status.progress = phase.name, phase.fraction
+    if model.servers:
+        found.owned_by, found.status.value = ", ".join(model.servers), "loaded"
+        found.context_length = UNSET if model.context is None else model.context
     if model.spec is not None:
         found.capabilities = model.capabilities()
         found.context_length = UNSET if model.context is None else model.context

@@ -13,9 +13,11 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import EngineStopped
+from localllm.fleet.upstreams import Upstreams
 from localllm.serving.served import ServedModel
+from localllm.web.api.exchange import upstreams_of
 from localllm.web.pages.dashboard import request_handlers, views
-from localllm.web.pages.dashboard.machine import MachineMonitor
+from localllm.web.pages.dashboard.machine import MachineMonitor, other_servers
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS
 from localllm.web.pages.dashboard.request_views import Viewer
 from localllm.web.pages.dashboard.shown import DashboardLink, DashboardQuery, loaded_models, model_choices, shown
@@ -38,14 +40,15 @@ async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     spans = tuple(
         DashboardLink(each.title, f"/dashboard{seen.query(last=each.key)}", each is seen.span) for each in SPANS
     )
-    page = DashboardPage(shell, board, None if board else state.loading(), spans, model_choices(seen), seen.query())
+    loading, others = None if board else state.loading(), other_servers(upstreams_of(request))
+    page = DashboardPage(shell, board, loading, spans, model_choices(seen), seen.query(), others)
     return html(page)
 
 
 @get("/live/dashboard")
 async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
     """Stream every changed tile, twice a second. When other models can be chosen, tell the page to reload."""
-    events = _dashboard_events(shown(request), _monitor(request), shows_loading(request))
+    events = _dashboard_events(shown(request), _monitor(request), shows_loading(request), upstreams_of(request))
     return live_stream(request, events)
 
 
@@ -86,7 +89,9 @@ def _monitor(request: Request[Any, Any, Any]) -> MachineMonitor:
     return once_per_app(request.app, "machine_monitor", MachineMonitor)
 
 
-async def _dashboard_events(seen: DashboardQuery, monitor: MachineMonitor, loading: bool) -> AsyncIterator[bytes]:
+async def _dashboard_events(
+    seen: DashboardQuery, monitor: MachineMonitor, loading: bool, upstreams: Upstreams
+) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     models = loaded_models(seen.state)
     async for tick in seen.sampler.follow():
@@ -96,7 +101,8 @@ async def _dashboard_events(seen: DashboardQuery, monitor: MachineMonitor, loadi
         if has_other_tabs or (loading and tiles):
             yield sse("", "ready")
             return
-        if news := changed(_frame_parts(seen, tick, loading) | tiles, sent):
+        servers = {"tile-servers": tick.cached("servers", lambda: render(other_servers(upstreams)))}
+        if news := changed(_frame_parts(seen, tick, loading) | tiles | servers, sent):
             yield update_event(tick, f"dashboard {seen.variant}", news)
 
 

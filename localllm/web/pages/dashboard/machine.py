@@ -17,6 +17,8 @@ from typing import TypeVar
 import psutil
 
 from localllm.engine.step import RankStats, RunnerStats
+from localllm.fleet.upstream import Upstream
+from localllm.fleet.upstreams import Upstreams
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.frame.views import Fact, Gauge, Segment, View, stacked, view
 
@@ -202,6 +204,29 @@ class Ranks(View):
     num_lost: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServerTile:
+    """One other server behind this address."""
+
+    name: str
+    url: str
+    is_up: bool
+    failure: str  # why it does not answer
+    models: str
+    facts: tuple[Fact, ...]
+
+
+@view("dashboard/_other_servers.html")
+class OtherServers(View):
+    """Other servers that answer requests; hidden if there are none."""
+
+    servers: tuple[ServerTile, ...] = ()
+
+
+MOST_NAMES = 8
+"""Models of a server that its tile names."""
+
+
 def machine_use(machine: MachineReading) -> MachineUse:
     used, total = machine.memory_used_bytes, machine.memory_total_bytes
     gauges = (
@@ -230,6 +255,34 @@ def _gpu(index: int, gpu: GPUReading) -> GPUUse:
         utilization=Gauge("Busy", gpu.utilization, f"{gpu.utilization:.0%}"),
         memory=stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts]),
         facts=tuple(Fact(name, value) for name, value in facts if value),
+    )
+
+
+def other_servers(upstreams: Upstreams) -> OtherServers:
+    """Return the tile of the servers behind this address; it has none if there are none."""
+    return OtherServers(tuple(map(_server, upstreams.all)))
+
+
+def _server(server: Upstream) -> ServerTile:
+    stats = server.stats
+    names = [each.name for each in server.models]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    ended = {outcome: format_count(stats.requests[outcome]) for outcome in ("ok", "refused", "failed", "cancelled")}
+    facts = [
+        Fact("Requests", format_count(server.num_open), "running"),
+        Fact("Answered", ended["ok"], f"{ended['failed']} failed, {ended['refused']} refused"),
+        Fact("Sent elsewhere", format_count(stats.retried), "failed before their first token"),
+        Fact("Generated", f"{format_count(stats.completion_tokens)} tokens"),
+    ]
+    if stats.first_tokens:
+        facts.append(Fact("To the first token", format_seconds(stats.ttft_s / stats.first_tokens), "on average"))
+    return ServerTile(
+        name=server.name,
+        url=server.config.url,
+        is_up=server.is_up,
+        failure="" if server.failure is None else str(server.failure),
+        models=(", ".join(names[:MOST_NAMES]) + more) or "No models.",
+        facts=tuple(facts),
     )
 
 

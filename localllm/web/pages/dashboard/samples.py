@@ -44,6 +44,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         _kv_usage(),
         _steps(),
         ranks(RunnerStats(ranks=_RANKS)),
+        machine.OtherServers((_SERVER, replace(_SERVER, is_up=False, failure="laptop cannot be reached."))),
         v.Latency(
             (v.LatencyRow("TTFT", "To the first token", 0.041, 0.22), v.LatencyRow("Queue", "", None, None)),
             "last minute",
@@ -91,6 +92,11 @@ _GPU = GPUReading("NVIDIA RTX 4090", 0.87, 20 * 2**30, 24 * 2**30, 18 * 2**30, 2
 _SPECULATION = SpeculationStats(
     True, "", 131, 530, 412, (131, 120, 99, 62), 131, 543, 7, (("no drafts", 14), ("prompt", 6))
 )
+
+_SERVER = machine.ServerTile(
+    "laptop", "http://192.168.1.5:8000/v1", True, "", "org/big, org/small", (views.Fact("Requests", "2", "running"),)
+)
+
 
 _RANK = RankStats(
     0,

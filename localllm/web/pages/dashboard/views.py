@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, EngineStats, Histogram, SpeculationStats, StepComposition
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
-from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, Ranks, machine_use, ranks
+from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, OtherServers, Ranks, machine_use, ranks
 from localllm.web.pages.dashboard.plots import (
     MINUTE,
     PoolCell,
@@ -197,6 +197,7 @@ class DashboardPage(View):
     spans: tuple[DashboardLink, ...] = ()  # time ranges of the sparklines
     models: tuple[DashboardLink, ...] = ()  # the loaded models; empty: there is one
     query: str = ""  # of this dashboard, for the files to download
+    others: OtherServers = OtherServers()
 
 
 def drafts(stats: SpeculationStats, minute_ago: SpeculationStats | None) -> Drafts:

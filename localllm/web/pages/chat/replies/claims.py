@@ -31,7 +31,8 @@ from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats
 
 if TYPE_CHECKING:
-    from localllm.serving.entry import Lease, ModelEntry
+    from localllm.serving.entry import ModelEntry
+    from localllm.serving.lease import Lease
 
 CHARS_PER_TOKEN = 4
 MAX_OFFERED = 256
@@ -128,7 +129,7 @@ class Claim:
     """A requested model, which may still be loading."""
 
     name: str
-    lease: asyncio.Task[Lease]
+    lease: asyncio.Task[Lease[ServedModel]]
     cache_salt: str | None = None
     owner: str = ""
     offer: asyncio.Task[OfferedTools] | None = None  # the tools of servers, some of which may be starting
@@ -179,7 +180,7 @@ def claim_later(
 ) -> Claim:
     """Request the model once another reply has ended, and announce the load then."""
 
-    async def acquire() -> Lease:
+    async def acquire() -> Lease[ServedModel]:
         await ended.wait()
         announce(f"Loading {name} …")
         return await state.pages.manager.acquire(name)
@@ -206,7 +207,7 @@ def _release_claim(claim: Claim) -> None:
     claim.lease.add_done_callback(_release)
 
 
-def _release(lease: asyncio.Task[Lease]) -> None:
+def _release(lease: asyncio.Task[Lease[ServedModel]]) -> None:
     if not lease.cancelled() and lease.exception() is None:
         lease.result().release()
 

@@ -1,0 +1,115 @@
+"""Choose the replica that answers a request: the least expected cost, in seconds, from what each replica has to do.
+
+    cost = (uncached prompt tokens that wait there + uncached tokens of this prompt) / prefill rate
+         + the wait for KV blocks, if too few are free
+         + the time of the answer's tokens, which grows with the requests that decode there
+
+The longest cached prefix, the queue, free blocks and speed are thus weighed in one unit, and a hot prefix spreads by
+itself: once the replica that has it costs more than computing the prefix elsewhere, it is computed elsewhere. Costs
+that are nearly equal go to the replica that was chosen longest ago: measured speeds differ by chance, and one replica
+would get everything.
+Does not know: where the loads come from, what a replica is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["prefix", "least_loaded", "round_robin"]
+POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "round_robin")
+Reason = Literal["prefix", "load", "tie", "pinned", "retry"]
+
+MOST_PREFIXES = 16_384
+"""Names of prefixes that are remembered of a replica whose cache cannot be looked at; a name takes some 150 bytes."""
+SAME_RATIO, SAME_S = 1.1, 0.002
+"""A cost up to this factor above the least, and this many seconds more, counts as equal to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """The work that a replica has, and its speed."""
+
+    hit_tokens: int = 0  # of the new prompt, in the replica's prefix cache
+    queued_tokens: int = 0  # uncached prompt tokens of other requests that are not computed yet
+    prefill_tokens_per_s: float = 1000.0
+    running: int = 0  # requests that were given to it and have not ended
+    max_running: int = 64  # requests in one step; more have to wait
+    step_s: float = 0.01  # of a step that decodes with few requests
+    full_step_s: float = 0.02  # of a step that decodes with `max_running`
+    blocks_wait_s: float = 0.0  # until enough KV blocks are free
+    weight: float = 1.0  # costs are divided by it
+
+
+def cost_s(load: ReplicaLoad, num_tokens: int, output_tokens: float) -> float:
+    """Return the expected seconds of a request until its end, without the decoding that an idle replica needs as well."""
+    prefill_s = (load.queued_tokens + max(0, num_tokens - load.hit_tokens)) / load.prefill_tokens_per_s
+    share = load.running / load.max_running
+    slower_s = output_tokens * (load.full_step_s - load.step_s) * min(1.0, share)
+    # Beyond a full step, a request waits for the end of others: on average each of them makes room once an answer.
+    queue_s = max(0.0, share - 1) * output_tokens * load.full_step_s
+    return (prefill_s + load.blocks_wait_s + slower_s + queue_s) / load.weight
+
+
+class Router:
+    """Chooses among a fixed number of replicas, and counts its choices."""
+
+    def __init__(self, num_replicas: int, policy: Policy = "prefix") -> None:
+        self.policy: Policy = policy
+        self._turns = [0] * num_replicas  # the turn in which each replica was chosen last
+        self._turn = 0
+
+    def order(
+        self, loads: Sequence[tuple[int, ReplicaLoad]], num_tokens: int, output_tokens: float = 200.0
+    ) -> list[tuple[int, Reason]]:
+        """Return the replicas, best first, each with what decided for it. loads: of the replicas that can answer, each
+        with its number."""
+        if self.policy == "round_robin":
+            key = {index: 0.0 for index, _ in loads}
+        elif self.policy == "least_loaded":
+            key = {index: float(load.running) / load.weight for index, load in loads}
+        else:
+            key = {index: cost_s(load, num_tokens, output_tokens) for index, load in loads}
+        least = min(key.values(), default=0.0)
+        same = least * SAME_RATIO + SAME_S if self.policy == "prefix" else least
+        ordered = sorted(
+            loads, key=lambda each: (max(key[each[0]], same), self._turns[each[0]] if key[each[0]] <= same else 0)
+        )
+        is_tie = sum(cost <= same for cost in key.values()) > 1
+        most = max((load.hit_tokens for _, load in loads), default=0)
+
+        def reason(load: ReplicaLoad) -> Reason:
+            has_most = self.policy == "prefix" and most > 0 and load.hit_tokens == most
+            return "prefix" if has_most else "tie" if is_tie else "load"
+
+        return [(index, reason(load)) for index, load in ordered]
+
+    def chosen(self, index: int) -> None:
+        """Note that a request goes to this replica."""
+        self._turn += 1
+        self._turns[index] = self._turn
+
+
+class PrefixMemory:
+    """The prefixes of the prompts that a replica was given, for one whose own cache cannot be looked at."""
+
+    def __init__(self, most: int = MOST_PREFIXES) -> None:
+        self._most = most
+        self._tokens: OrderedDict[bytes, int] = OrderedDict()  # by the name of a prefix: its length in tokens
+
+    def hit_tokens(self, names: Sequence[bytes]) -> int:
+        """Return the length of the longest known prefix. names: of each prefix of a prompt, shortest first."""
+        return next((self._tokens[name] for name in reversed(names) if name in self._tokens), 0)
+
+    def add(self, names: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """Remember the prefixes of a prompt, and forget those that were used longest ago."""
+        for name, length in zip(names, lengths, strict=True):
+            self._tokens[name] = length
+            self._tokens.move_to_end(name)
+        while len(self._tokens) > self._most:
+            self._tokens.popitem(last=False)
+
+    def clear(self) -> None:
+        self._tokens.clear()
