@@ -44,6 +44,7 @@ from localllm.runner.self_check import (
     check_device,
     check_model,
     fall_backs_of,
+    has_drafts,
     is_checked,
     known_choice,
     next_choice,
@@ -107,8 +108,7 @@ def open_runner(
     make_current(device)
     choice = KernelChoice()
     if is_checked(config, device):
-        report("checking kernels")
-        choice = _check(model, spec, config, plan, device, base)
+        choice = _check(model, spec, config, plan, device, base, report)
 
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
         fitting, options = plan, choice.options(base)
@@ -140,18 +140,18 @@ def open_runner(
 
 def _check(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
-    base: LaunchOptions,
+    base: LaunchOptions, report: ReportDetail,
 ) -> KernelChoice:  # fmt: skip
-    """Compare the kernels of a model with plain torch. What needs no model was compared before its weights were read,
-    and is only read here."""
+    """Compile the kernels of a model, and compare them with plain torch. What needs no model was compared before its
+    weights were read, and is only read here."""
     first = replace(config, check_kernels="first") if config.check_kernels == "always" else config
 
-    def opened(kv: KVCache, options: LaunchOptions) -> TorchRunner:
+    def opened(kv: KVCache, options: LaunchOptions, *, has_drafts: bool = False) -> TorchRunner:
         states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
-        return _runner(model, spec, plan, kv, device, None, options, None, states, has_drafts=False)
+        return _runner(model, spec, plan, kv, device, None, options, None, states, has_drafts=has_drafts)
 
-    before = check_device(first, device, base)
-    choice = check_model(model, spec, config, plan, device, base, before, opened)
+    before = check_device(first, device, base, report=report)
+    choice = check_model(model, spec, config, plan, device, base, before, opened, report)
     empty_cache()
     return choice
 
@@ -197,10 +197,10 @@ def open_on(
     capture: Capture | None = CudaCapture(device) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
-    has_drafts = not config.speculation.is_off and "drafts" not in options.avoids
     traces = config.torch_profiler_dir
     profiler = None if traces is None else StepProfiler(Path(traces).expanduser(), device)
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts, profiler)
+    drafts = has_drafts(config, options)
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, drafts, profiler)
     if capture is not None:
         report("capturing CUDA graphs")
     try:
