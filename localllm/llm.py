@@ -29,10 +29,10 @@ from localllm.engine.processor import OutputProcessor
 from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
-from localllm.machine.threads import set_thread_environment
+from localllm.machine.processes import set_thread_environment
 from localllm.models.encoders.recipe import Want
+from localllm.serving.answers.conversation import Conversation, Tools
 from localllm.serving.build import build_engine
-from localllm.serving.chat import Conversation, Tools
 from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 

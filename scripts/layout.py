@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "localllm"
 
 ORDER = (
-    "errors", "units", "version", "files", "config", "machine", "logs",
+    "errors", "units", "terminal", "version", "files", "config", "machine", "logs",
     "kernels",
     "models/inputs", "models/prompt_embeds", "models/spec", "models/families", "models/formats", "models/layers",
     "models/weights", "models/decoder", "models/transformers_backend", "models/read_spec", "models/encoders",
@@ -34,7 +34,7 @@ ORDER = (
     "web/pages/chat", "web/pages/dashboard", "web/pages/library", "web/pages/logs", "web/pages/playground",
     "web/pages/settings", "web/pages/tune", "web/pages",
     "web/app",
-    "up", "cli", "__init__", "__main__",
+    "setup", "up", "cli", "__init__", "__main__",
 )  # fmt: skip
 """Folders and modules of the package, lowest first. Each imports only itself and what is before it, also inside
 functions and for type checkers. `models/` and `web/` themselves have no place: nothing imports their `__init__.py`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.engine.ledger import Ledger
+from localllm.engine.memory.ledger import Ledger
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
 
 

@@ -171,7 +171,7 @@ def test_a_salt_and_an_adapter_of_one_name_never_meet() -> None:
     under, salted, both = (
         _under(make_request("r", [1, 2, 3]), *which) for which in ((adapter, None), (None, value), (adapter, value))
     )
-    hasher = make_engine().scheduler.hasher
+    hasher = make_engine().scheduler.cache.hasher
     assert len({hasher.root(request.cache_extras) for request in (under, salted, both)}) == 3
     assert name == "lora"
 

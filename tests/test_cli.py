@@ -7,18 +7,18 @@ import math
 import subprocess
 import sys
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from localllm.cli import build_parser, doctor, findings, flags, help_of, main, parse
-from localllm.cli.flags import FLAGS, settings_from
+from localllm.cli import VERBS, build_parser, doctor, findings, main, parse
+from localllm.config import flags
+from localllm.config.flags import FLAGS, help_of, settings_from
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig
 from localllm.config.unsupported import UNSUPPORTED
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.machine import threads
+from localllm.machine import processes
 from localllm.units import parse_keep_alive
 
 FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fields(config)]
@@ -141,11 +141,9 @@ def test_flags_may_stand_between_model_and_prompt() -> None:
     assert (options.model, options.prompt, options.temperature) == ("demo", "a prompt", 0.0)
 
 
-@pytest.mark.parametrize("verb", build_parser()[1])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_leads_to_a_function(verb: str) -> None:
-    where = build_parser()[1][verb].get_default("handler").where
-    module, function = where.split(":")
-    assert callable(getattr(import_module(f"localllm.cli.{module}"), function))
+    assert callable(build_parser(verb)[1][verb].get_default("handler"))
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -389,10 +387,10 @@ def test_report_names_neither_user_nor_machine(
 
 def test_thread_environment_is_set_and_the_users_choice_stays() -> None:
     environ = {"OMP_NUM_THREADS": "3"}
-    threads.set_thread_environment(environ)
+    processes.set_thread_environment(environ)
     assert environ == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "10000"}
     environ = {}
-    threads.set_thread_environment(environ)
+    processes.set_thread_environment(environ)
     assert int(environ["OMP_NUM_THREADS"]) >= 1
 
 

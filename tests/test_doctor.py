@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import doctor, doctor_files, doctor_fit, doctor_machine, main
+from localllm.cli import doctor, doctor_files, doctor_machine, main, suggestion
 from localllm.cli.doctor import brief_lines, next_command
 from localllm.cli.doctor_files import check_crash, disk_of_models
 from localllm.cli.doctor_machine import gpu_access, wsl_memory
@@ -24,8 +24,8 @@ from localllm.logs.log_file import log_folder
 from localllm.machine import hardware
 from localllm.machine.gpu_support import NvidiaFacts, judge_driver
 from localllm.machine.hardware import Hardware
+from localllm.machine.platforms import is_on_windows_drive, is_wsl
 from localllm.machine.running_servers import announced, listener_in_words
-from localllm.machine.wsl import is_on_windows_drive, is_wsl
 from localllm.mcp import servers
 
 GIB = 1024**3
@@ -45,13 +45,13 @@ def _own_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def small_machine(monkeypatch: pytest.MonkeyPatch, ram_gib: float = 8, bandwidth: float | None = 3e10) -> None:
     small = Hardware((), "CPU", 4, int(ram_gib * GIB), int(0.7 * ram_gib * GIB))
-    monkeypatch.setattr(doctor_fit, "read_hardware", lambda: small)
-    monkeypatch.setattr(doctor_fit, "memory_bandwidth", lambda hardware: bandwidth)
+    monkeypatch.setattr(suggestion, "read_hardware", lambda: small)
+    monkeypatch.setattr(suggestion, "memory_bandwidth", lambda hardware: bandwidth)
 
 
 def test_the_models_that_fit_come_with_size_speed_context_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     small_machine(monkeypatch)
-    bandwidth, *fits = doctor_fit.check_fit()
+    bandwidth, *fits = suggestion.check_fit()
     assert bandwidth.text.startswith("30 GB/s")
     assert len(fits) == 3
     for each in fits:
@@ -64,14 +64,14 @@ def test_the_models_that_fit_come_with_size_speed_context_and_command(monkeypatc
 
 def test_without_a_bandwidth_no_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     small_machine(monkeypatch, bandwidth=None)
-    findings = list(doctor_fit.check_fit())
+    findings = list(suggestion.check_fit())
     assert {each.subject for each in findings} == {"fits"}
     assert "tokens/s" not in findings[0].text
 
 
 def test_a_machine_without_room_gets_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     small_machine(monkeypatch, ram_gib=0.8)
-    findings = list(doctor_fit.check_fit())
+    findings = list(suggestion.check_fit())
     assert [(each.subject, each.verdict) for each in findings][-1] == ("fits", "note")
     assert next_command(findings) == "localllm up"
 
@@ -82,8 +82,8 @@ def test_an_old_list_is_said(tmp_path: Path) -> None:
     (folder / "mine.toml").write_text("date = 2026-01-01\n")
     (folder / "config.toml").write_text('[picks]\nfile = "mine.toml"\n')
     assert resolve({}).picks is not None
-    assert list(doctor_fit.old_list(date(2026, 12, 31))) == []
-    [finding] = doctor_fit.old_list(date(2027, 3, 1))
+    assert list(suggestion.old_list(date(2026, 12, 31))) == []
+    [finding] = suggestion.old_list(date(2027, 3, 1))
     assert "mine.toml is 14 months old" in finding.text
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.engine.block_hash import BlockHasher
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
@@ -42,17 +43,15 @@ class Engine:
     ):
         spec = read_spec(path)
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                block_size=BLOCK_SIZE,
-                enable_prefix_caching=caching,
-                long_prefill_token_threshold=cap,
-                output_reserve=0.0,
-                **sizes,
-            ),
-            ledger_of(spec, num_blocks, BLOCK_SIZE),
-            BlockHasher(str(path).encode(), BLOCK_SIZE),
+        limits = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            long_prefill_token_threshold=cap,
+            output_reserve=0.0,
+            **sizes,
         )
+        hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
+        self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher))
         model = load_model(path, spec, CPU, torch.float32)
         kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, torch.float32)
         for layer in kv.layers:

@@ -16,7 +16,7 @@ import pytest
 from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
-from localllm.runner.state_cache import StateCache
+from localllm.runner.kv_cache import StateCache
 from localllm.serving.manager import ModelManager
 from tests.models.harness import prompt, reference, reference_greedy
 from tests.serving import settings_for

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.machine import restart
+from localllm.machine import processes
 
 ROOT = Path(__file__).parent.parent
 LONGEST_S = 90
@@ -92,9 +92,9 @@ def test_only_the_command_itself_may_be_replaced(
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert restart.can_restart() == (can and os.name == "posix")
+    assert processes.can_restart() == (can and os.name == "posix")
 
 
 def test_the_mark_of_a_restart_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(restart.RESTARTED, "1")
-    assert [restart.was_restarted(), restart.was_restarted()] == [True, False]
+    monkeypatch.setenv(processes.RESTARTED, "1")
+    assert [processes.was_restarted(), processes.was_restarted()] == [True, False]

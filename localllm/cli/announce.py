@@ -1,6 +1,6 @@
-"""The output of `up` and `serve` while a server starts: for a terminal, for a log, or as JSON for a program.
+"""The output of `up` and `serve` while a server starts: for a terminal, a log, a service manager, or as JSON.
 
-All three show the same facts, which are measured or read, never guessed. At a terminal most of them only with
+All show the same facts, which are measured or read, never guessed. At a terminal most of them only with
 --verbose; the lines without it are made in start_lines.py.
 Does not know: how a server is built (up.py).
 """
@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from localllm.cli.config import package_versions
 from localllm.cli.start_lines import Started, first_line, machine_in_words, ready_lines
 from localllm.cli.suggestion import best_pick, installed_model
-from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
 from localllm.engine.stats import NO_SPECULATION
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware, may_have_gpu, read_hardware
+from localllm.machine.systemd import notify
 from localllm.models.library.catalog import DEMO_NAME
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.phases import Phase
@@ -33,8 +34,8 @@ from localllm.version import __version__
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.models.fit import MemoryPart
+
 
 log = logging.getLogger("localllm")
 
@@ -189,6 +190,39 @@ class LogAnnouncer:
         """Nothing to undo."""
 
 
+class ServiceAnnouncer:
+    """Output for systemd: READY=1 once the model is served, STATUS=loading ... before."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    def starting(self, settings: Settings) -> None:
+        self._tell(f"starting {settings.engine.model}")
+
+    def found(self, hardware: Hardware) -> None:
+        """The log has the hardware."""
+
+    def phase(self, phase: Phase) -> None:
+        share = "" if phase.fraction is None or phase.done else f" {phase.fraction:.0%}"
+        self._tell(f"loading: {phase.name}{share}")
+
+    def ready(self, ready: Ready) -> None:
+        doing = "serving" if ready.model is not None else "the first request loads"
+        notify("READY=1", f"STATUS={doing} {ready.name} at {ready.url}")
+
+    def stopping(self, num_requests: int) -> None:
+        notify("STOPPING=1", f"STATUS=stopping: {num_requests} running requests")
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+    def _tell(self, status: str) -> None:
+        """Send a status that differs from the last one: a load reports its progress many times per percent."""
+        if status != self._told:
+            self._told = status
+            notify(f"STATUS={status}")
+
+
 class Announcers:
     """Passes every event on to several announcers."""
 
@@ -260,13 +294,12 @@ def _facts_of(model: ServedModel) -> dict[str, Any]:
         "kv_tokens": plan.num_kv_tokens,
         "weights_bytes": plan.weights_bytes,
         "kv_bytes": plan.kv_bytes,
-        "memory": {part.name: _predicted_and_measured(part) for part in model.memory.parts} if model.memory else {},
+        "memory": {
+            part.name: {"predicted_bytes": part.predicted_bytes, "measured_bytes": part.measured_bytes}
+            for part in (model.memory.parts if model.memory else ())
+        },
         "notes": list(plan.notes),
     }
-
-
-def _predicted_and_measured(part: MemoryPart) -> dict[str, int | None]:
-    return {"predicted_bytes": part.predicted_bytes, "measured_bytes": part.measured_bytes}
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:

@@ -13,17 +13,32 @@ from contextlib import closing
 from typing import Any
 
 from localllm.cli.server import ServerClient, ServerRefused
-from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_line
-from localllm.cli.words import SAMPLING
+from localllm.cli.talk import SAMPLING, Piece, Talk, add_sampling, answer_or_chat, read_prompt, speed_line
+from localllm.config.flags import add_debug_flag
 from localllm.errors import ConfigError
 
 COMPLETION_TOKENS = 256
 """Default max_tokens of `complete`; servers would stop after OpenAI's default of 16."""
 
 
+def chat_arguments(parser: argparse.ArgumentParser, *, chats: bool = True) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: chat, or read standard input")
+    help = "URL of any OpenAI-compatible server; default: the one running on this machine"
+    parser.add_argument("--url", metavar="URL", help=help)
+    help = "the server's API key; default for a remote server: OPENAI_API_KEY"
+    parser.add_argument("--api-key", metavar="KEY", help=help)
+    parser.add_argument("--model", metavar="NAME", help="a model of the server, or a folder; default: the first")
+    add_sampling(parser, chats=chats)
+    add_debug_flag(parser)
+
+
 def chat(options: argparse.Namespace) -> int:
     """Answer the prompt from the command line or standard input; without a prompt, chat."""
     return _talk(options, ChatSpeaker)
+
+
+def complete_arguments(parser: argparse.ArgumentParser) -> None:
+    chat_arguments(parser, chats=False)
 
 
 def complete(options: argparse.Namespace) -> int:

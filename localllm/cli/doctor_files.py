@@ -19,10 +19,7 @@ from localllm.cli.findings import Finding
 from localllm.config.resolve import resolve
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
-from localllm.machine.platforms import has_file_modes
-from localllm.machine.wsl import is_on_windows_drive, is_wsl
-from localllm.mcp.servers import require_mcp
-from localllm.mcp.values import McpMissing
+from localllm.machine.platforms import has_file_modes, is_on_windows_drive, is_wsl
 from localllm.units import format_bytes, format_seconds
 
 LITTLE_DISK_BYTES = 5 * 1024**3
@@ -40,6 +37,9 @@ def check_settings() -> Iterator[Finding]:
 
 def _tool_servers(settings: Settings) -> Iterator[Finding]:
     """Report the MCP servers of the config file, and the package that they need if it is missing."""
+    from localllm.mcp.servers import require_mcp
+    from localllm.mcp.values import McpMissing
+
     names = ", ".join(server.name for server in settings.mcp.values() if server.enabled)
     if not names:
         return
@@ -137,7 +137,7 @@ def check_network() -> Iterator[Finding]:
 
     proxies = ", ".join(f"{kind} {address}" for kind, address in sorted(getproxies().items()))
     if proxies:
-        yield Finding("proxy", "ok", _without_password(proxies))
+        yield Finding("proxy", "ok", re.sub(r"//[^/@\s]+@", "//", proxies))
     url = client.endpoint()
     if client.is_offline():
         yield Finding("hub", "note", "HF_HUB_OFFLINE is set: nothing is downloaded", "unset HF_HUB_OFFLINE")
@@ -149,7 +149,3 @@ def check_network() -> Iterator[Finding]:
         yield Finding("hub", "problem", str(error), error.hint)
         return
     yield Finding("hub", "ok", f"{url} answered in {format_seconds(time.perf_counter() - began_s)}")
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"//[^/@\s]+@", "//", text)

@@ -1,7 +1,9 @@
 """Checks of `localllm doctor` on the machine and the installation: Python, packages, GPU, driver, processor, memory.
 
 torch is imported only where a GPU's driver is: without one, the check takes half a second and little memory.
-Does not know: files and ports (doctor_files.py), which model fits (doctor_fit.py).
+Every `doctor` reads what comparisons of kernels with PyTorch have found on this GPU; `doctor --gpu` compares again what
+needs no model, as a start does before it reads weights.
+Does not know: files and ports (doctor_files.py), which model fits (suggestion.py), how kernels are compared.
 """
 
 from __future__ import annotations
@@ -10,26 +12,28 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from localllm.cli.config import package_versions
 from localllm.cli.findings import Finding
-from localllm.cli.tell import package_versions
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
 from localllm.kernels.cpu.native.choice import X86_V3, chosen_set, why_unusable
 from localllm.machine.cpu import fast_instructions, read_cpu_flags
 from localllm.machine.hardware import GPU_DEVICES, may_have_gpu
 from localllm.machine.install_kind import how_to_install, install_kind
-from localllm.machine.platforms import this_platform
-from localllm.machine.wsl import VERSION, is_wsl
+from localllm.machine.platforms import VERSION, is_wsl, this_platform
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.machine.hardware import Gpu, Hardware
     from localllm.machine.links import Link
+
 
 LITTLE_RAM_BYTES = 2 * 1024**3
 
@@ -225,3 +229,56 @@ def _links(hardware: Hardware) -> Iterator[Finding]:
 def _link(link: Link) -> str:
     peers = {True: "peer access", False: "no peer access", None: "peer access unknown"}[link.has_peer_access]
     return f"{link.kind} ({peers})"
+
+
+REPORT = "localllm doctor --gpu --report > report.txt, and attach it to an issue"
+NO_GPU = "there is no GPU that runs kernels; models on a CPU use none of them"
+
+
+def check_recorded() -> Iterator[Finding]:
+    """Report the kernels that fell back on this GPU at an earlier start."""
+    if not _has_gpu():
+        return
+    import torch
+
+    from localllm.runner.self_check import known_choice, read_record
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    record = read_record(device)
+    for fall_back in known_choice(EngineConfig(), device).fall_backs:
+        yield Finding("fall-back", "note", str(fall_back).partition(" Please report")[0], REPORT)
+    if record.passed:
+        text = f"{len(record.passed)} comparisons with PyTorch passed on this GPU, in {record.seconds:.1f} s"
+        yield Finding("kernels checked", "ok", text)
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Compare with PyTorch what needs no model, again if it was compared before."""
+    if not _has_gpu():
+        yield Finding("kernels", "note", NO_GPU)
+        return
+    import torch
+
+    from localllm.kernels.first_launch import require_launch
+    from localllm.runner.opening import launch_options_of
+    from localllm.runner.self_check import check_device
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = replace(EngineConfig(), check_kernels="always")
+    require_launch(device)
+    choice = check_device(config, device, launch_options_of(config, device))
+    fallen = {each.kernel: each for each in choice.fall_backs}
+    for kernel, variant in choice.chosen.items():
+        if kernel in fallen:
+            yield Finding(kernel, "problem", str(fallen[kernel]).partition(" Please report")[0], REPORT)
+        else:
+            yield Finding(kernel, "ok", f"{variant.name}: as PyTorch")
+    yield Finding("comparison", "ok", choice.summary or "nothing to compare")
+
+
+def _has_gpu() -> bool:
+    if not may_have_gpu() or find_spec("torch") is None or find_spec("triton") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -11,15 +11,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.flags import settings_from
-from localllm.cli.tell import print_table
+from localllm.config.flags import add_engine_flags, add_model, settings_from
 from localllm.errors import DoesNotFit
+from localllm.terminal import print_table
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
     from localllm.models.library.about import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
+
+
+def fit_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=True)
+    add_engine_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def fit(options: argparse.Namespace) -> int:
@@ -117,15 +123,12 @@ def _device_facts(each: Estimate) -> dict[str, Any]:
 
 def _plan_facts(plan: MemoryPlan) -> dict[str, Any]:
     """Return a plan's fields. A range becomes its first number and the one after its last."""
-    ranks = [
-        asdict(rank) | {"shard": {name: _plain(value) for name, value in asdict(rank.shard).items()}}
-        for rank in plan.ranks
-    ]
+    ranks = []
+    for rank in plan.ranks:
+        shard = asdict(rank.shard)
+        cut = {name: [each.start, each.stop] for name, each in shard.items() if isinstance(each, range)}
+        ranks.append(asdict(rank) | {"shard": shard | cut})
     return asdict(plan) | {"ranks": ranks}
-
-
-def _plain(value: Any) -> Any:
-    return [value.start, value.stop] if isinstance(value, range) else value
 
 
 def _option_facts(option: FitOption) -> dict[str, Any]:

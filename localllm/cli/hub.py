@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from localllm.cli.tell import print_table
+from localllm.config.flags import add_json
 from localllm.errors import ConfigError
-from localllm.models.library.hub.pull import plan_facts, progress_facts
+from localllm.terminal import print_table
 from localllm.units import format_bytes, format_parameters, format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from localllm.models.library.hub.pull import PullProgress
 
 _LINE_EVERY_S = 5.0
+
+
+def search_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("query", nargs="+", metavar="QUERY", help="part of a name")
+    parser.add_argument("--format", choices=("safetensors", "gguf"), help="only models in this format")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="maximum number of results")
+    add_json(parser)
 
 
 def search(options: argparse.Namespace) -> int:
@@ -55,6 +62,18 @@ def search(options: argparse.Namespace) -> int:
     ]
     print_table([("MODEL", "PARAMETERS", "FORMAT", "DOWNLOADS", "UPDATED", "LICENSE"), *rows])
     return 0
+
+
+def pull_arguments(parser: argparse.ArgumentParser) -> None:
+    help = "ORG/NAME; :QUANT selects one of several GGUF files, @NAME a revision"
+    parser.add_argument("model", metavar="MODEL", help=help)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
+    parser.add_argument(
+        "--include", action="append", metavar="PATTERN", help="download these files instead of those that a load needs"
+    )
+    parser.add_argument("--verify", action="store_true", help="check downloaded files, and download damaged ones again")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be downloaded")
+    add_json(parser)
 
 
 def pull(options: argparse.Namespace) -> int:
@@ -104,6 +123,11 @@ def fetch_if_missing(config: EngineConfig) -> None:
         fetch(plan, _output(False, sys.stderr))
 
 
+def login_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token", metavar="TOKEN", help="default: prompt for it, or read standard input")
+    add_json(parser)
+
+
 def login(options: argparse.Namespace) -> int:
     """Store a token for gated and private repositories."""
     from localllm.models.library.hub import client
@@ -119,6 +143,10 @@ def login(options: argparse.Namespace) -> int:
     if found.environment_wins:
         print("HF_TOKEN is set and takes precedence until you unset it.")
     return 0
+
+
+def logout_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
 
 
 def logout(options: argparse.Namespace) -> int:
@@ -226,9 +254,13 @@ class PullJson(PullLines):
         self._tell("checked", damaged=damaged)
 
     def begins(self, plan: DownloadPlan) -> None:
+        from localllm.models.library.hub.pull import plan_facts
+
         self._tell("plan", **plan_facts(plan))
 
     def progress(self, progress: PullProgress) -> None:
+        from localllm.models.library.hub.pull import progress_facts
+
         self._tell("progress", **progress_facts(progress))
 
     def done(self, plan: DownloadPlan, path: str, seconds: float) -> None:
@@ -263,6 +295,8 @@ def _ctrl_c_sets(stop: threading.Event) -> Iterator[None]:
 
 def _tell_plan(plan: DownloadPlan, options: argparse.Namespace) -> None:
     if options.json:
+        from localllm.models.library.hub.pull import plan_facts
+
         print(json.dumps(plan_facts(plan), indent=2))
         return
     rows = [(file.name, format_bytes(file.size), _here(file.cached_bytes, file.size)) for file in plan.files]

@@ -8,12 +8,23 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from localllm.cli.tell import print_table
+from localllm.config.flags import add_json
 from localllm.errors import ConfigError
-from localllm.web.access.keys import Key, add_key, keys_path, read_keys, remove_key
-from localllm.web.pages.chat.store import Chats
-from localllm.web.pages.chat.store.database import beside_a_server, chats_path
+from localllm.terminal import print_table
+
+if TYPE_CHECKING:
+    from localllm.web.access.keys import Key
+
+
+def keys_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("add", "list", "remove"), nargs="?", default="list", help="without it: list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the key's name, as the access log shows it")
+    help = "infer: use models and read metrics; admin: also load, unload, download and delete models"
+    parser.add_argument("--scope", choices=("infer", "admin"), default="infer", help=help)
+    parser.add_argument("--delete-chats", action="store_true", help="with remove: also delete the key's chats")
+    add_json(parser)
 
 
 def keys(options: argparse.Namespace) -> int:
@@ -27,6 +38,8 @@ def keys(options: argparse.Namespace) -> int:
 
 
 def _add(options: argparse.Namespace) -> int:
+    from localllm.web.access.keys import add_key, keys_path
+
     path = keys_path()
     key = add_key(path, options.name, options.scope)
     if options.json:
@@ -38,6 +51,8 @@ def _add(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
+    from localllm.web.access.keys import keys_path, read_keys
+
     path = keys_path()
     found = read_keys(path)
     if options.json:
@@ -52,6 +67,10 @@ def _list(options: argparse.Namespace) -> int:
 
 def _remove(options: argparse.Namespace) -> int:
     """Remove the key before counting its chats, so that no further chat is added meanwhile."""
+    from localllm.web.access.keys import keys_path, read_keys, remove_key
+    from localllm.web.pages.chat.store import Chats
+    from localllm.web.pages.chat.store.database import beside_a_server, chats_path
+
     removed = remove_key(keys_path(), options.name)
     if not options.json:
         print(f"The key {removed.name} is removed.")

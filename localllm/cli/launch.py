@@ -36,6 +36,7 @@ from localllm.cli.programs import (
 )
 from localllm.cli.running import ROOT, model_argument
 from localllm.cli.server import ServerClient, ServerRefused
+from localllm.config.flags import add_debug_flag
 from localllm.config.resolve import resolve
 from localllm.errors import ConfigError
 from localllm.machine.running_servers import running_servers
@@ -47,6 +48,18 @@ STOP_S = 30.0
 MAY_NOT_LOAD = ("missing_scope", "forbidden")
 """Errors for a key that may send requests and may not load models; such a request loads its model."""
 IS_LINUX = sys.platform == "linux"
+
+
+def launch_arguments(parser: argparse.ArgumentParser) -> None:
+    help = "claude, codex, opencode, copilot, cline, qwen, zed or vscode; arguments after -- go to the program"
+    parser.add_argument("program", choices=tuple(PROGRAMS), metavar="PROGRAM", help=help)
+    parser.add_argument("--model", metavar="NAME", help="a model of the server, or a folder; default: the first")
+    parser.add_argument("--print", action="store_true", help="only print what would be set; start nothing")
+    parser.add_argument(
+        "--url", metavar="URL", help="the server; default: the one running on this machine, or a new one"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key")
+    add_debug_flag(parser)
 
 
 def launch(options: argparse.Namespace) -> int:

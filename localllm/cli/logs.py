@@ -14,11 +14,21 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from localllm.cli.talk import CONTROLS
+from localllm.config.flags import add_debug_flag
 from localllm.errors import ConfigError
 from localllm.logs.log_file import log_folder, log_path, rotated_files
 from localllm.machine.running_servers import running_servers
 
 LOOK_EVERY_S = 0.2
+
+
+def logs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--follow", "-f", action="store_true", help="keep printing new lines until Ctrl-C")
+    parser.add_argument("--lines", "-n", type=int, default=100, metavar="N", help="number of last lines to print")
+    help = "the log of the server on that port; default: the running server's, or the last one's"
+    parser.add_argument("--port", type=int, metavar="N", help=help)
+    parser.add_argument("--path", action="store_true", help="only print the path of the log file")
+    add_debug_flag(parser)
 
 
 def logs(options: argparse.Namespace) -> int:

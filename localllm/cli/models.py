@@ -12,15 +12,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.tell import confirmed, print_table
+from localllm.config.flags import add_json, add_model
 from localllm.errors import ConfigError, UnsupportedModel
 from localllm.models.library.about import SOURCES, ago, gguf_rows, spec_or_reason, spec_rows
-from localllm.models.library.hub.pull import plan_facts
+from localllm.terminal import confirmed, print_table
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.library.hub.peek import RemoteCheckpoint
+
+
+def list_models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--names", action="store_true", help="only the names, one per line")
+    add_json(parser)
 
 
 def list_models(options: argparse.Namespace) -> int:
@@ -44,6 +49,12 @@ def list_models(options: argparse.Namespace) -> int:
     return 0
 
 
+def show_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=True)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
+    add_json(parser)
+
+
 def show_model(options: argparse.Namespace) -> int:
     """Show the checkpoint's facts, read from its headers. No weights are loaded or downloaded."""
     from localllm.models.library.catalog import is_for_the_hub, resolve_model
@@ -56,7 +67,9 @@ def show_model(options: argparse.Namespace) -> int:
             spec, problem = spec_or_reason(remote.path)
     else:
         model = resolve_model(options.model, options.revision)
-        facts, rows = {**_listed(model), "weights_bytes": _weights_bytes(model)}, _local_rows(model)
+        weights = [file for file in model.files if model.format == "gguf" or file.suffix == ".safetensors"]
+        weights_bytes = sum(file.stat().st_size for file in weights)
+        facts, rows = {**_listed(model), "weights_bytes": weights_bytes}, _local_rows(model)
         spec, problem = spec_or_reason(model.path)
         if problem is not None and not isinstance(problem, UnsupportedModel):
             raise problem
@@ -67,6 +80,13 @@ def show_model(options: argparse.Namespace) -> int:
     rows = {**rows, **(spec_rows(spec) if spec else {"runs here": f"no: {problem}"})}
     print_table(list(rows.items()))
     return 0
+
+
+def remove_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="ORG/NAME, ORG/NAME:QUANT, ORG/NAME@REVISION, or a second name")
+    parser.add_argument("--revision", metavar="NAME", help="only this branch, tag or commit")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask for confirmation")
+    add_json(parser)
 
 
 def remove_model(options: argparse.Namespace) -> int:
@@ -91,6 +111,12 @@ def remove_model(options: argparse.Namespace) -> int:
     else:
         print(f"Removed {target.name}: {format_bytes(removed.freed_bytes)} freed.")
     return 0
+
+
+def copy_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name that `localllm list` shows")
+    parser.add_argument("name", metavar="NAME", help="the second name")
+    add_json(parser)
 
 
 def copy_model(options: argparse.Namespace) -> int:
@@ -123,6 +149,8 @@ def _listed(model: ResolvedModel) -> dict[str, Any]:
 
 
 def _remote_facts(remote: RemoteCheckpoint) -> dict[str, Any]:
+    from localllm.models.library.hub.pull import plan_facts
+
     return {
         "name": remote.name,
         "source": "hub",
@@ -156,10 +184,6 @@ def _local_rows(model: ResolvedModel) -> dict[str, str]:
         "format": model.format,
         **(gguf_rows(model.path) if model.format == "gguf" else {}),
     }
-
-
-def _weights_bytes(model: ResolvedModel) -> int:
-    return sum(file.stat().st_size for file in model.files if model.format == "gguf" or file.suffix == ".safetensors")
 
 
 def _files_line(files: Sequence[tuple[str, int]]) -> str:

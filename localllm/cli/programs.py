@@ -69,7 +69,7 @@ class ProgramFile:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program. `arguments` come before those of the user."""
+    """A program. `arguments` come before the user's arguments."""
 
     title: str
     binary: str

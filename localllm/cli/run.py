@@ -14,16 +14,25 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from localllm.cli.flags import settings_from
-from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_line
-from localllm.cli.words import SAMPLING
-from localllm.engine.outputs import GenerationEvent
+from localllm.cli.talk import SAMPLING, Piece, Talk, add_sampling, answer_or_chat, read_prompt, speed_line
+from localllm.config.flags import ADAPTER_FLAGS, add_engine_flags, add_model, settings_from
 from localllm.engine.params import SamplingParams
 from localllm.errors import ConfigError, HubUnreachable
 
 if TYPE_CHECKING:
     from localllm.config.settings import Settings
+    from localllm.engine.outputs import GenerationEvent
     from localllm.llm import LLM
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=False)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: chat, or read standard input")
+    sampling = add_sampling(parser)
+    sampling.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    add_engine_flags(
+        parser, leave_out=ADAPTER_FLAGS
+    )  # the prompt goes to the model itself, so an adapter would be unused
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ Does not know: how a line is answered (web/api/batches), how a model is loaded.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shutil
 import sys
 import tempfile
@@ -17,25 +16,44 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from localllm.cli.flags import settings_from
 from localllm.cli.server import ServerClient, ServerRefused
-from localllm.config.settings import Settings
+from localllm.config.flags import add_engine_flags, settings_from
+from localllm.config.settings import SETTINGS, Settings
 from localllm.errors import ConfigError, LocalLLMError
+from localllm.machine.processes import set_thread_environment
 from localllm.machine.running_servers import running_servers
-from localllm.machine.threads import set_thread_environment
-from localllm.web.api.batches.lines import InputIndex, LineRules, index_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from localllm.web.api.batches.lines import InputIndex, LineRules
 
 POLL_S = 0.5
 REPORT_S = 5.0
 MAX_LINES = 10_000_000
 
 
+def run_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="a request a line; -: standard input")
+    help = "an answer a line, in the order of the requests; -: standard output"
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help=help)
+    help = "the model to load, if no running server of this user serves it: " + SETTINGS["model"].allowed
+    parser.add_argument("--model", required=True, metavar="MODEL", help=help)
+    parser.add_argument("--url", metavar="URL", help="the localllm server that answers; default: see --model")
+    parser.add_argument("--api-key", metavar="KEY", help="with a server: its API key")
+    help = "load the model in this process even if a server serves it"
+    parser.add_argument("--no-server", action="store_true", help=help)
+    add_engine_flags(parser)
+
+
 def run_batch(options: argparse.Namespace) -> int:
     """Answer the requests, and report on standard error."""
+    from localllm.web.api.batches.lines import index_of
+
     settings = settings_from(options)
     with _input(options.input_file) as path, _output(options.output_file) as out:
         index = index_of(path, MAX_LINES)
@@ -46,6 +64,8 @@ def run_batch(options: argparse.Namespace) -> int:
             for line in _through(server, index, progress):
                 out.write(line)
         else:
+            import asyncio
+
             asyncio.run(_in_process(settings, index, out, progress))
         progress.end()
     return 0
@@ -105,11 +125,12 @@ def _output(name: str) -> Iterator[IO[bytes]]:
 
 
 async def _in_process(settings: Settings, index: InputIndex, out: IO[bytes], progress: _BatchProgress) -> None:
-    """Load the model and answer each line. The endpoints are those of a server, without its sockets."""
+    """Load the model and answer each line. The endpoints are a server's, without its sockets."""
     set_thread_environment()
     from localllm.cli.hub import fetch_if_missing
     from localllm.serving.manager import ModelManager
     from localllm.web.api.batches.line_runner import LineRunner
+    from localllm.web.api.batches.lines import LineRules
     from localllm.web.app import ENDPOINTS, create_app
 
     fetch_if_missing(settings.engine)
@@ -134,7 +155,10 @@ async def _answers(
     runner: Any, index: InputIndex, rules: LineRules, num_at_once: int, progress: _BatchProgress
 ) -> AsyncIterator[bytes]:
     """Yield the answers in the order of the lines; several lines run at once."""
-    numbers, running, ready = iter(index.order), set[asyncio.Task[tuple[int, bytes, bool]]](), dict[int, bytes]()
+    import asyncio
+
+    running: set[asyncio.Task[tuple[int, bytes, bool]]] = set()
+    numbers, ready = iter(index.order), dict[int, bytes]()
     next_out, num_failed = 0, 0
 
     async def answer(number: int) -> tuple[int, bytes, bool]:

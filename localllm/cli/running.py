@@ -11,13 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.server import ServerClient
-from localllm.cli.tell import print_table
+from localllm.cli.server import ServerClient, add_server
+from localllm.config.flags import add_json
 from localllm.errors import ConfigError
 from localllm.machine.running_servers import running_servers
+from localllm.terminal import print_table
 from localllm.units import format_bytes, format_count, format_seconds
 
 ROOT = "/localllm/v1/models"
+
+
+def link_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="default: the server that this user started last")
+    parser.add_argument("--open", action="store_true", help="also open it in a browser")
+    add_json(parser)
 
 
 def link(options: argparse.Namespace) -> int:
@@ -40,6 +47,10 @@ def link(options: argparse.Namespace) -> int:
     return 0
 
 
+def ps_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+
+
 def ps(options: argparse.Namespace) -> int:
     """List every model of the server, with its state."""
     models = ServerClient.of(options).ask("GET", f"{ROOT}/loaded")["data"]
@@ -51,10 +62,23 @@ def ps(options: argparse.Namespace) -> int:
     return 0
 
 
+def load_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser, model="a name that `localllm list` shows, or a folder")
+    parser.add_argument("--pin", action="store_true", help="pin the model, so that it is never unloaded for another")
+    parser.add_argument(
+        "--keep-alive", metavar="TIME", help="how long it stays loaded without a request: 5m, 90s; -1: for ever"
+    )
+    parser.add_argument("--no-wait", action="store_true", help="return at once; `localllm ps` shows the progress")
+
+
 def load(options: argparse.Namespace) -> int:
     """Load a model, or wake it if it sleeps."""
     body = {"model": model_argument(options.model), "keep_alive": options.keep_alive, "pin": options.pin or None}
     return _tell(options, "load", body | {"wait": not options.no_wait})
+
+
+def unload_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser, model="the model's name")
 
 
 def unload(options: argparse.Namespace) -> int:
@@ -62,14 +86,27 @@ def unload(options: argparse.Namespace) -> int:
     return _tell(options, "unload", {"model": options.model})
 
 
+def sleep_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser, model="the model's name")
+
+
 def sleep(options: argparse.Namespace) -> int:
     """Put a model to sleep: keep its weights in host memory and free the rest."""
     return _tell(options, "sleep", {"model": options.model})
 
 
+def wake_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser, model="the model's name")
+
+
 def wake(options: argparse.Namespace) -> int:
     """Serve a sleeping model again."""
     return _tell(options, "wake", {"model": options.model})
+
+
+def pin_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser, model="the model's name")
+    parser.add_argument("--off", action="store_true", help="remove the pin")
 
 
 def pin(options: argparse.Namespace) -> int:

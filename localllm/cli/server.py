@@ -23,6 +23,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
+from localllm.config.flags import add_json
 from localllm.config.resolve import resolve
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError, LocalLLMError
@@ -171,6 +172,15 @@ class ServerClient:
             why = f"There is no {self._kind} at {self.url}, or its version is not supported."
             refusal = ServerRefused(f"The server answered {error.code} {error.reason}.", why, hint)
         return refusal
+
+
+def add_server(parser: argparse.ArgumentParser, model: str = "") -> None:
+    """Add the flags of a verb that talks to a running server; `model` is the help of its MODEL argument, if any."""
+    if model:
+        parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument("--url", metavar="URL", help="the server; default: the one running on this machine")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key")
+    add_json(parser)
 
 
 def _event(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Poll a running server for its models' statistics, and keep those of the last minute for the quantiles.
+"""Poll a running server for its models' statistics, and keep the last minute's for the quantiles.
 
 The statistics are the same as on the dashboard and in /metrics.
 Does not know: how the server computes them, how they are printed (top.py) or drawn (top_screen.py).
@@ -11,15 +11,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from localllm.cli.running import ROOT, state_of
 from localllm.cli.server import ServerClient, ServerRefused
-from localllm.engine.stats import EngineStats
-from localllm.engine.step import RankStats
 from localllm.units import format_seconds
+
+if TYPE_CHECKING:
+    from localllm.engine.stats import EngineStats
+    from localllm.engine.step import RankStats
 
 ANSWER_WITHIN_S = 3.0
 MINUTE_S = 60.0
@@ -39,7 +41,7 @@ class ModelStats:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """The state of a server at one time. With a `problem`, the models are those of the last successful request."""
+    """The state of a server at one time. With a `problem`, the models are from the last successful request."""
 
     url: str
     models: tuple[ModelStats, ...]
@@ -77,6 +79,8 @@ class StatsPoller:
             return ServerStats(self._last.url, self._last.models, str(error), time.monotonic() - self._answered_s)
 
     def _model(self, told: Mapping[str, Any]) -> ModelStats:
+        from localllm.engine.stats import EngineStats
+
         if told["stats"] is None:
             return ModelStats(told["name"], state_of(told), told, None, {})
         stats = msgspec.convert(told["stats"], EngineStats)

@@ -15,18 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from logging.handlers import MemoryHandler
 
-from localllm.cli.flags import settings_from
+from localllm.config.flags import add_model, add_server_flags, settings_from
 from localllm.config.resolve import unknown_variables
 from localllm.config.settings import Settings
 from localllm.errors import CheckStoppedDevice, PortInUse
-from localllm.logs.log_file import LogFile, log_path
-from localllm.logs.recent_logs import RecentLogs
-from localllm.machine.memory import paused_collection
-from localllm.machine.restart import can_restart, restart, was_restarted
-from localllm.machine.systemd import inherited_socket
-from localllm.machine.threads import set_thread_environment
 
 log = logging.getLogger("localllm")
 
@@ -37,8 +30,19 @@ STARTED_S = time.perf_counter()
 started."""
 
 
+def up_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=False)
+    add_server_flags(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the phases, sizes and addresses of the start")
+
+
 def up(options: argparse.Namespace) -> int:
     return _serve(options, "up", at_terminal=sys.stdout.isatty())
+
+
+def serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=False)
+    add_server_flags(parser)
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -46,6 +50,10 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
+    from localllm.machine.memory import paused_collection
+    from localllm.machine.processes import can_restart, restart, set_thread_environment, was_restarted
+    from localllm.machine.systemd import inherited_socket
+
     environ, again = dict(os.environ), was_restarted()
     settings, passed = settings_from(options), inherited_socket()
     if again:  # the page that asked for the restart is still open
@@ -60,8 +68,7 @@ def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
     if passed is not None:
         log.info("socket of systemd host=%s port=%d", settings.server.host, settings.server.port)
     with paused_collection():
-        from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, TerminalAnnouncer
-        from localllm.cli.announce_service import ServiceAnnouncer
+        from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, ServiceAnnouncer, TerminalAnnouncer
         from localllm.up import up as go_up
 
     said = [TerminalAnnouncer(verbose=options.verbose)] if talks else [JsonAnnouncer()] if options.json else []
@@ -96,6 +103,11 @@ def set_up_logging(settings: Settings, *, quiet: bool) -> Callable[[], None]:
     Return the function that writes the lines so far to the file, and those that follow. It is called once the port is
     bound: until then, the file of that port may be the one of a running server.
     """
+    from logging.handlers import MemoryHandler
+
+    from localllm.logs.log_file import LogFile, log_path
+    from localllm.logs.recent_logs import RecentLogs
+
     level = settings.server.log_level.upper()
     if level != "DEBUG":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat the announced facts

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from localllm.cli.doctor_fit import fit_in_words
+from localllm.cli.suggestion import fit_in_words
 from localllm.machine.hardware import Hardware
 from localllm.models.library.picks import FittingPick
 from localllm.units import format_bytes, format_count, format_seconds

@@ -3,11 +3,12 @@
 `run` talks to a model in this process, `chat` and `complete` talk to a server; each provides a `Speaker`. Answers go to
 standard output, everything else to standard error, so that `localllm run demo < question.txt > answer.txt` writes only
 the answer.
-Does not know: which model answers, flags.
+Does not know: which model answers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from localllm.engine.params import SAMPLING_PARAMS, ParamInfo
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.units import format_rate, format_seconds
 
@@ -31,6 +33,8 @@ Ctrl-C stops an answer. A line that ends in \\ continues on the next; """ begins
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Control codes, removed so that a text cannot move the cursor or rename the window."""
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+"""The sampling parameters that have a flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,30 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
         raise ConfigError(f"{command} needs a FILE." if command == "/save" else f"Unknown command {command}.", "/help")
     if told:
         print(told, file=sys.stderr)
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, chats: bool = True) -> argparse._ArgumentGroup:
+    """Add the sampling flags of the verbs that print answers. Return their group."""
+    sampling = parser.add_argument_group("sampling")
+    if chats:
+        sampling.add_argument("--system", metavar="TEXT", help="system message")
+    else:
+        parser.set_defaults(system=None)
+    for name in SAMPLING:
+        _add_sampling_flag(sampling, name, SAMPLING_PARAMS[name], chats)
+    parser.add_argument("--verbose", action="store_true", help="print token counts and speed after each answer")
+    return sampling
+
+
+def _add_sampling_flag(sampling: argparse._ArgumentGroup, name: str, info: ParamInfo, chats: bool) -> None:
+    flag, help = f"--{name.replace('_', '-')}", info.text[0].lower() + info.text[1:].removesuffix(".")
+    if name == "max_tokens":
+        help += f"; default: {info.unset if chats else '256'}"
+    if info.kind == "strings":
+        sampling.add_argument(flag, action="append", metavar="TEXT", help=help)
+    else:
+        number, metavar = (float, "X") if info.kind == "real" else (int, "N")
+        sampling.add_argument(flag, type=number, metavar=metavar, help=help)
 
 
 def read_prompt(words: str | None) -> str | None:

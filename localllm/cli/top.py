@@ -11,13 +11,17 @@ import json
 import sys
 import time
 
+from localllm.cli.server import add_server
 from localllm.cli.server_stats import ModelStats, ServerStats, StatsPoller, last_words, shown
-from localllm.engine.stats import SpeculationStats
-from localllm.engine.step import RunnerStats
 from localllm.units import format_count, format_rate, format_seconds
 
 EVERY_S = 0.5
 LINES_EVERY_S = 2.0
+
+
+def top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    add_server(parser)
 
 
 def top(options: argparse.Namespace) -> int:
@@ -72,20 +76,15 @@ def line_of(model: ModelStats) -> str:
         f"{name}_p50={shown(p50)} {name}_p95={shown(p95)}".replace(" ms", "ms").replace(" s", "s")
         for name, (p50, p95) in model.latency_s.items()
     )
+    seen, ranks = stats.speculation, stats.runner.ranks
+    drafts = "drafts=off"
+    if seen.is_on:
+        drafts = f"tokens_per_step={seen.tokens_per_row:.2f} drafts_accepted={seen.acceptance:.0%}"
+    ranks_up = f" ranks_up={sum(rank.is_up for rank in ranks)}/{len(ranks)}" if ranks else ""
     return (
         f"{model.state} running={stats.num_running} waiting={stats.num_waiting} "
         f"generation={format_rate(stats.decode_tokens_per_s, '').strip()} "
         f"prompt={format_rate(stats.prefill_tokens_per_s, '').strip()} "
-        f"kv={stats.kv_usage:.0%} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles}{_drafts(stats.speculation)} "
-        f"generated={format_count(stats.generation_tokens).replace(',', '')}{_ranks_up(stats.runner)}"
+        f"kv={stats.kv_usage:.0%} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles} {drafts} "
+        f"generated={format_count(stats.generation_tokens).replace(',', '')}{ranks_up}"
     )
-
-
-def _drafts(seen: SpeculationStats) -> str:
-    if not seen.is_on:
-        return " drafts=off"
-    return f" tokens_per_step={seen.tokens_per_row:.2f} drafts_accepted={seen.acceptance:.0%}"
-
-
-def _ranks_up(runner: RunnerStats) -> str:
-    return f" ranks_up={sum(rank.is_up for rank in runner.ranks)}/{len(runner.ranks)}" if runner.ranks else ""

@@ -12,28 +12,69 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from localllm.cli import INTERRUPTED
-from localllm.cli.flags import settings_from
 from localllm.cli.hub import fetch_if_missing
-from localllm.cli.tune_show import TuneOutput, output_for, summary
+from localllm.config.flags import add_engine_flags, add_model, settings_from
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.machine.threads import set_thread_environment
-from localllm.serving.profiles import save_profile
-from localllm.tuning.goals import Goal, GoalLimits, goal_of
-from localllm.tuning.profile import ProfileCheck, as_flags, as_toml, check, profile_of
-from localllm.tuning.run import TuneOptions, TuningResult, TuningRun
-from localllm.tuning.space import fixed_by
-from localllm.tuning.trial import TrialRunner
-from localllm.tuning.words import nothing_worked
+from localllm.machine.processes import set_thread_environment
 from localllm.units import parse_bytes, parse_count
 
-EXPORTS = {"flags": as_flags, "toml": as_toml}
+if TYPE_CHECKING:
+    from localllm.cli.tune_show import TuneOutput
+    from localllm.tuning.goals import Goal, GoalLimits
+    from localllm.tuning.profile import ProfileCheck
+    from localllm.tuning.run import TuneOptions, TuningResult
+    from localllm.tuning.trial import TrialRunner
+
 UNTRUE = 1
 """Exit code of `--check` if the profile no longer holds."""
 
 
+def tune_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=True)
+    help = "what to optimise for: chat, agents, throughput, long-context, share or edit"
+    parser.add_argument("--goal", default="chat", metavar="NAME", help=help)
+    parser.add_argument("--people", type=int, metavar="N", help="share: number of concurrent users; default: 4")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-ttft", type=float, metavar="SECONDS", help="longest time to first token (p95)")
+    limits.add_argument(
+        "--max-tpot", type=float, metavar="SECONDS", help="longest time per output token after the first"
+    )
+    limits.add_argument("--min-context", metavar="N", help="shortest acceptable context, in tokens")
+    help = "most memory for weights, KV cache and activations together, e.g. 12GiB"
+    limits.add_argument("--max-memory", metavar="SIZE", help=help)
+    effort = parser.add_argument_group("effort")
+    effort.add_argument("--quick", action="store_true", help="shorter trials and a shorter soak")
+    effort.add_argument(
+        "--trial-seconds", type=float, metavar="X", help="approximate length of a full trial; default: 12"
+    )
+    effort.add_argument(
+        "--soak-seconds", type=float, metavar="X", help="length of the soak at the end; 0: none; default: 20"
+    )
+    effort.add_argument("--seed", type=int, metavar="N", dest="tune_seed", help="seed of the search and its prompts")
+    kept = parser.add_argument_group("result")
+    kept.add_argument("--apply", action="store_true", help="use the profile at every later start of this model")
+    kept.add_argument("--save", metavar="NAME", help="name of the profile; default: the goal's name")
+    kept.add_argument("--no-save", action="store_true", help="save no profile")
+    help = "also print the settings, as a command or for config.toml"
+    kept.add_argument("--export", choices=("flags", "toml"), help=help)
+    help = "only measure a saved profile again, to see whether it still holds"
+    kept.add_argument("--check", action="store_true", help=help)
+    parser.add_argument("--json", action="store_true", help="print JSON; progress goes to standard error")
+    add_engine_flags(
+        parser, leave_out=("seed", "lora_modules", "profile")
+    )  # settings given here are fixed, not searched
+
+
 def tune(options: argparse.Namespace) -> int:
+    from localllm.cli.tune_show import output_for
+    from localllm.tuning.goals import goal_of
+    from localllm.tuning.profile import check
+    from localllm.tuning.space import fixed_by
+    from localllm.tuning.trial import TrialRunner
+
     asked = settings_from(options)
     goal = goal_of(options.goal, _limits(options), options.people)
     effort = _effort(options, fixed_by(asked))
@@ -50,6 +91,8 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _limits(options: argparse.Namespace) -> GoalLimits:
+    from localllm.tuning.goals import GoalLimits
+
     return GoalLimits(
         max_ttft_s=options.max_ttft,
         max_tpot_s=options.max_tpot,
@@ -68,6 +111,8 @@ def _read(options: argparse.Namespace, name: str, parse: Callable[[str], int]) -
 
 
 def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:
+    from localllm.tuning.run import TuneOptions
+
     made = TuneOptions.quick(fixed=fixed) if options.quick else TuneOptions(fixed=fixed)
     asked = {"trial_s": options.trial_seconds, "soak_s": options.soak_seconds, "seed": options.tune_seed}
     for flag, value, least in (("trial", options.trial_seconds, 0.1), ("soak", options.soak_seconds, 0)):
@@ -78,6 +123,8 @@ def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:
 
 
 def _run(runner: TrialRunner, goal: Goal, options: TuneOptions, output: TuneOutput) -> TuningResult:
+    from localllm.tuning.run import TuningRun
+
     run = TuningRun(runner, goal, options, output.event)
     failed: list[BaseException] = []
 
@@ -102,6 +149,12 @@ def _run(runner: TrialRunner, goal: Goal, options: TuneOptions, output: TuneOutp
 
 
 def _tell(result: TuningResult, runner: TrialRunner, options: argparse.Namespace) -> int:
+    from localllm.cli.tune_show import summary
+    from localllm.serving.profiles import save_profile
+    from localllm.tuning.profile import as_flags, as_toml, profile_of
+    from localllm.tuning.words import nothing_worked
+
+    exports = {"flags": as_flags, "toml": as_toml}
     saved = None
     if result.pick is not None and not options.no_save and not result.was_cancelled:
         name = options.save or result.goal.name
@@ -109,7 +162,7 @@ def _tell(result: TuningResult, runner: TrialRunner, options: argparse.Namespace
         saved = save_profile(profile, runner.bare.served.name)
     if options.json:
         facts = result.to_dict() | {"profile": str(saved) if saved else None}
-        for name, export in EXPORTS.items():
+        for name, export in exports.items():
             facts[name] = export(options.model, result.pick.settings) if result.pick else None
         print(json.dumps(facts, indent=2))
     else:
@@ -118,7 +171,7 @@ def _tell(result: TuningResult, runner: TrialRunner, options: argparse.Namespace
             use = "at every start" if options.apply else f"localllm up {options.model} --profile {profile.name}"
             print(f"\nSaved   {saved}\nUse     {use}")
         if options.export and result.pick is not None:
-            print("\n" + EXPORTS[options.export](options.model, result.pick.settings))
+            print("\n" + exports[options.export](options.model, result.pick.settings))
     if result.was_cancelled:
         return INTERRUPTED
     if result.pick is None:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from localllm.cli.tell import print_table
 from localllm.serving.phases import Phase
+from localllm.terminal import print_table
 from localllm.tuning.figures import Trial
 from localllm.tuning.run import BestChanged, Event, PhaseBegan, SoakEnded, TrialBegan, TrialEnded, TuningResult
 from localllm.tuning.words import gain_in_words, predicted_and_measured, settings_in_short, soak_in_words

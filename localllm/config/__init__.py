@@ -6,7 +6,7 @@ lora_modules.py   the value of one setting: names and paths of adapters
 speculative.py    the value of one setting: speculation in vLLM's form
 mcp_servers.py    servers of tools: the [mcp.servers.NAME] tables
 resolve.py        flags, environment and config file become values
-edit.py           change one line of config.toml
-mcp_edit.py       change one table of a server of tools
+edit.py           change config.toml: one setting, or one table of a server of tools
+flags.py          the flags of all settings, for argparse
 unsupported.py    options of other servers, refused by name
 """

@@ -27,7 +27,7 @@ class _ValueKind(NamedTuple):
 class SettingSpec:
     """The description of one setting: its meaning, its allowed values, and where it can be set.
 
-    `name`, `type` and `default` are those of its field."""
+    `name`, `type` and `default` are its field's."""
 
     group: str
     text: str  # what the setting does, without a full stop

@@ -85,14 +85,6 @@ def _is_network(text: str) -> bool:
     return True
 
 
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
-
-
-def _is_idle_time(seconds: float) -> bool:
-    return 0 < seconds < math.inf
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of the engine. None: decide from the model and the machine, and report the decision."""
@@ -295,7 +287,8 @@ class ServerConfig:
         False, SERVER, "open the chat page in a browser when ready", aliases=("--open",))
     exit_when_idle: float | None = setting(
         None, SERVER, "end the server after this time without a request", unit="seconds",
-        allowed_text="a time such as 30m, 90s or 1800, more than 0", accepts=_is_idle_time, unset="never",
+        allowed_text="a time such as 30m, 90s or 1800, more than 0",
+        accepts=lambda seconds: 0 < seconds < math.inf, unset="never",
         note="pages that are open in a browser do not count", environment="LOCALLLM_EXIT_WHEN_IDLE")
     log_level: str = setting(
         "info", SERVER, "lowest level that is logged", choices=("debug", "info", "warning", "error"),
@@ -304,7 +297,8 @@ class ServerConfig:
         (), SERVER, "other servers whose metric names /metrics also exports", choices=("vllm", "llamacpp"))
     otlp_traces_endpoint: str | None = setting(
         None, SERVER, "OpenTelemetry collector that receives a span for each request", metavar_text="URL",
-        allowed_text="a URL such as http://localhost:4318 (OTLP over HTTP)", accepts=_is_url)
+        allowed_text="a URL such as http://localhost:4318 (OTLP over HTTP)",
+        accepts=lambda text: text.startswith(("http://", "https://")))
     max_body_bytes: int = setting(
         8 * 1024**2, SERVER, "largest request body", unit="bytes", low=2**16,
         note="raise it for large prompt_embeds")

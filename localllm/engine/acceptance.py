@@ -60,7 +60,7 @@ class Acceptance:
         self._rejected = self._rejected * kept + is_rejected
 
     def expected(self, drafts: int) -> float:
-        """Return the expected number of right drafts among so many."""
+        """Return the expected number of right drafts among `drafts`."""
         rate, power, total = self.rate, 1.0, 0.0
         for _ in range(drafts):
             power *= rate

@@ -203,7 +203,9 @@ class Admission:
         words = tuple(params.bad_words)
         spelled = self._spelled.pop(words, None)
         if spelled is None:
-            spelled = self._spellings(words)
+            spellings = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+            sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
+            spelled = tuple(dict.fromkeys(ids for ids in sequences if ids))
         self._spelled[words] = spelled
         while len(self._spelled) > KEPT_BAD_WORDS:
             self._spelled.popitem(last=False)
@@ -222,11 +224,6 @@ class Admission:
         while len(self._breakers) > KEPT_BAD_WORDS:
             self._breakers.popitem(last=False)
         return found
-
-    def _spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        spellings = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
-        sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
-        return tuple(dict.fromkeys(ids for ids in sequences if ids))
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar that `admit` will need. It may take a second; may be called on any thread.

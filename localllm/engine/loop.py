@@ -197,7 +197,8 @@ class EngineLoop:
             while self._wait_for_work():
                 self.step()
         except BaseException as error:
-            self._crash(error)
+            log.critical("the engine's thread ended; please report this: localllm %s", __version__, exc_info=error)
+            self.why_ended = self.why_ended or _crashed(f"{type(error).__name__}: {error}")
         finally:
             self._end_everything()
             if self.why_ended is not None:
@@ -222,10 +223,6 @@ class EngineLoop:
 
     def _may_rest(self) -> bool:
         return not (self._stopping or self.why_ended or self._inbox or self._outputs or self.scheduler.has_work)
-
-    def _crash(self, error: BaseException) -> None:
-        log.critical("the engine's thread ended; please report this: localllm %s", __version__, exc_info=error)
-        self.why_ended = self.why_ended or _crashed(f"{type(error).__name__}: {error}")
 
     def _end_everything(self) -> None:
         """End every open request with an output, even if the scheduler's state is broken."""
@@ -399,7 +396,7 @@ class EngineLoop:
 
     def _may_forbid(self, request: Request) -> bool:
         """Return whether the grammar may forbid a token in this step. The first of the newest placeholders is what the
-        step being launched draws; hence minus one. The others are its drafts, and those of earlier steps."""
+        step being launched draws; hence minus one. The others are its drafts, and the draws of earlier steps."""
         if request.grammar is None or request.is_finished:
             return False
         try:

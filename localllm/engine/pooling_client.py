@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from localllm.engine.ledger import Ledger
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.recorder import StatsRecorder

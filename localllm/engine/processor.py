@@ -88,7 +88,9 @@ class OutputProcessor:
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=delta.stop_string if stopped else output.stop_reason,
-            usage=self._usage(choice, output) if told else None,
+            usage=Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens, output.drafts)
+            if told
+            else None,
             timings=self._timings(choice, output) if told else None,
             prompt_progress=progress,
             error=output.error,
@@ -119,9 +121,6 @@ class OutputProcessor:
     def _progress(self, choice: _OpenChoice, output: EngineOutput) -> PromptProgress:
         done = output.num_prompt_tokens_done or 0
         return PromptProgress(choice.prompt_tokens, output.num_cached_tokens, done, now_s() - output.scheduled_s)
-
-    def _usage(self, choice: _OpenChoice, output: EngineOutput) -> Usage:
-        return Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens, output.drafts)
 
     def _timings(self, choice: _OpenChoice, output: EngineOutput) -> Timings:
         end_s = now_s()

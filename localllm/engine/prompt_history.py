@@ -4,8 +4,8 @@ A request is compared with the earlier requests of its owner whose blocks it cou
 earlier request had computed of its prompt and it computes again: tokens behind a difference that are the same again, or
 tokens before it whose blocks are gone. Requests keep their tokens here until newer ones need the room, so an
 explanation never needs the KV cache itself.
-The hash chain (block_hash.py) makes this quick: equal names mean equal prefixes, so the first block that differs is
-found by bisection, and only the tokens of that block are compared.
+The hash chain (memory/block_names.py) makes this quick: equal names mean equal prefixes, so the first block that
+differs is found by bisection, and only the tokens of that block are compared.
 Does not know: requests, blocks of the KV cache, text, torch.
 """
 

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import islice
 
-from localllm.engine.ledger import Ledger
+from localllm.engine.memory.ledger import Ledger
+from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.request import Request
-from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import (
     NO_SPECULATION,
     EngineStats,
@@ -217,7 +217,7 @@ class StatsRecorder:
             used_blocks=pool.num_used,
             cached_blocks=pool.num_cached,
             free_blocks=pool.num_free - pool.num_cached,
-            wasted_token_slots=sum(r.num_places * block_size - r.num_computed_tokens for r in running),
+            wasted_token_slots=sum(r.num_blocks * block_size - r.num_computed_tokens for r in running),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             steps=tuple(self.steps),

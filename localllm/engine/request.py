@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
+from localllm.engine.memory.block_names import InputSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.prompt_history import CacheMiss, Prefix
 from localllm.engine.stats import RequestTimeline
@@ -62,10 +63,11 @@ As `num_registered_blocks` it keeps further blocks from being registered."""
 
 @dataclass(slots=True)
 class HeldState:
-    """The recurrent state of a running request (checkpoints.py). A position counts the tokens before a state."""
+    """The recurrent state of a running request (memory/state_checkpoints.py).
+    A position counts the tokens before a state."""
 
-    place: int  # of its state; 0: released
-    read: int  # place that its next row reads; -1: that row begins from zeros
+    slot: int  # of its state; 0: released
+    read: int  # slot that its next row reads; -1: that row begins from zeros
     saved: int  # newest position of the request at which there is, or was, a checkpoint
     save_at: list[int]  # positions of the prompt at which rows will end and save the state, ascending
     steady: StateUse  # of a row that continues and saves nothing:
@@ -93,7 +95,8 @@ class Request:
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
-        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
+        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "spans", "state", "stop_token_ids",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -129,8 +132,8 @@ class Request:
         self.reports_progress = reports_progress
         self.prompt_embeds = prompt_embeds
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
-        embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
-        self.cache_extras = (*salt, *embeds, *([options.adapter.cache_extra] if options.adapter is not None else []))
+        self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
+        self.spans = () if prompt_embeds is None else (InputSpan(0, self.prompt_len, prompt_embeds.digest),)
         self.sequence = 0  # order of arrival, set by the scheduler
 
         self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number
@@ -150,7 +153,7 @@ class Request:
 
         self.state = State.WAITING
         self.slot = -1
-        self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (ledger.py)
+        self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (memory/)
         self.num_dropped_blocks: list[int] = []  # of each table the leading entries without a block
         self.held_state: HeldState | None = None  # None: not running, or a model without recurrent states
         self.is_redrawn = False  # its rows in flight are void, since its grammar refused a token before them
@@ -178,7 +181,7 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     @property
-    def num_places(self) -> int:
+    def num_blocks(self) -> int:
         """Length of its block tables."""
         return len(self.block_tables[0]) if self.block_tables else 0
 
@@ -202,7 +205,7 @@ class Request:
         return self.state is State.FINISHED
 
     def drop_drafts(self) -> None:
-        """Forget all drafts: those of the host, and those that the runner had ready."""
+        """Forget all drafts: the host's, and the ones that the runner had ready."""
         self.draft_token_ids = self.proposed = ()
         self.num_drafts, self.num_proposed, self.are_predicted = 0, 0, False
 
@@ -230,7 +233,7 @@ class Request:
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_blocks=self.num_places,
+            num_blocks=self.num_blocks,
             num_preemptions=self.num_preemptions,
             arrived_s=self.arrived_s,
             scheduled_s=self.scheduled_s,
@@ -251,5 +254,5 @@ class Request:
         return (
             f"Request({self.request_id} {self.state} N={self.num_tokens} S={self.num_drafts} "
             f"P={self.num_output_placeholders} C={self.num_computed_tokens} F={self.num_in_flight_tokens} "
-            f"blocks={self.num_places})"
+            f"blocks={self.num_blocks})"
         )

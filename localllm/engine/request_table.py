@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.checkpoints import Checkpoints
-from localllm.engine.fixed_chunks import num_sharable_tokens
-from localllm.engine.ledger import Hit, Ledger
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Hit
 from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prompt_history import OFF, PromptHistory
 from localllm.engine.recorder import StatsRecorder, now_s
-from localllm.engine.request import NEVER, Request, State
+from localllm.engine.request import Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.engine.state_pool import StatePool
 from localllm.engine.step import NewSlot
 from localllm.errors import LocalLLMError
 
@@ -54,9 +51,9 @@ class WaitingQueue:
         insort(self._entries, (request.priority, request.sequence, request))
 
     def remove(self, request: Request) -> None:
-        place = bisect_left(self._entries, (request.priority, request.sequence))
-        assert self._entries[place][2] is request, f"{request.request_id} is not waiting"
-        del self._entries[place]
+        index = bisect_left(self._entries, (request.priority, request.sequence))
+        assert self._entries[index][2] is request, f"{request.request_id} is not waiting"
+        del self._entries[index]
 
     def clear(self) -> None:
         self._entries.clear()
@@ -65,17 +62,8 @@ class WaitingQueue:
 class RequestTable:
     """All unfinished requests by id, and the changes of state that a request goes through."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        ledger: Ledger,
-        hasher: BlockHasher,
-        recorder: StatsRecorder,
-        state_pool: StatePool | None = None,
-    ) -> None:
-        """state_pool: the places of recurrent states; None: the model has none."""
-        self.config, self.ledger, self.hasher, self.recorder = config, ledger, hasher, recorder
-        self.states = None if state_pool is None else Checkpoints(state_pool, config, ledger, self._names_to)
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, recorder: StatsRecorder) -> None:
+        self.config, self.cache, self.recorder = config, cache, recorder
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
@@ -84,40 +72,22 @@ class RequestTable:
         self.free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots: list[int] = []  # reported to the runner with the next plan
         self._arrivals = 0
-        self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
-        self.history = PromptHistory(config.block_size, self._blocks_of_hits * config.block_size)
+        self.history = PromptHistory(config.block_size, cache.hit_multiple * config.block_size)
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
         self._arrivals += 1
         request.sequence = self._arrivals
-        request.hash_root = self.hasher.root(request.cache_extras)
+        request.hash_root = self.cache.hasher.root(request.cache_extras)
         self.requests[request.request_id] = request
         self.waiting.push(request)
-
-    @property
-    def num_cache_changes(self) -> int:
-        """The number of changes of the prefix cache so far: what `find_hit` returns is valid until the next change."""
-        return self.ledger.num_changes + (0 if self.states is None else self.states.pool.num_changes)
-
-    def find_hit(self, request: Request) -> Hit:
-        """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
-        if not self._uses_cache(request):
-            return self.ledger.lookup(())
-        self.hash_blocks(request)
-        names = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
-        hit = self.ledger.lookup(names, self._blocks_of_hits)
-        return hit if self.states is None else self.states.find(names, hit)
-
-    def _uses_cache(self, request: Request) -> bool:
-        return self.config.enable_prefix_caching and request.params.prompt_logprobs is None
 
     def _explain_miss(self, request: Request, num_kv_tokens: int) -> None:
         """Note why the request found no more of its prompt in the cache, and remember its prompt for later ones."""
         if not _has_prompt(request):
             return
         try:
-            if self._uses_cache(request):
+            if self.cache.uses_cache(request):
                 prompt = request.prefix(request.prompt_len, self.config.block_size)
                 request.cache_miss = self.history.explain(prompt, request.num_cached_tokens, num_kv_tokens)
                 self.history.remember(request.sequence, prompt)
@@ -137,36 +107,22 @@ class RequestTable:
         except Exception:
             log.exception("a request was not remembered id=%s", request.request_id)
 
-    def is_being_computed(self, request: Request, hit: Hit) -> bool:
-        """Return whether a running request will fill the first block that this request misses in the prefix cache, or
-        save a recurrent state that it could begin from."""
-        place = hit.num_places
-        if self.states is not None:
-            return self.states.will_find_more(request, place * self.config.block_size, self.running)
-        return place < len(request.block_hashes) and any(
-            other.num_registered_blocks <= place < len(other.block_hashes)
-            and other.block_hashes[place] == request.block_hashes[place]
-            for other in self.running
-        )
-
     def admit(self, request: Request, hit: Hit) -> NewSlot | None:
         """Run a waiting request: give it a slot and what the cache holds of the start of its prompt. Return what
-        the runner needs to know about it; None, without a change, if no place is left for its recurrent state."""
-        if self.states is not None and not self.states.enter(request, hit):
+        the runner needs to know about it; None, without a change, if no slot is left for its recurrent state."""
+        if not self.cache.enter(request, hit):
             return None
         self.waiting.remove(request)
-        self.ledger.enter(request, hit)
         size = self.config.block_size
-        cached = hit.num_places * size
+        cached = hit.num_blocks * size
         request.num_computed_tokens = cached
         if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
             request.num_cached_tokens = cached
-            self._explain_miss(request, hit.num_kv_places * size)
-        request.num_registered_blocks = hit.num_places
+            self._explain_miss(request, hit.num_kv_blocks * size)
         request.slot = self.free_slots.pop()
         request.state, request.is_redrawn = State.RUNNING, False
         self.running.append(request)
-        self.recorder.on_admission(request, hit.num_kv_places * size)
+        self.recorder.on_admission(request, hit.num_kv_blocks * size)
         return NewSlot(
             slot=request.slot,
             request_id=request.request_id,
@@ -202,7 +158,7 @@ class RequestTable:
         """End a request, whatever its state, and free its blocks and slot. No other function ends one."""
         was_running = request.state is State.RUNNING
         if was_running:
-            self.register_blocks(request, request.num_computed_tokens)
+            self.cache.name_blocks(request, request.num_computed_tokens)
             self._release(request)
         request.state = State.FINISHED
         request.finish_reason = reason
@@ -222,11 +178,9 @@ class RequestTable:
         return EngineOutput(request.request_id, finish_reason="error", error=error)
 
     def _release(self, request: Request) -> None:
-        """Remove a request from the running ones and free its blocks, its state's place and its slot."""
+        """Remove a request from the running ones and free its memory and its slot."""
         self.running.remove(request)
-        if self.states is not None:
-            self.states.release(request)
-        self.ledger.release(request)
+        self.cache.release(request)
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
@@ -236,53 +190,9 @@ class RequestTable:
         freed, self._freed_slots = tuple(self._freed_slots), []
         return freed
 
-    def register_blocks(self, request: Request, end: int) -> None:
-        """Register the blocks before position `end` that are full of accepted tokens: never drafts, never placeholders.
-
-        In each layer, a step writes the K and V of all its rows before any row attends. A block can therefore be shared
-        already in the step that fills it.
-        """
-        full = min(end, self._num_sharable_tokens(request)) // self.config.block_size
-        if full <= request.num_registered_blocks or not self.config.enable_prefix_caching:
-            return
-        self.hash_blocks(request)
-        for index in range(request.num_registered_blocks, full):
-            self.ledger.register(request, index, request.block_hashes[index])
-        request.num_registered_blocks = full
-
-    def _names_to(self, request: Request, end: int) -> Sequence[bytes]:
-        """Return the names of the blocks before position `end`, and register those that the request still holds."""
-        if request.state is State.RUNNING:
-            self.register_blocks(request, end)
-        self.hash_blocks(request)
-        return request.block_hashes[: end // self.config.block_size]
-
-    def hash_blocks(self, request: Request) -> None:
-        """Compute the missing names of the request's full blocks that may be shared."""
-        ids = request.token_ids
-        if self.config.fixed_chunk:
-            ids = ids[: self._num_sharable_tokens(request)]
-        self.hasher.extend(request.block_hashes, request.hash_root, ids)
-
-    def _num_sharable_tokens(self, request: Request) -> int:
-        chunk = self.config.fixed_chunk
-        return num_sharable_tokens(request.prompt_len, chunk) if chunk else request.num_tokens
-
-    def forget_cached_blocks(self) -> None:
-        """Drop all prefix-cache names after a row produced NaN. Its KV blocks and states, and any computed from them,
-        may contain NaN for an unknown time, so no existing one, and none that a running request fills later, is
-        shared."""
-        self.ledger.forget_all()
-        if self.states is not None:
-            self.states.forget_all()
-        for request in self.running:
-            request.num_registered_blocks = NEVER
-
     def restart_all(self) -> None:
         """Free all blocks and slots, and queue every request in order of arrival, with nothing computed."""
-        self.ledger.clear()
-        if self.states is not None:
-            self.states.clear()
+        self.cache.clear()
         self.free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots.clear()
         self.running.clear()

@@ -2,7 +2,7 @@
 
 One token budget per step covers everything. The work of a request is the difference of its counters (request.py), so
 there is no prefill mode and no decode mode. Decodes are scheduled first, one token each, so that a long prompt never
-stalls running streams; prompts share the rest of the budget (prefill_shares.py). A waiting request is admitted when its
+stalls running streams; prompts share the rest of the budget (prefill.py). A waiting request is admitted when its
 *whole* prompt fits in addition to the expected needs of the running ones (output_reserve.py). If a running request
 cannot grow, the youngest request is preempted: it frees its blocks and waits again.
 If the model runs in pipeline stages, the requests form cohorts: a request is in one sampling step at a time, and a step
@@ -19,19 +19,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.fixed_chunks import chunk_length, whole_chunks
-from localllm.engine.ledger import BlockIds, Counts, Hit, Ledger, fits, plus
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import BlockIds, Counts, Hit, fits, plus
 from localllm.engine.outputs import EngineOutput
-from localllm.engine.prefill_shares import prefill_shares
-from localllm.engine.prompt_pace import PromptPace
+from localllm.engine.prefill import PromptPace, chunk_length, prefill_shares, whole_chunks
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import BACKGROUND_PRIORITY, Request, State
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
 from localllm.engine.speculation import Speculation
-from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import NO_SPECULATION, EngineStats
 from localllm.engine.step import DraftSupport, NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
@@ -39,7 +36,7 @@ from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 LOOKAHEAD = 8
 """Waiting requests examined beyond those that fill the step, since one of them may have a short prompt."""
 
-MOST_HIT_PLACES = 4096
+MOST_HIT_BLOCKS = 4096
 """Blocks that requests of one step find in the prefix cache, if there are several: each block takes the host about a
 microsecond, and streams wait meanwhile."""
 
@@ -77,22 +74,18 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        ledger: Ledger,
-        hasher: BlockHasher,
+        cache: CacheManager,
         recorder: StatsRecorder | None = None,
-        state_pool: StatePool | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """state_pool: the places of recurrent states; None: the model has none. speculation: None: no drafts, except
-        those of `set_drafts`."""
+        """speculation: None: no drafts, except by `set_drafts`."""
         most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
         assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
-        self.config, self.ledger, self.hasher = config, ledger, hasher
+        self.config, self.cache, self.ledger = config, cache, cache.ledger  # of the ledger only counts are read
         self.recorder = recorder or StatsRecorder()
-        self._block_size = config.block_size
-        self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
-        self.states, self.speculation = self.table.states, speculation
+        self.table = RequestTable(config, cache, self.recorder)
+        self.speculation = speculation
         support = DraftSupport() if speculation is None else speculation.support
         self._lookahead, self._num_reread = support.lookahead, support.num_reread
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
@@ -100,7 +93,6 @@ class Scheduler:
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._prefilled: Sequence[Request] = ()  # requests of the last step that may hold a chunk before their windows
         self._num_cohorts = config.num_cohorts
-        self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
         self._reserve = self.table.reserve
         self._pace = PromptPace(config.target_step_s)
         self._step_id = 0
@@ -152,10 +144,9 @@ class Scheduler:
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
-        if self.states is not None:
-            self.states.begin_step()
+        self.cache.begin_step()
         for request in self._prefilled:
-            self._drop_blocks(request)
+            self.cache.drop_unread(request)
         self._make_room_for_an_urgent_request(draft)
         if self.speculation is not None:
             self._set_num_drafts(self.speculation)
@@ -189,15 +180,15 @@ class Scheduler:
         is_background, ledger = victim.priority == BACKGROUND_PRIORITY, self.ledger
         if self.table.free_slots and not is_background:
             return
-        hit = self.table.find_hit(head)
-        if self.table.is_being_computed(head, hit):
+        hit = self.cache.find(head)
+        if self.cache.is_being_computed(head, hit, self.running):
             return
         # A request enters with room for its expected output, and without it where it runs alone.
         wanted: list[tuple[int, int | None]] = [(head.num_tokens, None)]
         if is_background:
             wanted.insert(0, (self._reserve.num_tokens(head), head.priority))
         for num_tokens, priority in wanted:
-            need = plus(ledger.needs(num_tokens), ledger.taken_by_hit(hit))
+            need = plus(ledger.needs(self._end_of_blocks(head, num_tokens)), ledger.taken_by_hit(hit))
             victims = self._victims_for(head, need, self._spare_blocks(priority))
             if victims is not None:
                 for each in victims:
@@ -255,7 +246,7 @@ class Scheduler:
         wait for it, since the step's time is that request's time to first token."""
         head = next(iter(self.waiting), None)
         if head is not None and head.priority < BACKGROUND_PRIORITY and self.table.free_slots:
-            return not self.table.is_being_computed(head, self.table.find_hit(head))
+            return not self.cache.is_being_computed(head, self.cache.find(head), self.running)
         return any(
             request.priority < BACKGROUND_PRIORITY and self._wanted(request) > 1 + request.num_drafts
             for request in self.running
@@ -283,7 +274,7 @@ class Scheduler:
         ]
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
-        num_changes = self.table.num_cache_changes  # so far, the hits are up to date
+        num_changes = self.cache.num_changes  # so far, the hits are up to date
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
         self._prefilled = [each.request for each in prefills]
         shares = self._shares(prefills, draft.prefill_budget)
@@ -296,10 +287,10 @@ class Scheduler:
         if draft.preempted:
             return
         for request, count in ran:  # from here on no row leaves the step: its blocks may be shared
-            self.table.register_blocks(request, request.num_computed_tokens + count)
+            self.cache.name_blocks(request, request.num_computed_tokens + count)
         for each, share in zip(prefills, shares, strict=True):
             if share and each.hit is not None:
-                hit = each.hit if self.table.num_cache_changes == num_changes else self.table.find_hit(each.request)
+                hit = each.hit if self.cache.num_changes == num_changes else self.cache.find(each.request)
                 spare += share - self._enter(each.request, hit, share + spare, draft)
 
     def _shares(self, prefills: Sequence[_Prefill], budget: int) -> list[int]:
@@ -314,7 +305,7 @@ class Scheduler:
     def _prefill_budget(self, draft: _Draft, *, has_background: bool) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed, and
         for background prompts, so that a request that arrives meanwhile does not wait for a long step. With a target
-        for the step's time, by what prompt tokens were measured to take (prompt_pace.py)."""
+        for the step's time, by what prompt tokens were measured to take (prefill.py)."""
         config = self.config
         cap = config.long_prefill_token_threshold or draft.budget
         if config.target_step_s:
@@ -343,37 +334,36 @@ class Scheduler:
     def _schedule_one(self, request: Request, count: int, draft: _Draft, num_reread: int = 0) -> int:
         """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
         how many tokens it runs; 0: none, since it was preempted or ended. num_reread: see `Row`."""
-        if count > 1 and self.states is not None:
-            count = self.states.end_of_row(request, request.num_computed_tokens + count) - request.num_computed_tokens
-        blocks = self._grow(request, count, draft)
-        if blocks is None:
-            return 0
-        end = request.num_computed_tokens + count
+        cache, start = self.cache, request.num_computed_tokens
+        if count > 1:
+            count = cache.end_of_row(request, start + count) - start
+        end_of_blocks = self._end_of_blocks(request, start + count)
+        blocks = cache.grow(request, end_of_blocks)
+        if not blocks:
+            if blocks is None:
+                blocks = self._make_room(request, end_of_blocks, draft)
+                if blocks is None:
+                    return 0
+            elif self._lookahead:
+                blocks = self._grow_ahead(request, count)
+        end = start + count
         num_drafts = max(0, end - request.num_tokens - request.num_output_placeholders)
         drafts = request.draft_token_ids[:num_drafts]
         samples = end >= request.num_tokens + request.num_output_placeholders
-        held = request.held_state
-        state = None if held is None else held.steady
         is_known = not num_drafts and (request.num_output_placeholders <= 1 or not request.max_drafts)
-        if held is not None and self.states is not None and end >= held.next_use and is_known:  # else `end` is a bound
-            state = self.states.use(request, end)
+        state = None if request.held_state is None else cache.state_of_row(request, end, is_known=is_known)
         row = Row(
-            request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state,
+            request.slot, request.request_id, start, count, blocks, samples, drafts, state,
             num_drafts, num_reread,
         )  # fmt: skip
         draft.rows[request.request_id] = (request, row)
         draft.budget -= count + num_reread
         return count
 
-    def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
-        """Return new blocks for the request's tables, preempting others if necessary.
+    def _make_room(self, request: Request, end: int, draft: _Draft) -> BlockIds | None:
+        """Preempt requests until a running one has blocks up to position `end`, and return its new blocks.
         None: it was itself preempted, or ended."""
-        missing = request.num_computed_tokens + count - len(request.block_tables[0]) * self._block_size
-        if missing <= 0:
-            return self._grow_ahead(request, count) if self._lookahead else ()
-        self._drop_blocks(request)
-        need = -(-missing // self._block_size)
-        while (blocks := self.ledger.allocate(request, need)) is None:
+        while (blocks := self.cache.grow(request, end)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
                 self.fail(request, self._exhausted(request))
@@ -383,23 +373,20 @@ class Scheduler:
                 return None
         return blocks
 
+    def _end_of_blocks(self, request: Request, end: int) -> int:
+        """Return the position up to which a request needs blocks for a row that ends at `end`: a drafter also keeps
+        keys and values of the token behind it, unless the request ends there."""
+        if not self._lookahead:
+            return end
+        return max(end, min(end + 1, request.prompt_len + request.max_output_tokens - 1))
+
     def _grow_ahead(self, request: Request, count: int) -> BlockIds:
         """Return new blocks for the positions that a drafter writes to behind the tokens of a decoding request; none if
         others may need the free blocks."""
-        end = request.num_computed_tokens + count + self._lookahead
-        missing = (
-            min(end, request.prompt_len + request.max_output_tokens) - len(request.block_tables[0]) * self._block_size
-        )
-        if missing <= 0 or count > 1 + request.num_drafts or min(self.ledger.num_free) <= len(self.running):
+        if count > 1 + request.num_drafts or min(self.ledger.num_free) <= len(self.running):
             return ()
-        return self.ledger.allocate(request, self.ledger.places(missing)) or ()
-
-    def _drop_blocks(self, request: Request) -> None:
-        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
-        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
-        position = request.num_computed_tokens - request.num_output_placeholders
-        if self.ledger.has_windows and position >= request.next_drop and request.state is State.RUNNING:
-            self.ledger.drop_before(request, position)
+        end = request.num_computed_tokens + count + self._lookahead
+        return self.cache.grow(request, min(end, request.prompt_len + request.max_output_tokens)) or ()
 
     def _victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -427,7 +414,7 @@ class Scheduler:
         prefix.
         """
         found: list[_Prefill] = []
-        filled, num_beyond, num_hit_places = sum(each.wanted for each in running), 0, 0
+        filled, num_beyond, num_hit_blocks = sum(each.wanted for each in running), 0, 0
         ledger = self.ledger
         entering = (0,) * len(ledger.pools)  # blocks of the found requests, including the reserve for their outputs
         spare: dict[int, Counts] = {}  # blocks by priority: nothing here changes them
@@ -439,19 +426,18 @@ class Scheduler:
                 break
             if request.num_in_flight_tokens:
                 continue
-            if self.states is not None and not self.states.can_enter(len(found)):
+            if not self.cache.has_slot(len(found)):
                 break
-            hit = self.table.find_hit(request)
-            num_hit_places += hit.num_places
-            if found and num_hit_places > MOST_HIT_PLACES:
+            hit = self.cache.find(request)
+            num_hit_blocks += hit.num_blocks
+            if found and num_hit_blocks > MOST_HIT_BLOCKS:
                 break
-            if self.table.is_being_computed(request, hit):
+            if self.cache.is_being_computed(request, hit, self.running):
                 continue
             taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
-            least, most = (
-                plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
-            )
-            alone = plus(taken, ledger.needs_alone(request.num_tokens))
+            end = self._end_of_blocks(request, request.num_tokens)
+            least, most = (plus(taken, ledger.needs(max(end, n))) for n in (end, self._reserve.num_tokens(request)))
+            alone = plus(taken, ledger.needs_alone(end))
             if is_alone and not self.launched and not fits(alone, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
@@ -461,7 +447,7 @@ class Scheduler:
                 if found or not self._enters_on_trial(request, least):
                     break
                 most = ledger.capacity  # no other request may be admitted with it
-            wanted = request.num_tokens - hit.num_places * self.config.block_size
+            wanted = request.num_tokens - hit.num_blocks * self.config.block_size
             found.append(_Prefill(request, wanted, hit))
             entering = plus(entering, most)
             filled += wanted
@@ -480,29 +466,25 @@ class Scheduler:
         priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
         outputs count.
         """
-        if not self.running:
-            return self.ledger.num_free
-        ledger, promised = self.ledger, list(self._watermark_blocks)
+        ends = list[tuple[Request, int]]()
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            for group, (need, held) in enumerate(zip(ledger.needs(end), request.num_held_blocks, strict=True)):
-                promised[group] += max(0, need - held)
-        kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
-        return tuple([free - blocks - reserve for free, blocks, reserve in kept])
+            ends.append((request, self._end_of_blocks(request, end)))
+        return self.cache.free_beside(ends)
 
     def _enter(self, request: Request, hit: Hit, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
-        admitted just before is computing their common prefix, or took the last place for a recurrent state, or if a
+        admitted just before is computing their common prefix, or took the last slot for a recurrent state, or if a
         fixed chunk does not fit any more."""
-        start = hit.num_places * self.config.block_size
+        start = hit.num_blocks * self.config.block_size
         reread = self._num_reread if start else 0
         count = min(request.num_tokens - start, limit - reread)
         if self.config.fixed_chunk:
             count = self._chunk_length(request, start)
-        if not 0 < count <= limit - reread or self.table.is_being_computed(request, hit):
+        if not 0 < count <= limit - reread or self.cache.is_being_computed(request, hit, self.running):
             return 0
-        if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
+        if not self.ledger.can_enter(hit, self.ledger.blocks_for(self._end_of_blocks(request, start + count))):
             return 0  # a windowed group is short of blocks until its windows have moved on
         new = self.table.admit(request, hit)
         if new is None:
@@ -511,14 +493,14 @@ class Scheduler:
         count = self._schedule_one(request, count, draft, reread)
         assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count
-        self.table.register_blocks(request, end)  # the next admitted request may share these blocks
+        self.cache.name_blocks(request, end)  # the next admitted request may share these blocks
         return count + reread
 
     # The step is sealed ---------------------------------------------------------------------------------------
 
     def _commit(self, draft: _Draft) -> StepPlan:
         """Advance the counters as if the step had run, and register the blocks that it fills."""
-        requests, sampling, register_blocks = [], [], self.table.register_blocks
+        requests, sampling, name_blocks = [], [], self.cache.name_blocks
         for request, row in draft.rows.values():
             requests.append(request)
             request.num_computed_tokens += row.num_scheduled_tokens
@@ -527,9 +509,8 @@ class Scheduler:
                 sampling.append(request)
                 request.num_output_placeholders += 1 + row.num_drafts
             request.num_drafts, request.draft_token_ids = 0, ()
-            register_blocks(request, request.num_computed_tokens)
-        if self.states is not None:
-            self.states.commit()
+            name_blocks(request, request.num_computed_tokens)
+        self.cache.commit()
         self._step_id += 1
         rows = tuple([row for _, row in draft.rows.values()])
         known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
@@ -559,7 +540,7 @@ class Scheduler:
         seconds = result.timings.forward_s + result.timings.sample_s
         if self.config.target_step_s:
             self._pace.observe(_num_prompt_tokens(step.plan), seconds)
-        if self.speculation is not None and all(_is_decode(row) for row in step.plan.rows):
+        if self.speculation is not None and all(row.is_decode for row in step.plan.rows):
             self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs
 
@@ -601,7 +582,7 @@ class Scheduler:
             self.running,
             self.waiting,
             num_waiting=len(self.waiting),
-            states=None if self.states is None else self.states.pool,
+            states=None if self.cache.states is None else self.cache.states.pool,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
@@ -614,14 +595,9 @@ class Scheduler:
         """Set guesses for the next step.
         Ignored unless the request has nothing in flight, since guesses extend known tokens, and for models with
         recurrent states, whose runner knows the drafts that it has proposed itself."""
-        if request.state is State.RUNNING and not request.num_output_placeholders and self.states is None:
+        if request.state is State.RUNNING and not request.num_output_placeholders and self.cache.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
             request.num_drafts = len(request.draft_token_ids)
-
-
-def _is_decode(row: Row) -> bool:
-    """Return whether a row generates: its last known token, and drafts."""
-    return row.samples and row.num_scheduled_tokens == 1 + row.num_drafts
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:

@@ -15,7 +15,7 @@ class SchedulerConfig:
     block_size: int = 16
     long_prefill_token_threshold: int = 0  # prefill tokens per step while any request decodes; 0: no cap
     target_step_s: float = 0.0  # longest step with prompt tokens while any request decodes; 0: no limit of time
-    fixed_chunk: int = 0  # tokens of a prompt's chunks, which then end at its multiples; 0: any (fixed_chunks.py)
+    fixed_chunk: int = 0  # tokens of a prompt's chunks, which then end at its multiples; 0: any (prefill.py)
     policy: str = "fcfs"  # fcfs, priority
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True

@@ -44,7 +44,7 @@ def settle_step(
     outputs, generated = [], 0
     for request, row, row_result in zip(requests, plan.rows, result.rows, strict=True):
         if row_result.fault == "model":
-            table.forget_cached_blocks()
+            table.cache.forget_all(table.running)
         if request.state is State.FINISHED:
             continue
         if speculation is not None:
@@ -68,7 +68,8 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
     if result.error is not None:
         return table.finish_with_error(request, _error_of(table, result))
     if result.prompt_logprobs:
-        _keep_prompt_logprobs(request, row, result)
+        known = len(request.prompt_logprobs)  # positions 1 .. known are scored: after a preemption, not twice
+        request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
     done = _prompt_tokens_done(request, row) if request.reports_progress else None
     if not row.samples:
         return None if done is None else _progress(request, done)
@@ -137,13 +138,6 @@ def _accept(request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | No
         if output_len >= request.max_output_tokens:
             return kept, "length", None
     return len(token_ids), None, None
-
-
-def _keep_prompt_logprobs(request: Request, row: Row, result: RowResult) -> None:
-    """Append new prompt logprobs. After a preemption the prompt runs again;
-    known positions are not appended twice."""
-    known = len(request.prompt_logprobs)  # positions 1 .. known are scored
-    request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
 
 
 def _error_of(table: RequestTable, result: RowResult) -> LocalLLMError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from localllm.engine.ledger import Ledger
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.request import Request
 from localllm.engine.stats import SpeculationStats
 from localllm.engine.step import DraftSupport, Row, RowResult
@@ -57,7 +57,7 @@ class StepCosts:
         return self._num_steps > 0 and _bucket(tokens) not in self._fresh()
 
     def ratio(self, tokens: int, base: int) -> float:
-        """Return the seconds of a step of `tokens` as a multiple of those of one of `base` tokens."""
+        """Return the seconds of a step of `tokens` tokens, as a multiple of the seconds of a step of `base` tokens."""
         return self._seconds(tokens) / self._seconds(base)
 
     def _seconds(self, tokens: int) -> float:
@@ -129,7 +129,7 @@ class Speculation:
         """
         if not (self.most and decoding):
             return
-        ready = [_num_ready(request, self.most) for request in decoding]
+        ready = [self._num_ready(request) for request in decoding]
         limit = min(budget, self.support.step_tokens)
         width, reason = 0, ""
         if has_prompts:
@@ -141,13 +141,27 @@ class Speculation:
         else:
             width = self.width(decoding, ready, limit)
             reason = "" if width else "cost"
-        if width and not _has_blocks(decoding, ready, width, ledger):
+        ahead = 1 if self.support.lookahead else 0  # a drafter keeps keys and values of the newest token, too
+        if width and not _has_blocks(decoding, ready, width, ledger, ahead):
             width, reason = 0, "memory"
         for request, drafts in zip(decoding, ready, strict=True):
             request.num_drafts = min(width, drafts)
         self._last_width, self._last_reason = width, reason
         if reason:
             self._off_steps[reason] += 1
+
+    def _num_ready(self, request: Request) -> int:
+        """Return the drafts that a request may have in the step being planned.
+
+        If launched steps are not settled, their result says how many drafts there are; the runner then verifies those
+        that it has. A lookup may then have found any number. A drafter has as many as behind the last settled step.
+        Without drafts after that step, none are expected.
+        """
+        room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders - 1
+        if request.num_wanted_tokens != 1 or request.waits_for_tokens or not request.num_proposed:
+            return 0
+        is_open = request.num_output_placeholders and not self.support.lookahead
+        return max(0, min(self.most if is_open else request.num_proposed, request.max_drafts, room))
 
     def width(self, decoding: Sequence[Request], ready: Sequence[int], limit: int) -> int:
         """Return the number of drafts per row from which the most tokens per second are expected; 0: none.
@@ -204,27 +218,15 @@ class Speculation:
 
 def _had_drafts_lately(request: Request) -> bool:
     """Return whether a request may have drafts, and had some, or began, within its last LOOK_BACK tokens."""
-    place = request.num_output_tokens + request.num_output_placeholders
-    return request.max_drafts > 0 and place - request.last_proposed <= LOOK_BACK
+    position = request.num_output_tokens + request.num_output_placeholders
+    return request.max_drafts > 0 and position - request.last_proposed <= LOOK_BACK
 
 
-def _num_ready(request: Request, most: int) -> int:
-    """Return the drafts that a request may have in the step being planned.
-
-    If launched steps are not settled, their result says how many drafts there are; the runner then verifies those that
-    it has. Without drafts after the last settled step, none are expected.
-    """
-    room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders - 1
-    if request.num_wanted_tokens != 1 or request.waits_for_tokens or not request.num_proposed:
-        return 0
-    ready = most if request.num_output_placeholders else request.num_proposed
-    return max(0, min(ready, request.max_drafts, room))
-
-
-def _has_blocks(decoding: Sequence[Request], ready: Sequence[int], width: int, ledger: Ledger) -> bool:
-    """Return whether all rows fit into free blocks, so that no request is preempted for the drafts of another."""
-    places = 0
+def _has_blocks(decoding: Sequence[Request], ready: Sequence[int], width: int, ledger: Ledger, ahead: int = 0) -> bool:
+    """Return whether all rows fit into free blocks, so that no request is preempted for the drafts of another.
+    ahead: positions behind a row that have blocks, too."""
+    needed = 0
     for request, drafts in zip(decoding, ready, strict=True):
-        end = request.num_computed_tokens + 1 + min(width, drafts)
-        places += max(0, ledger.places(end) - request.num_places)
-    return places <= min(ledger.num_free)
+        end = request.num_computed_tokens + 1 + min(width, drafts) + ahead
+        needed += max(0, ledger.blocks_for(end) - request.num_blocks)
+    return needed <= min(ledger.num_free)

@@ -55,14 +55,14 @@ class NewSlot:
 
 
 class StateUse(NamedTuple):
-    """The places of recurrent states that a row reads and writes (engine/state_pool.py).
+    """The slots of recurrent states that a row reads and writes (engine/memory/state_pool.py).
 
-    No two rows of a step write the same place, and no row reads a place that another row of the step writes.
+    No two rows of a step write the same slot, and no row reads a slot that another row of the step writes.
     """
 
     read: int  # state before the row's first token; -1: zeros
-    write: int  # place of the state after the row's last token: the request's own
-    save: int = 0  # a second place for the same state; 0: none
+    write: int  # slot of the state after the row's last token: the request's own
+    save: int = 0  # a second slot for the same state; 0: none
 
 
 class Row(NamedTuple):
@@ -83,8 +83,13 @@ class Row(NamedTuple):
     samples: bool  # False: a prefill chunk that stops short of the last known token
     draft_token_ids: tuple[int, ...] = ()  # drafts made by the host; (): those that the runner has proposed
     state: StateUse | None = None  # None: a model without recurrent states
-    num_drafts: int = 0  # the last so many of the n positions hold drafts
-    num_reread: int = 0  # so many positions before C run again for a drafter that reads their features; KV stays
+    num_drafts: int = 0  # number of drafts, which are the last of the n positions
+    num_reread: int = 0  # cached positions before C to run again, since a drafter needs their features; KV is kept
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the row generates: its last known token, and drafts. A prompt's last token may be one, too."""
+        return self.samples and self.num_scheduled_tokens == 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +253,7 @@ class DraftSupport(NamedTuple):
     widths: tuple[int, ...] = ()  # drafts of each row to which a step is padded, ascending; (): it is not padded
 
     def padded_tokens(self, num_rows: int, drafts: int) -> int:
-        """Return the tokens of a step with so many drafts of each row, padding included."""
+        """Return the tokens of a step whose rows have `drafts` drafts each, padding included."""
         return num_rows * (1 + next((width for width in self.widths if width >= drafts), drafts))
 
 

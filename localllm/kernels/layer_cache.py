@@ -8,7 +8,7 @@ Does not know: requests, who owns a block or a place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -97,6 +97,28 @@ class HostRow(NamedTuple):
                 places[place] = state
 
 
+class DraftedInputs:
+    """The projections of a step with drafts, of all recurrent layers. A state cannot be cut back to the last right draft,
+    so such a step writes no state; when the right drafts are known, the recurrences alone run over their projections
+    again. Buffers stay where they are, since recorded steps write to them."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._kept: dict[int, tuple[Recurrence, LayerState, Tensor]] = {}
+
+    def keep(self, recurrence: Recurrence, state: LayerState, projected: Tensor) -> None:
+        """Keep what a layer has projected, [T, width]."""
+        if id(state.conv) not in self._kept:
+            buffer = projected.new_zeros(self._most_tokens, projected.shape[1])
+            self._kept[id(state.conv)] = recurrence, state, buffer
+        self._kept[id(state.conv)][2][: len(projected)].copy_(projected)
+
+    def advance(self, tokens: Tensor, step: StateStep) -> None:
+        """Let the states come after some of the kept tokens. tokens [T] int64: which, row after row as `step` says."""
+        for recurrence, state, buffer in self._kept.values():
+            recurrence(buffer.index_select(0, tokens), state, step)
+
+
 class StateStep(NamedTuple):
     """The rows of a step as the recurrent kernels read them; all layers share it. B: rows.
 
@@ -115,9 +137,14 @@ class StateStep(NamedTuple):
     write_host: tuple[int, ...]
     save_host: tuple[int, ...]
     num_decodes: int  # the first num_decodes rows have one token each; says nothing about what they read
+    drafted: DraftedInputs | None = None  # of a step with drafts, which writes no state
 
     def host_rows(self) -> Iterator[HostRow]:
         first = 0
         for length, *places in zip(self.query_lens, self.read_host, self.write_host, self.save_host, strict=True):
             yield HostRow(first, first + length, *places)
             first += length
+
+
+Recurrence = Callable[[Tensor, LayerState, StateStep], Tensor]
+"""The part of a recurrent layer behind its projection [T, width]: it reads and writes the states of the step's rows."""

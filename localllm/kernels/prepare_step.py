@@ -9,13 +9,14 @@ captured graph can replay the kernel, since what changes from step to step is in
 
 The buffer, int32:
 
-    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | drafts x R | state x 3R |
-    update x U
+    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | drafts x R | reread x R |
+    state x 3R | update x U
 
 R and the number of tokens are those of the `StepInputs` to fill, including padding. A padding row has slot -1: its
 context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding. An update is four
-numbers: a group, a slot, a place in its block table, and the block. The places of recurrent states that a row reads,
-writes and saves to are copied by `state_fields`.
+numbers: a group, a slot, a place in its block table, and the block. The first `reread` tokens of a row have K and V
+already, which stay: theirs have cache slot -1. The places of recurrent states that a row reads, writes and saves to are
+copied by `state_fields`.
 
 `drafts` is -1 where the host knows where a row begins: at `computed`. Otherwise drafts of the request were in flight
 when the step was planned, so the row begins at the last token that the device knows, and runs as many of its `drafts`
@@ -37,8 +38,8 @@ from localllm.kernels.paged_attention.device import SPLIT_ROWS, WorkLists
 from localllm.kernels.paged_attention.kernels import split_rows
 
 HEADER = 2
-ROW_FIELDS = 10
-STATE_FIELDS = 7  # first of the three fields of recurrent states: read, write, save
+ROW_FIELDS = 11
+STATE_FIELDS = 8  # first of the three fields of recurrent states: read, write, save
 UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
 UPDATES = 512  # updates that a program reads at once
@@ -115,16 +116,17 @@ def state_fields(staged: Tensor, num_rows: int) -> Tensor:
 
 def prepare_step(
     staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int,
-    work: WorkLists | None = None,
+    work: WorkLists | None = None, ahead: int = 0,
 ) -> None:  # fmt: skip
     """Apply the buffer's block-table updates, then fill `inputs`. Drafts of rows without any become invalid. The
     kernel also sets the counters of split products (fused_epilogue.py) to zero.
 
     staged [>= staged_size] int32; block_tables [G, slots, W] int32, changed by the updates. max_query_len: upper bound
-    of a row's tokens in this step. work: lists of the decode rows' attention, which the kernel fills as well.
+    of a row's tokens in this step. work: lists of the decode rows' attention, which the kernel fills as well. ahead:
+    positions behind each row's context whose blocks are in `inputs`, too.
     """
     if not runs_triton(staged, "steps"):
-        prepare_step_reference(staged, slots, block_tables, inputs, block_size)
+        prepare_step_reference(staged, slots, block_tables, inputs, block_size, ahead)
         return
     rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids
     chunks = cdiv(max(max_query_len, 1), CHUNK)
@@ -134,7 +136,7 @@ def prepare_step(
         staged, token_ids, slots.known, slots.valid, block_tables, *_outputs(inputs), rows, tokens, inputs.num_draws,
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
         inputs.block_tables.stride(1), inputs.slot_mapping.stride(0), None if work is None else work.buffer,
-        0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0), counters,
+        0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0), counters, ahead,
         GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
         UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, SPLIT_ROWS=SPLIT_ROWS,
         SPLITTINGS=tuple(map(tuple, splittings)), COUNTERS=0 if counters is None else len(counters),
@@ -143,13 +145,13 @@ def prepare_step(
 
 
 def prepare_step_reference(
-    staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int
+    staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int, ahead: int = 0
 ) -> None:
     """The definition in plain torch."""
     rows, tokens, draws = len(inputs.context_lens), len(inputs.token_ids), inputs.num_draws
     num_updates, used = staged[:HEADER].tolist()
     fields = staged[HEADER : HEADER + ROW_FIELDS * rows].view(ROW_FIELDS, rows).long()
-    slot, computed, scheduled, start, samples, adapter, drafts = fields[:STATE_FIELDS]
+    slot, computed, scheduled, start, samples, adapter, drafts, reread = fields[:STATE_FIELDS]
     updates = staged[HEADER + ROW_FIELDS * rows :][: UPDATE_FIELDS * num_updates].view(-1, UPDATE_FIELDS).long()
     block_tables[updates[:, 0], updates[:, 1], updates[:, 2]] = updates[:, 3].int()
 
@@ -174,7 +176,8 @@ def prepare_step_reference(
         tensor.fill_(-1)
     inputs.token_ids[places] = slots.token_ids[owners, positions].long()
     inputs.positions[places] = positions
-    inputs.slot_mapping[:, places] = blocks * block_size + positions % block_size
+    is_new = places - start[row_of_token] >= reread[row_of_token]
+    inputs.slot_mapping[:, places] = torch.where(is_new, blocks * block_size + positions % block_size, -1)
     inputs.adapters[places] = adapter[row_of_token].int()
 
     inputs.context_lens.copy_(context)
@@ -184,7 +187,7 @@ def prepare_step_reference(
     existing, place = (scheduled if draws > 1 else torch.ones_like(scheduled))[:, None], count(draws)
     inputs.slots.copy_(torch.where((samples > 0)[:, None] & (place < existing), slot[:, None], -1).flatten())
     inputs.lengths.copy_((context[:, None] - existing + 1 + place).flatten())
-    held = count(block_tables.shape[2]) < -(-context // block_size)[:, None]
+    held = count(block_tables.shape[2]) < -(-torch.where(real, context + ahead, 0) // block_size)[:, None]
     inputs.block_tables.copy_(torch.where(held, block_tables[:, slot.clamp(min=0)], 0))
 
 
@@ -258,12 +261,12 @@ def _fill_work_list(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "draws", "num_decodes", "work_stride"])
+@triton.jit(do_not_specialize=["rows", "tokens", "draws", "num_decodes", "work_stride", "ahead"])
 def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
     block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, draws,
     tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
-    slot_mapping_stride, work_ptr, num_decodes, work_stride, counters_ptr, GROUPS: tl.constexpr,
+    slot_mapping_stride, work_ptr, num_decodes, work_stride, counters_ptr, ahead, GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr,
     CHUNK: tl.constexpr, UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr, SPLITTINGS: tl.constexpr,
     COUNTERS: tl.constexpr, PDL: tl.constexpr,
@@ -316,6 +319,7 @@ def _prepare_rows_kernel(
     samples = tl.load(fields + 4 * rows + row)
     adapter = tl.load(fields + 5 * rows + row)
     drafts = tl.load(fields + 6 * rows + row)
+    reread = tl.load(fields + 7 * rows + row)
     owner = tl.maximum(slot, 0)
     _update_tables(updates, num_updates, owner, tables_ptr, tables_group_stride, tables_stride, UPDATE_FIELDS, UPDATES)
     if chunk == 0:
@@ -326,7 +330,7 @@ def _prepare_rows_kernel(
         is_drawn = (lane < existing) & (samples > 0)
         tl.store(slots_ptr + row * draws + lane, tl.where(is_drawn, slot, -1), mask=lane < draws)
         tl.store(lengths_ptr + row * draws + lane, (context - existing + 1 + lane).to(tl.int64), mask=lane < draws)
-        num_blocks = tl.cdiv(context, BLOCK_SIZE)
+        num_blocks = tl.minimum(tl.cdiv(tl.where(slot >= 0, context + ahead, 0), BLOCK_SIZE), block_tables_stride)
         for group in range(GROUPS):
             source = tables_ptr + group * tables_group_stride + owner * tables_stride
             target = block_tables_ptr + group * block_tables_group_stride + row.to(tl.int64) * block_tables_stride
@@ -342,7 +346,7 @@ def _prepare_rows_kernel(
     for group in range(GROUPS):
         table = tables_ptr + group * tables_group_stride + owner * tables_stride
         block = tl.load(table + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-        where = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        where = tl.where(known & (offset >= reread), block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(slot_mapping_ptr + group * slot_mapping_stride + start + offset, where, mask=inside)
     tl.store(token_ids_ptr + start + offset, token.to(tl.int64), mask=inside)
     tl.store(positions_ptr + start + offset, tl.where(known, position, 0).to(tl.int64), mask=inside)

@@ -114,7 +114,7 @@ class FaultLog:
         """Log the line, and write the traceback to the file."""
         at = traceback.extract_tb(error.__traceback__)
         has_file = self._file is not None
-        place = f"{_short(at[-1].filename)}:{at[-1].lineno}" if at else "-"
+        place = f"{'/'.join(Path(at[-1].filename).parts[-3:])}:{at[-1].lineno}" if at else "-"
         said = " ".join(str(error).split())[:_LONGEST]
         what = f"{type(error).__name__}: {said}" if said else type(error).__name__
         self._write("".join(traceback.format_exception(error)), f"{where}: {what}")
@@ -238,10 +238,6 @@ class FaultLog:
     def _has_room(self) -> bool:
         assert self._file is not None
         return os.fstat(self._file.fileno()).st_size < FILE_BYTES
-
-
-def _short(path: str) -> str:
-    return "/".join(Path(path).parts[-3:])
 
 
 def _now() -> str:

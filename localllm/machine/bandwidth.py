@@ -48,7 +48,9 @@ class Measured(NamedTuple):
 def memory_bandwidth(hardware: Hardware) -> float | None:
     """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms; None: it cannot be measured here.
     A measurement that was disturbed is kept as a lower bound, and repeated by the first call a minute later."""
-    path, machine = cache_folder() / FILE, _machine(hardware)
+    path = cache_folder() / FILE
+    # Another processor or another number of cores is measured anew.
+    machine = {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
     kept = _read(path, machine)
     if kept is not None and not (kept.is_disturbed and _is_old(path)):
         return kept.bytes_per_s
@@ -152,11 +154,6 @@ def _libc() -> Any:
     except (OSError, AttributeError):
         return None
     return libc
-
-
-def _machine(hardware: Hardware) -> dict[str, Any]:
-    """Return what the measurement depends on: another processor or another number of cores is measured anew."""
-    return {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
 
 
 def _read(path: Path, machine: dict[str, Any]) -> Measured | None:

@@ -79,7 +79,7 @@ def _link(nvml: Any, handles: Sequence[Any], index: int, peer: int) -> Link:
 
 
 def _count_nvlinks(nvml: Any, here: Any, there: Any) -> int:
-    """Count the NVLinks between two GPUs: those that end at the other one, or those of both that end at a switch."""
+    """Count the NVLinks between two GPUs: direct ones, or the links that both have to an NVSwitch."""
     address = _ask(nvml, lambda: _pci_address(nvml.nvmlDeviceGetPciInfo(there).busId))
     ends = _nvlink_ends(nvml, here)
     return ends[address or ""] or min(ends["switch"], _nvlink_ends(nvml, there)["switch"])

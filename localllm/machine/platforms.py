@@ -2,19 +2,25 @@
 and what is promised on each.
 
 Linux is tested in full. macOS and Windows are supported on the CPU; what they lack has a replacement here.
+WSL2, a Linux inside Windows, and folders that are Windows' own are detected here, too.
 Does not know: hardware, folders (files/folders.py), what is served.
 """
 
 from __future__ import annotations
 
-import asyncio
 import platform
+import re
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import asyncio
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,6 +62,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:
+        import asyncio
+
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
@@ -67,7 +75,9 @@ def handled_signals(handler: Callable[[], None]) -> Iterator[None]:
 
     Windows' event loops have no `add_signal_handler`; there Python's own handler passes the signal to the loop.
     """
-    loop = asyncio.get_running_loop()
+    from asyncio import get_running_loop
+
+    loop = get_running_loop()
     with ExitStack() as undo:
         for number in SIGNALS:
             undo.callback(signal.signal, number, signal.getsignal(number))  # a loop leaves Python's own handler
@@ -111,3 +121,21 @@ def most_open_files() -> int | None:
         return None
     soft: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+VERSION = Path("/proc/version")
+_DRIVE = re.compile(r"/mnt/[a-z](/|$)")
+
+
+def is_wsl(version: Path = VERSION) -> bool:
+    """Return whether the kernel is the one that Microsoft builds for WSL2."""
+    try:
+        text = version.read_text(errors="replace").lower()
+    except OSError:
+        return False
+    return "microsoft" in text or "wsl2" in text
+
+
+def is_on_windows_drive(path: Path) -> bool:
+    """Return whether a path is on a drive of Windows, which WSL reads over a network protocol."""
+    return bool(_DRIVE.match(str(path.expanduser().absolute())))

@@ -1,6 +1,12 @@
-"""The life of a child process, and the processors that it runs on.
+"""Processes of localllm: their compute threads and processors, the life of a child, and a restart in place.
 
-Does not know: what the process does.
+libgomp reads the environment variables of compute threads once, when torch loads it. So they are set before torch is
+imported, on the command line and in the offline API. Values that the user has set stay.
+
+A process may restart itself only if no other program expects it to start differently. A service of systemd may not:
+systemd's watchdog is already counting, and would end the new server while it loads a large model. Neither may a process
+on Windows, where a process cannot be replaced.
+Does not know: torch, what a process does, who asks.
 """
 
 from __future__ import annotations
@@ -9,8 +15,9 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import NoReturn
 
 from localllm.machine.hardware import count_cores
 
@@ -51,8 +58,53 @@ def cores_of_node(node: int, nodes: Path = NODES) -> set[int]:
 def threads_per_process(processes: int, environ: Mapping[str, str]) -> str:
     """Return OMP_NUM_THREADS for each of several processes that compute at the same time on this machine.
 
-    A number that the user has set stays. That of this process alone (threads.py) is divided.
+    A number that the user has set stays. The number of this process alone is divided.
     """
     cores = count_cores()
     set_by_user = environ.get("OMP_NUM_THREADS", "")
     return set_by_user if set_by_user not in ("", str(cores)) else str(max(1, cores // processes))
+
+
+SPIN_COUNT = "10000"
+
+
+def set_thread_environment(environ: MutableMapping[str, str] | None = None) -> None:
+    """Set one thread per physical core that this process may use, and let waiting threads spin for microseconds only.
+
+    By default, a libgomp thread that has finished its share spins for milliseconds. On a machine with other work, such
+    as a browser, the spinning thread occupies the core that the last share still needs: a small matrix-vector product
+    becomes four times slower. Sleeping at once (OMP_WAIT_POLICY=passive) costs a wake-up per operation, a quarter of a
+    decode step. A short spin bridges the gap between two operations.
+    """
+    environ = os.environ if environ is None else environ
+    environ.setdefault("OMP_NUM_THREADS", str(count_cores()))
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+RESTARTED = "LOCALLLM_RESTARTED"
+"""Environment variable of a process that was restarted; `was_restarted` removes it."""
+MOST_FILES = 65_536
+
+
+def can_restart() -> bool:
+    """Return whether this process is the command `localllm` on a Unix, and not a service of systemd."""
+    is_ours = Path(sys.argv[0]).stem in ("localllm", "__main__") and bool(sys.executable)
+    return os.name == "posix" and is_ours and "NOTIFY_SOCKET" not in os.environ
+
+
+def was_restarted() -> bool:
+    """Return whether this process replaced one that restarted. The first call takes the mark from the environment."""
+    return bool(os.environ.pop(RESTARTED, ""))
+
+
+def restart(environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process. Call it when everything is stopped; `environ` is the environment it was started with.
+
+    All files but the standard streams are closed first: a library may have opened a device without the mark that
+    closes it here, and the memory of a GPU is free only once the device is closed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.closerange(3, MOST_FILES)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, RESTARTED: "1"})

@@ -58,7 +58,8 @@ def announced(url: str, model: str, certificate: str = "", owner_secret: str = "
 def running_servers() -> list[RunningServer]:
     """Return this user's running servers, the newest first."""
     found = [_read(path) for folder in _folders() for path in folder.glob("localllm-*.json")]
-    running = [server for server in found if server is not None and _runs(server)]
+    here = [server for server in found if server is not None and server.host == socket.gethostname()]
+    running = [server for server in here if is_running(server.pid, server.began)]
     return sorted(running, key=lambda server: server.began, reverse=True)
 
 
@@ -132,10 +133,6 @@ def began(pid: int) -> float:
     if state in "ZX":
         raise psutil.ZombieProcess(pid)
     return float(rest[18])
-
-
-def _runs(server: RunningServer) -> bool:
-    return server.host == socket.gethostname() and is_running(server.pid, server.began)
 
 
 def _read(path: Path) -> RunningServer | None:

@@ -4,7 +4,7 @@
     NOTIFY_SOCKET             where to send READY=1, STATUS=..., STOPPING=1 and WATCHDOG=1 (sd_notify(3))
     WATCHDOG_USEC             systemd restarts the service if no WATCHDOG=1 arrives for that long
 
-Without these variables every function here does nothing. Does not know: units (cli/unit.py), what a server does.
+Without these variables every function here does nothing. Does not know: units (setup/units.py), what a server does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from localllm.errors import ConfigError
-from localllm.machine.wsl import is_wsl
+from localllm.machine.platforms import is_wsl
 
 FIRST_FD = 3
 """The first passed file descriptor (SD_LISTEN_FDS_START)."""

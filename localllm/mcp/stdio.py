@@ -145,7 +145,10 @@ class StdioTransport:
                 while line := await process.stdout.readline():
                     budget.spend(len(line))
                     if line.strip():
-                        await incoming.send(await _parsed(line))
+                        is_long = len(line) >= LONG_LINE_BYTES
+                        await incoming.send(
+                            await anyio.to_thread.run_sync(_message, line) if is_long else _message(line)
+                        )
                 self.ends = True
                 self.failure = await _how_it_ended(process)
             except ValueError:  # of asyncio, about the length of a line
@@ -169,10 +172,6 @@ class StdioTransport:
                 begun = b""
         if begun:
             self._tail.add(begun[: 4 * TAIL_CHARS])
-
-
-async def _parsed(line: bytes) -> SessionMessage | Exception:
-    return _message(line) if len(line) < LONG_LINE_BYTES else await anyio.to_thread.run_sync(_message, line)
 
 
 def _message(line: bytes) -> SessionMessage | Exception:

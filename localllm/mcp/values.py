@@ -1,5 +1,8 @@
 """The plain values of this room: a tool, the list of a server's tools, the result of a call, and the errors.
 
+The model reads text only, so other content of a result is named with its size. The model calls a tool by its name,
+with the server's name in front where two collide. Models and APIs allow letters, digits, hyphens and underscores, at
+most 64; other characters become underscores.
 Does not know: the protocol.
 """
 
@@ -7,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from localllm.errors import LocalLLMError, RequestError
+from localllm.units import format_bytes, format_count
 
 
 class ToolServerFailed(LocalLLMError):
@@ -75,3 +81,74 @@ class Outcome:
 
     text: str
     fails: Literal["", "tool", "call"] = ""  # "tool": the tool reports an error; "call": the call itself failed
+
+
+MIN_RESULT_CHARS, MAX_RESULT_CHARS = 2_000, 64_000
+
+_CUT = re.compile(r"\n\[cut: the result has ([\d,]+) characters, [\d,]+ are given\]$")
+
+
+def limit_for(context_tokens: int) -> int:
+    """Return the most characters of one result for a model: about half of its context."""
+    return min(MAX_RESULT_CHARS, max(MIN_RESULT_CHARS, 2 * context_tokens))
+
+
+def text_of(content: Sequence[Any], structured: Any = None) -> str:
+    """Return the blocks of a result, each as text. `structured` is used where there are none."""
+    if not content and structured is not None:
+        return json.dumps(structured, indent=1, ensure_ascii=False)
+    return "\n\n".join(_text(block) for block in content)
+
+
+def bounded(text: str, limit: int) -> str:
+    """Return the text; a long one is cut, and its last line says so. A text that was cut before may be cut again."""
+    if len(text) <= limit:
+        return text
+    before = _CUT.search(text)
+    whole = before[1] if before else format_count(len(text))
+    return f"{text[:limit]}\n[cut: the result has {whole} characters, {format_count(limit)} are given]"
+
+
+def _text(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type in ("image", "audio"):
+        return f"[{block.type}, {_size(block.data)}, not shown to the model]"
+    if block.type == "resource_link":
+        return f"[link to {block.name}: {block.uri}]"
+    resource = block.resource
+    if isinstance(getattr(resource, "text", None), str):
+        return f"{resource.uri}:\n{resource.text}"
+    return f"[file {resource.uri}, {_size(resource.blob)}, not shown to the model]"
+
+
+def _size(base64: str) -> str:
+    return format_bytes(len(base64) * 3 // 4)
+
+
+MAX_NAME_CHARS = 64
+
+
+def function_names(tools: Iterable[ServerTool], taken: Collection[str] = ()) -> dict[str, ServerTool]:
+    """Return the tools by the name that the model uses. `taken`: names of other functions that it is offered."""
+    tools = list(tools)
+    plain = Counter(_allowed(tool.name) for tool in tools)
+    found: dict[str, ServerTool] = {}
+    for tool in tools:
+        name = _allowed(tool.name)
+        if plain[name] > 1 or name in taken:
+            name = _allowed(f"{tool.server}_{name}")
+        found[_free(name, found.keys() | set(taken))] = tool
+    return found
+
+
+def _allowed(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:MAX_NAME_CHARS] or "_"
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name[: MAX_NAME_CHARS - 4]}_{number}"
+    return free

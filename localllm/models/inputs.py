@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_cache import LayerCache
+from localllm.kernels.layer_cache import DraftedInputs, LayerCache
 from localllm.kernels.paged_attention import WorkLists
 
 
@@ -42,6 +42,7 @@ class StateInputs(NamedTuple):
     read_host: tuple[int, ...]  # [B] the same on the host, for a CPU,
     write_host: tuple[int, ...]  # not for kernels on a device: a replayed graph keeps the recorded values
     save_host: tuple[int, ...]
+    drafted: DraftedInputs | None = None  # of a step with drafts, which writes no state
 
 
 @dataclass(frozen=True, slots=True)

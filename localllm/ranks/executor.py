@@ -137,9 +137,12 @@ class RankExecutor:
         then has as many blocks as the rank with the least memory can hold. Raises `DoesNotFit`, `RanksLost`."""
         self._supervisor.watches_beats = False  # kernels are compiled, graphs captured
         try:
-            plan, opened = self._open_runners(config, plan, hardware, _text_of(report))
+            plan, opened = self._open_runners(
+                config, plan, hardware, lambda rank, told: report(told.text) if rank == 0 else None
+            )
         except LocalLLMError:
-            self._close_runners()
+            with contextlib.suppress(RanksLost):
+                self._links.call(Kind.CLOSE_RUNNER, None, type(None), QUIET_S)
             raise
         finally:
             self._supervisor.watches_beats = True
@@ -184,10 +187,6 @@ class RankExecutor:
             if each.weights_bytes is not None
         ]
         return replan(self._spec, config, plan, hardware, memory) if memory else plan
-
-    def _close_runners(self) -> None:
-        with contextlib.suppress(RanksLost):
-            self._links.call(Kind.CLOSE_RUNNER, None, type(None), QUIET_S)
 
     def move_to_host(self) -> None:
         self._links.call(Kind.SLEEP, None, type(None), QUIET_S)
@@ -260,8 +259,3 @@ def _sum_of(progress: Progress, size: int) -> OnReport:
             progress(sum(loaded), sum(totals))
 
     return add
-
-
-def _text_of(report: ReportDetail) -> OnReport:
-    """Return a callback that passes on the texts of the first rank: all do the same."""
-    return lambda rank, told: report(told.text) if rank == 0 else None

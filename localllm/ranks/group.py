@@ -7,19 +7,23 @@ Does not know: which layers ask for a collective, processes.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from localllm.ranks.listeners import closed_to_others
 from localllm.ranks.messages import Connect
 
 MOST_SENDS = 2
@@ -36,7 +40,7 @@ class ProcessGroup:
     """
 
     def __init__(self, group: Any, ids: Any, size: int, index: int) -> None:
-        """ids: a second group of the same shards, whose collectives do not queue behind those of the first."""
+        """ids: a second group of the same shards, whose collectives do not queue behind the first one's."""
         self.size, self.index = size, index
         self._group, self._ids = group, ids
         self.is_deterministic = False
@@ -206,3 +210,41 @@ def _padded(x: Tensor, size: int) -> Tensor:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+_SO_ATTACH_FILTER = 26
+_DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+"""A filter of one instruction: accept 0 bytes of each packet, so the kernel drops it."""
+
+
+@contextmanager
+def closed_to_others() -> Iterator[None]:
+    """Let the block open listening sockets and connect to them; at its end nobody can connect to them any more.
+    Connections that exist are kept.
+
+    gloo accepts a connection of anybody and keeps it for ever, so another user of this machine could use up the open
+    files of a rank. Once the ranks are connected nobody has to connect any more. The library goes on owning its
+    sockets: a closed one would end its event loop. Linux only; elsewhere nothing is changed.
+    """
+    before = set(_listening())
+    yield
+    for inode, fd in _listening().items():
+        if inode not in before:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_DROP)))
+
+
+def _listening() -> dict[str, int]:
+    """Return a descriptor of each listening TCP socket of this process, by the name of the socket."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                name = os.readlink(path)
+                if not name.startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(path.name))) as each:
+                    is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+                    if is_tcp and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[name] = int(path.name)
+    return found

@@ -63,7 +63,7 @@ class TorchShare:
         return Loaded(*self._sizes(), unused, None if slots is None else slots.max_loras)
 
     def _sizes(self) -> tuple[int, float]:
-        """Return the bytes of the weights without tables, and those of the tables per token."""
+        """Return the bytes of the weights without tables, and the bytes of the tables per token."""
         short, long = (self._executor.resident_bytes("", "", length, None) for length in PROBES)
         per_token = (long - short) / (PROBES[1] - PROBES[0])
         return round(short - per_token * PROBES[0]), per_token

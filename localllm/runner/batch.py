@@ -402,8 +402,6 @@ class SlotState:
         slots, context = rows.slots, rows.context
         known, given = self._num_tokens[slots], context - rows.drafts
         assert len(np.unique(slots)) == len(slots), "a slot twice in one step"
-        if self._num_places:
-            assert not rows.drafts.any() or not self._accepts_on_device, "a state on a device cannot take back a draft"
         assert self._accepts_on_device or (rows.drafts <= self._num_ready[slots]).all(), "a draft that does not exist"
         assert (context > rows.computed).all(), "a row without tokens"
         assert (given <= known).all(), "a position is scheduled before its token exists"
@@ -502,7 +500,7 @@ class HostInputs:
         return slots_of_groups
 
     def _writes(self, rows: StepRows, slot_of_token: Ints, positions: Ints) -> Ints:
-        """Return [G, T] int64: where the step's K and V go. Those of tokens that have theirs already go to the null
+        """Return [G, T] int64: where the step's K and V go. Tokens that have their K and V already go to the null
         block, which nothing reads."""
         places = self._kv_slots(slot_of_token, positions)
         if rows.reread is not None:

@@ -8,9 +8,12 @@ Does not know: how drafts are accepted (kernels/accept_drafts.py), graphs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +25,8 @@ from localllm.runner.batch import Ints
 from localllm.runner.host_drafts import Proposal
 from localllm.runner.staging import StepShape
 from localllm.runner.upload import to_host
+
+log = logging.getLogger(__name__)
 
 DRAFT_WIDTHS = (3, 7, 15)
 """Drafts of each row of a step, between which steps are padded: 4, 8 or 16 tokens a row."""
@@ -79,6 +84,11 @@ class LookupOnDevice:
         self._most_on_host = [0] * len(tokens.known)
         self._matches = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
+    @property
+    def most(self) -> Tensor:
+        """[slots] int32: how many drafts each slot may have."""
+        return self._most
+
     def enter(self, new: NewSlot) -> None:
         """Set how many drafts a slot may have. Drafts of its last request are invalid from its first step on."""
         if self._most_on_host[new.slot] != new.max_drafts:
@@ -100,4 +110,12 @@ class DeviceProposals:
 
     def items(self) -> Iterable[tuple[int, Proposal]]:
         found = self._proposed.numpy()
+        if (found[:, 0] < 0).any():
+            warn_once("a drafter's logits are not numbers (NaN or infinity): it drafts nothing for such rows")
+            np.maximum(found[:, 0], 0, out=found[:, 0])
         return [(row, Proposal(tuple(found[at, 1 : 1 + found[at, 0]].tolist()), False)) for row, at in self._rows]
+
+
+@cache
+def warn_once(why: str) -> None:
+    log.warning(why)

@@ -27,9 +27,11 @@ from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
 from localllm.kernels.sampling.draw import Record
 from localllm.kernels.sampling.logprobs import ROOMS
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
 from localllm.runner.batch import Ints, StepBatch, embeds_on
+from localllm.runner.device_drafter import DrafterOnDevice
 from localllm.runner.device_drafts import (
     DRAFT_WIDTHS,
     DeviceProposals,
@@ -39,6 +41,7 @@ from localllm.runner.device_drafts import (
     fitting_width,
     narrowed,
 )
+from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, Part, StepGraphs
 from localllm.runner.host_steps import Drawn, Forward
@@ -52,7 +55,7 @@ from localllm.runner.upload import to_device, warm_pinned
 QUIET_S = 0.05  # seconds without a step before idle time is used
 SIZES_END = 1024  # all steps of at least this many tokens use the same kernels
 PAUSE_S = 0.001  # seconds that an arriving request may have to wait
-FORWARD = "forward"
+FORWARD, DRAFT = "forward", "draft"
 FEATURE_SETS = (
     SamplingFeatures(),
     SamplingFeatures(filters=True),
@@ -66,10 +69,10 @@ class DeviceSteps:
     def __init__(
         self, model: CausalModel, layers: Sequence[LayerCache | None], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
-        is_alone: bool = True, draws: bool = True, most_draws: int = 0,
+        is_alone: bool = True, draws: bool = True, most_draws: int = 0, drafter: OpenDrafter | None = None,
     ) -> None:  # fmt: skip
         """is_alone: False if other ranks record with this one. draws: False if another rank samples. most_draws: of a
-        step with drafts; 0: none has any."""
+        step with drafts; 0: none has any. drafter: with weights; None: drafts come from lookup alone."""
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
         self._vocab_size, self._is_alone = vocab_size, is_alone
@@ -83,6 +86,7 @@ class DeviceSteps:
         self._most_draws = most_draws
         self._lookup = LookupOnDevice(inputs.slots, rows) if most_draws else None
         self._proposed = torch.zeros(rows, 1 + MOST_DRAFTS, dtype=torch.int32, device=device)
+        self._drafter = None if drafter is None else self._open_drafter(drafter)
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
@@ -93,13 +97,29 @@ class DeviceSteps:
 
     # ---- drafts ------------------------------------------------------------------------------------------------------
 
+    def _open_drafter(self, opened: OpenDrafter) -> DrafterOnDevice:
+        model, tables = self._model, self._sampling.tables
+        assert isinstance(model, DecoderModel), "features are those of localllm's own layers"
+        assert tables is not None, "a drafter draws"
+        assert self._lookup is not None, "a step without drafts has a drafter"
+        size, length = model.spec.hidden_size, self._staged.token_ids.shape[1] - 1
+        return DrafterOnDevice(
+            opened, self._staged, tables, self._lookup.most, model.dtype, size, length,
+            has_states=self._staged.has_states,
+        )  # fmt: skip
+
     @property
     def drafts(self) -> DraftSupport:
-        return draft_support(self._most_draws)
+        support = draft_support(self._most_draws)
+        if self._drafter is None or not support.most:
+            return support
+        return support._replace(lookahead=self._drafter.num_drafts, num_reread=self._drafter.num_reread)
 
     def enter(self, new: NewSlot) -> None:
         if self._lookup is not None:
             self._lookup.enter(new)
+        if self._drafter is not None:
+            self._drafter.enter(new)
 
     def narrowed(self, plan: StepPlan) -> tuple[StepPlan, int]:
         """Return the plan with no more drafts than its step can have, and the width of the step: the drafts of each row
@@ -108,7 +128,9 @@ class DeviceSteps:
         if not wanted:
             return plan, 0
         slots = np.array([row.slot for row in plan.rows])
-        is_plain = all(row.samples and row.num_scheduled_tokens == 1 + row.num_drafts for row in plan.rows)
+        is_plain = all(
+            row.samples and row.num_scheduled_tokens == 1 + row.num_drafts and not row.num_reread for row in plan.rows
+        )
         width = self._width(len(slots), wanted) if is_plain and self._sampling.features(slots) is not None else 0
         return narrowed(plan, width), width
 
@@ -122,11 +144,25 @@ class DeviceSteps:
             return best
         return fitting_width(wanted, [width for width in fitting if self._graphs.shape_for(shapes[width])])
 
+    def extend(self, batch: StepBatch, features: Tensor | None) -> None:
+        """Launch the drafter behind the tokens that this step accepts, unless its graph has done so. It runs behind each
+        step, since blocks that the step has filled may be shared."""
+        shape, drafter = self._shape, self._drafter
+        if drafter is None or self._drawn is not None:
+            return
+        proposed = self._proposed[: shape.rows]
+        proposed.copy_(self._look_up(shape))
+        if self._replayed and self._graphs is not None and self._graphs.has(shape, DRAFT):
+            drafter.begin(batch)
+            self._graphs.replay(shape, DRAFT)
+        else:
+            drafter.launch_unless_failed(batch, shape, proposed, FEATURE_SETS[-1])
+
     def propose(self, batch: StepBatch, most: int) -> DeviceProposals:
-        """Launch the lookup behind the tokens that this step accepts. It finds as many drafts as a slot may have,
-        whatever `most` is, so that every step launches the same."""
+        """Launch the lookup behind the tokens that this step accepts, unless a drafter has. It finds as many drafts as a
+        slot may have, whatever `most` is, so that every step launches the same."""
         shape = self._shape
-        has_proposed = self._drawn is not None and shape.drafts > 0
+        has_proposed = self._drafter is not None or (self._drawn is not None and shape.drafts > 0)
         proposed = self._proposed[: shape.rows] if has_proposed else self._look_up(shape)
         return DeviceProposals(proposed, batch.plan_rows, row_places(batch, shape)[batch.rows.samples])
 
@@ -147,7 +183,11 @@ class DeviceSteps:
         self._staged.stage(batch, self._shape)
         if recorded is not None and self._graphs is not None:
             self._num_replayed += 1
-            if draws and (proposes or not recorded.drafts):
+            if self._drafter is not None:
+                draws = draws and not self._drafter.begins(batch)
+            elif not proposes and recorded.drafts:
+                draws = False
+            if draws:
                 self._drawn = self._recorded_draw(batch, recorded)
             self._graphs.replay(recorded, FORWARD if self._drawn is None else self._drawn)
             return Forward(None if self._logits is None else self._logits[: recorded.rows * recorded.num_draws], None)
@@ -189,7 +229,12 @@ class DeviceSteps:
         inputs, buffers = self._staged.prepare(shape)
         if embeds is not None:
             inputs = replace(inputs, embeds=embeds)
-        hidden = self._model.forward(inputs, self._layers)
+        taps = None if self._drafter is None else self._drafter.taps(shape.tokens)
+        if taps is None:
+            hidden = self._model.forward(inputs, self._layers)
+        else:
+            assert isinstance(self._model, DecoderModel)
+            hidden = self._model.forward(inputs, self._layers, taps=taps)
         if shape.drafts or not shape.prefill_rows:  # without prompts each row has one token
             return hidden, hidden
         return hidden, hidden.index_select(0, buffers.last_tokens)
@@ -208,7 +253,12 @@ class DeviceSteps:
         drawn = sample_on_device(
             logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record, chains
         )
-        return drawn, counts if record else self._accept(buffers, drawn.token_ids, drawn.best, counts)
+        if record:
+            return drawn, counts
+        accepted = self._accept(buffers, drawn.token_ids, drawn.best, counts)
+        rows = len(buffers.context_lens)
+        self._staged.advance_states(StepShape(rows, drafts=buffers.num_draws - 1), accepted[0])
+        return drawn, accepted
 
     def _accept(self, buffers: StepInputs, token_ids: Tensor, best: Tensor, counts: Tensor | None = None) -> Tensor:
         by_row, tokens = (-1, buffers.num_draws), self._staged.slots
@@ -220,7 +270,7 @@ class DeviceSteps:
     def _sample_any(self, batch: StepBatch, logits: Tensor, places: Ints, masks: RowMasks | None) -> Drawn:
         """Sample rows whose lists do not fit into the tables, by the CPU's method with lists made for this batch.
 
-        places [S]: the rows among those of `logits`. The method needs lengths on the host: where earlier drafts of a
+        places [S]: the rows' indexes in `logits`. The method needs lengths on the host: where earlier drafts of a
         request may have been accepted since, the host waits for the device.
         """
         at, lengths = to_device(places, self._device), batch.lengths
@@ -268,12 +318,16 @@ class DeviceSteps:
                 if logits is None:  # all shards record the same parts, since those with an exchange must meet
                     return
                 self._draw(self._staged.part(shape), logits, features)
-                if shape.drafts:
+                if shape.drafts or self._drafter is not None:
                     self._proposed[: shape.rows].copy_(self._look_up(shape))
+                if self._drafter is not None:
+                    self._drafter.launch(shape, self._proposed[: shape.rows], features)
 
             return step
 
         parts: dict[Part, Callable[[], None]] = {FORWARD: forward}
+        if (drafter := self._drafter) is not None:  # behind a step with masks, logprobs or a prompt
+            parts[DRAFT] = lambda: drafter.launch(shape, self._proposed[: shape.rows], FEATURE_SETS[-1])
         return parts if shape.prefill_rows else parts | {features: draw(features) for features in FEATURE_SETS}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
@@ -319,7 +373,11 @@ class DeviceSteps:
 
     def _padding_step(self, shape: StepShape) -> tuple[Tensor, Tensor]:
         self._staged.stage_padding(shape)
-        return self._run(shape)
+        done = self._run(shape)
+        if self._drafter is not None:
+            for features in FEATURE_SETS[1:]:
+                self._drafter.launch(shape, self._proposed[: shape.rows], features)
+        return done
 
     def use_idle_time(self) -> bool:
         """Record one more part of a shape. Return False when nothing is left to record.

@@ -9,7 +9,7 @@ The drafter's keys and values are in the model's blocks. A pair of a feature and
 before it. Three cases follow from that:
 
     a row that begins after a prefix hit   the model runs one token before the row again (`Row.num_reread`)
-    the newest token has no block yet      its feature is kept for the next step
+    the newest token                       the scheduler gives its position a block with the row before it
     drafts that turned out wrong           their keys and values are overwritten by those of the accepted tokens
 
 A drafter that fails, or whose logits are not numbers, is used no more; answers do not depend on it.
@@ -64,7 +64,6 @@ class DrafterSteps:
         self._drafter, self._cache, self._num_groups, self._main_group = drafter, cache, num_groups, main_group
         self._inputs, self._slots, self._sampling = inputs, slots, sampling
         self._kept = np.zeros(max_num_seqs, np.int64)  # first tokens of each slot that have the drafter's K and V
-        self._carried: dict[int, Tensor] = {}  # [features] of the last computed token, whose successor had no block
         self._hidden: dict[int, Tensor] = {}  # [1, hidden] of each slot's newest token
         self.has_failed = False
 
@@ -75,7 +74,6 @@ class DrafterSteps:
     def enter(self, slot: int, num_computed_tokens: int) -> None:
         """Begin a request. num_computed_tokens: found in the prefix cache, with the drafter's keys and values."""
         self._kept[slot] = max(num_computed_tokens, self._drafter.first_key)
-        self._carried.pop(slot, None)
         self._hidden.pop(slot, None)
 
     def extend(self, batch: StepBatch, features: Tensor | None) -> None:
@@ -101,7 +99,6 @@ class DrafterSteps:
     def _fail(self, why: str, error: Exception | None = None) -> None:
         log.warning("the drafter failed and is not used any more: %s", why, exc_info=error)
         self.has_failed = True
-        self._carried.clear()
         self._hidden.clear()
 
     # ---- after a step of the model -----------------------------------------------------------------------------------
@@ -122,13 +119,6 @@ class DrafterSteps:
             for place, row in enumerate(order.tolist()):
                 if end[row] == known[row]:
                     self._hidden[int(rows.slots[row])] = hidden[place : place + 1]
-        for slot in rows.slots.tolist():
-            self._carried.pop(slot, None)
-        if features is not None:
-            for row in np.flatnonzero(end < wanted).tolist():
-                self._carried[int(rows.slots[row])] = features[
-                    int(rows.starts[row] + end[row] - 1 - rows.computed[row])
-                ]
 
     def _features(self, rows: StepRows, order: Ints, first: Ints, end: Ints, features: Tensor | None) -> Tensor | None:
         """Return the feature of the token before each token of the pass, [T, features]."""
@@ -136,12 +126,10 @@ class DrafterSteps:
             return None
         parts = []
         for row in order.tolist():
-            begin = first[row] - 1 - rows.computed[row]
-            if begin < 0:
-                assert begin == -1, "a token's feature is neither of this step nor of the last one"
-                parts.append(self._carried[int(rows.slots[row])][None])
-            start = rows.starts[row]
-            parts.append(features[int(start + max(begin, 0)) : int(start + end[row] - 1 - rows.computed[row])])
+            begin, past = (int(place - 1 - rows.computed[row]) for place in (first[row], end[row]))
+            assert begin >= 0, "the feature before a token is of an earlier step"
+            start = int(rows.starts[row])
+            parts.append(features[start + begin : start + past])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # ---- drafts ------------------------------------------------------------------------------------------------------

@@ -72,7 +72,9 @@ def apply_edits(logits: Tensor, edits: Edits, token_ids: Tensor) -> None:
     if edits.bias is not None:
         _add(logits, edits.bias)
     if edits.allowed is not None:
-        _keep_only(logits, edits.allowed)
+        kept = logits[edits.allowed.flat_rows, edits.allowed.token_ids]
+        logits.index_fill_(0, edits.allowed.rows, -torch.inf)
+        logits.index_put_((edits.allowed.flat_rows, edits.allowed.token_ids), kept)
     if edits.min_tokens is not None:
         _add(logits, edits.min_tokens)
     if edits.penalties is not None:
@@ -84,12 +86,6 @@ def apply_edits(logits: Tensor, edits: Edits, token_ids: Tensor) -> None:
 
 def _add(logits: Tensor, bias: Bias) -> None:
     logits.index_put_((bias.rows, bias.token_ids), bias.values, accumulate=True)
-
-
-def _keep_only(logits: Tensor, allowed: Allowed) -> None:
-    kept = logits[allowed.flat_rows, allowed.token_ids]
-    logits.index_fill_(0, allowed.rows, -torch.inf)
-    logits.index_put_((allowed.flat_rows, allowed.token_ids), kept)
 
 
 def _penalise_repetition(logits: Tensor, asked: Penalties, token_ids: Tensor) -> None:

@@ -184,13 +184,13 @@ class LocalExecutor:
             return
         self._is_on_host = True
         with torch.inference_mode():
-            replace_tensors(self.model, _to_host)
+            replace_tensors([self.model, self._drafter], _to_host)
 
     def move_to_device(self) -> None:
         if self._device.type == "cpu":
             return
         with torch.inference_mode():
-            replace_tensors(self.model, lambda tensor: tensor.to(self._device, non_blocking=True))
+            replace_tensors([self.model, self._drafter], lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.synchronize(self._device)
         release_pinned_memory()
         self._is_on_host = False

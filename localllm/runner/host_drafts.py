@@ -39,6 +39,10 @@ class Drafters(Protocol):
     def enter(self, new: NewSlot) -> None:
         """Set up a slot, in place of its last request."""
 
+    def extend(self, batch: StepBatch, features: Tensor | None) -> None:
+        """Let a drafter with weights read what a step made known, whether drafts are wanted or not: blocks that the step
+        has filled may be shared."""
+
     def propose(self, batch: StepBatch, most: int) -> Proposals:
         """Put at most `most` drafts behind each sampling row's tokens. Return them by row of the plan."""
 
@@ -67,8 +71,6 @@ class HostDrafts:
                 self._predicted[new.slot] = np.array(new.prediction_token_ids, np.int32)
 
     def extend(self, batch: StepBatch, features: Tensor | None) -> None:
-        """Let the drafter read what a step made known, whether drafts are wanted or not: blocks that the step has
-        filled may be shared."""
         if self._drafter is not None:
             self._drafter.extend(batch, features)
 

@@ -2,7 +2,7 @@
 
 A few requests with one token each, or one and drafts, are one call of the native library
 (models/decoder/native_program.py), if the model has such a step. Everything else runs through torch. Both read and
-write the same KV cache. step_parts.py decides which requests are computed together.
+write the same KV cache. `parts_of` decides which requests are computed together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +25,10 @@ from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch, StepRows
 from localllm.runner.grammar_masks import RowMasks
+from localllm.runner.kv_cache import StateCopies
 from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
-from localllm.runner.state_cache import StateCopies
-from localllm.runner.step_parts import NativeSteps, Part, in_order, parts_of
 from localllm.runner.upload import parts_to_host, to_device
 
 log = logging.getLogger(__name__)
@@ -261,7 +260,7 @@ def count_accepted(right: Ints, usable: Ints, counts: Ints) -> Ints:
 
 
 def _joined(parts: Sequence[Forward], counts: Sequence[int]) -> Forward:
-    """Return the results of consecutive parts of a batch as those of the batch. counts: wanted positions of each part.
+    """Return the results of consecutive parts of a batch as the results of one. counts: wanted positions of each part.
     The hidden states of parts that no request scores are 0."""
     logits = [part.logits for part in parts if part.logits is not None]
     tapped = [part.features for part in parts if part.features is not None]
@@ -293,3 +292,58 @@ def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> tuple
         lone, told = None, f"decode steps run through torch: {reason}"
     log.info(told)
     return lone, told
+
+
+class NativeSteps(NamedTuple):
+    """The limits of the native steps of a model."""
+
+    most_tokens: int = 0  # of one step; 0: the model has none
+    rounds: bool = False  # whether its bits differ from torch's by more than the last ones
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a step that are computed together."""
+
+    rows: slice
+    is_native: bool
+
+
+def parts_of(rows: StepRows, native: NativeSteps, *, is_deterministic: bool) -> list[Part]:
+    """Return the parts of a step in the order in which they are computed: the rule about what a row's arithmetic
+    depends on.
+
+        a native step   up to 8 tokens of requests that generate; a token's bits do not depend on other requests,
+                        nor on whether the tokens before it were known or guessed
+        prompts         and whatever a native step does not take, together: through torch, whose bits depend on all rows
+
+    If weights have fewer than 32 bits, products of many rows also round activations to fewer bits than a native step
+    does. A step with both kinds of rows is therefore computed in two parts, and a stream receives the same tokens while
+    a neighbour's prompt is read. That reads the weights twice, so float32 weights, where only last bits differ, do not
+    do it. In deterministic mode every prompt's chunk is a part of its own, and so is every request that a native step
+    does not take. Chunks come first, since a later row may use the blocks that they fill.
+    """
+    count, generating = len(rows.slots), rows.num_generating
+    if is_deterministic:
+        chunks = [Part(slice(row, row + 1), is_native=False) for row in range(generating, count)]
+        return chunks + _generating_parts(rows, generating, native.most_tokens)
+    fits = 0 < rows.starts[generating] <= native.most_tokens
+    if generating == count:
+        return [Part(slice(0, count), is_native=bool(fits))]
+    if fits and native.rounds:
+        return [Part(slice(generating, count), is_native=False), Part(slice(0, generating), is_native=True)]
+    return [Part(slice(0, count), is_native=False)]
+
+
+def _generating_parts(rows: StepRows, count: int, most_tokens: int) -> list[Part]:
+    """Return the first `count` rows in as few native steps as take them, or one by one."""
+    parts, first = list[Part](), 0
+    for row in range(1, count + 1):
+        if row == count or rows.starts[row + 1] - rows.starts[first] > most_tokens:
+            parts.append(Part(slice(first, row), bool(rows.starts[row] - rows.starts[first] <= most_tokens)))
+            first = row
+    return parts
+
+
+def in_order(parts: list[Part]) -> list[int]:
+    """Return the indexes of the parts in the order of their rows."""
+    return sorted(range(len(parts)), key=lambda index: parts[index].rows.start)

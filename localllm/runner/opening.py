@@ -37,7 +37,7 @@ from localllm.runner.device_errors import is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.profiling import ProfiledRunner, StepProfiler
 from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
@@ -49,7 +49,6 @@ from localllm.runner.self_check import (
     known_choice,
     next_choice,
 )
-from localllm.runner.state_cache import StateCache
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -102,22 +101,24 @@ def open_runner(
     drafter: Drafter | None = None,
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
-    held_before: GPU bytes that torch had allocated for other models by then. drafter: of a model on a CPU."""
+    held_before: GPU bytes that torch had allocated for other models by then."""
     device = torch.device(plan.device)
     base = launch_options_of(config, device)
     make_current(device)
     choice = KernelChoice()
     if is_checked(config, device):
-        choice = _check(model, spec, config, plan, device, base, report)
+        choice = _check(model, spec, config, plan, device, base, report, drafter)
 
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
         fitting, options = plan, choice.options(base)
         if device.type == "cuda":
             report("measuring one full step")
-            measured = measure(model, spec, plan, device, held_before, options, config.enable_prompt_embeds)
+            measured = measure(
+                model, spec, plan, device, held_before, options, config.enable_prompt_embeds, drafter=drafter
+            )  # fmt: skip
             fitting = replan(spec, config, plan, hardware, measured)
         kv, states, fitting = _allocate(spec, config, fitting, hardware, device, held_before)
-        opened = None if drafter is None else _with_cache(drafter, spec, fitting, device)
+        opened = None if drafter is None else _with_cache(drafter, spec, fitting, device, fitting.num_blocks)
         runner = open_on(
             kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options
         )  # fmt: skip
@@ -140,7 +141,7 @@ def open_runner(
 
 def _check(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
-    base: LaunchOptions, report: ReportDetail,
+    base: LaunchOptions, report: ReportDetail, drafter: Drafter | None,
 ) -> KernelChoice:  # fmt: skip
     """Compile the kernels of a model, and compare them with plain torch. What needs no model was compared before its
     weights were read, and is only read here."""
@@ -148,7 +149,8 @@ def _check(
 
     def opened(kv: KVCache, options: LaunchOptions, *, has_drafts: bool = False) -> TorchRunner:
         states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
-        return _runner(model, spec, plan, kv, device, None, options, None, states, has_drafts=has_drafts)
+        drafts = _with_cache(drafter, spec, plan, device, kv.num_blocks) if drafter and has_drafts else None
+        return _runner(model, spec, plan, kv, device, None, options, None, states, drafts, has_drafts)
 
     before = check_device(first, device, base, report=report)
     choice = check_model(model, spec, config, plan, device, base, before, opened, report)
@@ -236,6 +238,7 @@ def replan(
 def measure(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
     launch_options: LaunchOptions, prompt_embeds: bool = False, parallel: Parallel | None = None,
+    drafter: Drafter | None = None,
 ) -> Measured:  # fmt: skip
     """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak.
 
@@ -245,9 +248,11 @@ def measure(
     torch.cuda.reset_peak_memory_stats(device)
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
-    kv = KVCache(spec, (num_blocks,) * len(plan.num_blocks), plan.block_size, device, getattr(torch, plan.kv_dtype))
+    blocks = (num_blocks,) * len(plan.num_blocks)
+    kv = KVCache(spec, blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
     states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
-    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states)
+    opened = None if drafter is None else _with_cache(drafter, spec, plan, device, blocks)
+    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states, opened)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     given = None if embeds is None else PromptEmbedsTensor(embeds, "")
     for step in largest_steps(
@@ -256,7 +261,8 @@ def measure(
         runner.forward(step)
         runner.sample(step).result()
     peak = torch.cuda.max_memory_allocated(device)
-    activations = peak - allocated - kv.allocated_bytes - states.allocated_bytes
+    caches = kv.allocated_bytes + states.allocated_bytes + (0 if opened is None else opened.kv.allocated_bytes)
+    activations = peak - allocated - caches
     runner.close()
     return Measured(allocated - held_before, activations)
 
@@ -284,7 +290,7 @@ def largest_steps(
     if width > 0 and draft_tokens > max(width, singles):  # drafts need not exist to take their memory
         more = ((1,) * (-(-(2 + width) // plan.block_size) - 1),) * groups
         drafted = tuple(
-            Row(slot, f"r{slot}", 1, 1 + width, more if more[0] else (), True, num_drafts=width)
+            Row(slot, f"r{slot}", 1, 1 + width, more if more[0] else (), True, state=state(slot), num_drafts=width)
             for slot in range(min(singles, draft_tokens // (1 + width)))
         )
         steps.append(StepPlan(3, drafted))
@@ -313,11 +319,14 @@ def _allocate(
     raise AssertionError("unreachable")
 
 
-def _with_cache(drafter: Drafter, spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> OpenDrafter:
-    """Return the drafter with keys and values for each block of the model's main KV group."""
+def _with_cache(
+    drafter: Drafter, spec: ModelSpec, plan: MemoryPlan, device: torch.device, num_blocks: Sequence[int]
+) -> OpenDrafter:
+    """Return the drafter with keys and values for each block of the model's main KV group. num_blocks: of each group
+    of the model."""
     assert spec.drafter is not None
     group = main_group(plan.windows)
-    blocks = (plan.num_blocks[group],) * len(kv_groups(drafter.spec))
+    blocks = (num_blocks[group],) * len(kv_groups(drafter.spec))
     cache = KVCache(drafter.spec, blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
     return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
 

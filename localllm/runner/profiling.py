@@ -136,7 +136,6 @@ class ProfiledRunner(TorchRunner):
 
 
 def _words(plan: StepPlan) -> str:
-    """Return a step's name. A decode is a row with one token and its drafts; a prompt's last token may be one, too."""
-    is_decode = [row.samples and row.num_scheduled_tokens == 1 + row.num_drafts for row in plan.rows]
-    prompt = sum(row.num_scheduled_tokens for row, decodes in zip(plan.rows, is_decode, strict=True) if not decodes)
-    return f"step: {sum(is_decode)} decodes, {prompt} prompt tokens"
+    """Return a step's name."""
+    prompt = sum(row.num_scheduled_tokens for row in plan.rows if not row.is_decode)
+    return f"step: {sum(row.is_decode for row in plan.rows)} decodes, {prompt} prompt tokens"

@@ -32,6 +32,7 @@ from localllm.engine.step import (
 )
 from localllm.kernels.fused_epilogue import new_counters
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
@@ -47,12 +48,11 @@ from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_drafts import Drafters, HostDrafts, Proposals
 from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
-from localllm.runner.state_cache import StateCache, layer_caches
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class TorchRunner:
     capture: how steps are recorded as graphs; None: every step is launched kernel by kernel. staged: whether a step's
     inputs are unpacked on the device; None: only on a GPU. launch_options: how the kernels of each step are launched.
     group: the shards of a tensor-parallel model, each with its own runner that gets the same calls; None: there is one.
-    The first shard samples, and its results are those of the step; all record its ids. samples: False for a pipeline
+    The first shard samples, and its results are the step's; all record its ids. samples: False for a pipeline
     stage that is not the last.
     """
 
@@ -79,8 +79,8 @@ class TorchRunner:
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
         has_drafts: bool = True,
     ) -> None:  # fmt: skip
-        """states: of a model with recurrent layers. drafter: on a CPU, in one process. has_drafts: False if no step
-        will have drafts; none is recorded."""
+        """states: of a model with recurrent layers. drafter: in one process. has_drafts: False if no step will have
+        drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -94,8 +94,9 @@ class TorchRunner:
         why_no_drafts = _why_off(has_drafts, launch_options)
         if group is not None or not samples:
             why_no_drafts = "the model is split over several ranks"
-        elif states.num_places and staged:
-            why_no_drafts = "a recurrent state on a GPU cannot take back a wrong guess"
+        elif states.num_places and staged and not isinstance(model, DecoderModel):
+            why_no_drafts = "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
+        drafter = None if why_no_drafts else drafter
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
@@ -105,10 +106,12 @@ class TorchRunner:
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
                 num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws, reads=kv.reads,
+                ahead=0 if drafter is None else 1 + drafter.num_drafts,
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
                 capture=capture, is_alone=group is None, draws=self._draws, most_draws=draws,
+                drafter=drafter if draws else None,
             )  # fmt: skip
             inputs = staging
         else:
@@ -239,7 +242,7 @@ class TorchRunner:
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
             drawn = self._draw(batch, done.logits, masks).to_host()
             self._slots.record_sampled(batch, drawn.accepted)
-        if isinstance(self._drafters, HostDrafts):
+        if self._drafters is not None:
             self._drafters.extend(batch, done.features)
         if self._drafters is not None and drawn is not None and plan.propose:
             proposed = self._drafters.propose(batch, plan.propose)

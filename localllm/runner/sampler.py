@@ -14,7 +14,7 @@ that reaches its mass.
 The draw is the Gumbel trick in two stages (Maddison, Tarlow & Minka 2014, arXiv:1411.0030): the largest of log(mass) +
 noise over groups of 64 consecutive token ids, then the largest of log(probability) + noise within that group. The
 product is exactly the softmax, and noise is needed for V/64 + 64 numbers instead of V. The noise is a function of
-(seed, position, group or token id), see noise.py.
+(seed, position, group or token id), see kernels/sampling/noise.py.
 Does not know: slots, requests.
 """
 

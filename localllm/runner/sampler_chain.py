@@ -119,7 +119,7 @@ class Chains:
 
 def apply_chains(logits: Tensor, rows: Sequence[ChainRow], token_ids: Tensor, lengths: Tensor | None = None) -> None:
     """Change the rows of logits [S, V] float32 in place. token_ids [slots, max_model_len + 1]: known tokens.
-    lengths [S] int64: the rows' lengths on the device; None: those of `rows`."""
+    lengths [S] int64: the rows' lengths on the device; None: as in `rows`."""
     for at in rows:
         length = torch.tensor(at.length, device=logits.device) if lengths is None else lengths[at.row]
         x = _processed(logits[at.row], at, token_ids[at.slot], length)

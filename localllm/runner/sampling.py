@@ -7,6 +7,7 @@ Does not know: logits (sampler.py, edits.py), blocks (batch.py).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localllm.engine.params import MAX_LOGPROBS
+from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.step import NewSlot
 from localllm.kernels.sampling.noise import mix_seeds, row_keys
 from localllm.kernels.sampling.tables import (
@@ -33,7 +34,6 @@ from localllm.kernels.sampling.tables import (
     SlotTables,
 )
 from localllm.runner.edits import Allowed, BadWords, Bias, Edits, Penalties
-from localllm.runner.noise import seed_of
 from localllm.runner.sampler_chain import ChainRow, Chains
 from localllm.runner.upload import to_device
 
@@ -387,3 +387,10 @@ class SamplingState:
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
+
+
+def seed_of(params: SamplingParams, request_id: str) -> int:
+    """Return the request's seed as 64 bits; derived from its id if the parameters have no seed."""
+    if params.seed is not None:
+        return params.seed % 2**64
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

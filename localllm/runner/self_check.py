@@ -259,7 +259,7 @@ def _products(model: CausalModel) -> Iterator[CheckedProduct]:
             if isinstance(weight, Tensor):
                 return weight[rows].float()
             if hasattr(weight, "dequantize_rows"):
-                at = torch.arange(rows.start, rows.stop, device=_device_of(weight))
+                at = torch.arange(rows.start, rows.stop, device=next((each.device for each in _tensors(weight)), None))
                 return torch.as_tensor(weight.dequantize_rows(at, torch.float32))
             return torch.as_tensor(weight.dequantize(torch.float32))[rows]
 
@@ -276,10 +276,6 @@ def _kind(weight: object) -> str:
         return "+".join(sorted({str(p.dtype) if isinstance(p, Tensor) else _kind(p) for p in parts}))
     facts = (getattr(weight, name, None) for name in ("bits", "group", "activations", "type"))
     return " ".join([type(weight).__name__, *(str(fact) for fact in facts if isinstance(fact, int | str))])
-
-
-def _device_of(weight: object) -> torch.device | None:
-    return next((each.device for each in _tensors(weight)), None)
 
 
 def _tensors(weight: object) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
+from localllm.kernels.layer_cache import DraftedInputs, StateStep
 from localllm.kernels.paged_attention import KVReads, WorkLists, splits_decodes, splitting
 from localllm.kernels.prepare_step import (
     HEADER,
@@ -97,37 +98,43 @@ class StagedInputs:
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
         device: torch.device, largest: StepShape | None = None, num_groups: int = 1, has_states: bool = False,
-        most_draws: int = 0, reads: Sequence[KVReads] = (),
+        most_draws: int = 0, reads: Sequence[KVReads] = (), ahead: int = 0,
     ) -> None:  # fmt: skip
         """largest: the most rows and tokens of the shapes that batches will be padded to. has_states: whether the model
         has recurrent states. most_draws: of a step with drafts; 0: there are no drafts. reads: how
-        the layers of each KV group read their cache."""
+        the layers of each KV group read their cache. ahead: positions behind a step whose blocks a drafter writes to,
+        if there are some; the null block if not."""
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
-        self._tables = torch.zeros((num_groups, max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self.tables = torch.zeros((num_groups, max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self.slots = SlotTokens(
             self.token_ids,
             torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
             torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
         )
-        self._reads = tuple(reads)
+        self._reads, self._ahead = tuple(reads), ahead
         self.max_rows = max_rows = max(max_num_seqs, largest.rows if largest else 0)
         self.max_draws = max(max_rows, most_draws)
-        max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0, most_draws)
+        self.max_tokens = max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0, most_draws)
         self._max_updates = num_groups * (max_rows + max_num_batched_tokens // block_size + max_blocks)
         self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device, num_groups, most_draws)
         size = staged_size(max_rows, self._max_updates)
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
         rows = -(-max_rows // 4) * 4  # so that each of the three is aligned
         self._states = torch.zeros((3, rows), dtype=torch.int32, device=device) if has_states else None
+        self.has_states = has_states
+        self._nowhere = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._drafted = DraftedInputs(most_draws)
         self._host_rows = _HostRows((), (), ())
         self._updates: list[Ints] = []  # [n, 4] (group, slot, place, block)
 
     # ---- what a slot holds -------------------------------------------------------------------------------------------
 
     def enter(self, slot: int, token_ids: Ints) -> None:
+        if self._ahead:
+            self.tables[:, slot].zero_()
         self.token_ids[slot, : len(token_ids)].copy_(to_device(token_ids, self._device), non_blocking=True)
 
     def add_blocks(self, slot: int, held: int, block_ids: BlockIds) -> None:
@@ -164,7 +171,7 @@ class StagedInputs:
         while len(updates) > self._max_updates:  # many long prompts were found in the prefix cache at once
             self._send(_packed(np.empty((ROW_FIELDS, 0), np.int32), updates[: self._max_updates], 0))
             prepare_step(
-                self._staged, self.slots, self._tables, self._inputs.part(0, 0), self.block_size, max_query_len=0
+                self._staged, self.slots, self.tables, self._inputs.part(0, 0), self.block_size, max_query_len=0
             )
             updates = updates[self._max_updates :]
         fields, used = _row_fields(batch, shape)
@@ -184,20 +191,29 @@ class StagedInputs:
         """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
         inputs, longest = self.part(shape), shape.prefill_tokens or shape.num_draws
         work = self._work_lists(shape)
-        prepare_step(self._staged, self.slots, self._tables, inputs, self.block_size, longest, work)
+        prepare_step(self._staged, self.slots, self.tables, inputs, self.block_size, longest, work, self._ahead)
         if self._states is not None:
             self._states[:, : shape.rows].copy_(state_fields(self._staged, shape.rows))
         return replace(self._forward_inputs(inputs, shape), work=work), inputs
 
     def _work_lists(self, shape: StepShape) -> WorkLists | None:
         """Return lists for the attention of decode rows, where there are any and kernels read them."""
-        max_blocks = self._tables.shape[2]
+        max_blocks = self.tables.shape[2]
         if not shape.decodes or not splits_decodes() or not self._reads:
             return None
-        if not runs_triton(self._tables, "attention") or not runs_triton(self._tables, "steps"):
+        if not runs_triton(self.tables, "attention") or not runs_triton(self.tables, "steps"):
             return None
         ways = dict.fromkeys(splitting(reads, shape.num_draws, max_blocks, self._device) for reads in self._reads)
         return WorkLists.empty(tuple(ways), shape.decodes, self._device)
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """The tokens of each row of the staged step."""
+        return self._host_rows.scheduled
+
+    def slots_of_rows(self, shape: StepShape) -> Tensor:
+        """Return a view [R] int32 of the staged rows' slots. -1: a padding row."""
+        return self._staged[HEADER : HEADER + shape.rows]
 
     def part(self, shape: StepShape) -> StepInputs:
         """Return the buffers that `prepare` fills for a step of this shape."""
@@ -230,7 +246,26 @@ class StagedInputs:
             return None
         assert self._host_rows.states is not None, "a row without a place for its recurrent state"
         read, write, save = self._states[:, : shape.rows]
+        if shape.drafts:
+            nowhere, zeros = self._nowhere[: shape.rows], (0,) * shape.rows
+            return StateInputs(read, nowhere, nowhere, self._host_rows.states.read, zeros, zeros, self._drafted)
         return StateInputs(read, write, save, *self._host_rows.states)
+
+    def advance_states(self, shape: StepShape, accepted: Tensor) -> None:
+        """Let recurrent states come after the accepted tokens of a step with drafts. accepted [R] int64. Can be
+        recorded."""
+        if self._states is None:
+            return
+        rows, count = shape.rows, torch.arange(shape.tokens, device=self._device)
+        starts = torch.nn.functional.pad(accepted.cumsum(0), (1, 0))
+        row = torch.searchsorted(starts[1:], count, right=True).clamp_(max=rows - 1)
+        tokens = (row * shape.num_draws + count - starts[row]).clamp_(max=shape.tokens - 1)  # the rest is not read
+        read, write, _ = self._states[:, :rows]
+        lens, host = (0,) * rows, HostPlaces((), (), ())
+        if not runs_triton(accepted, "recurrent"):
+            assert self._host_rows.states is not None
+            lens, host = tuple(accepted.tolist()), self._host_rows.states._replace(save=(0,) * rows)
+        self._drafted.advance(tokens, StateStep(starts.int(), read, write, self._nowhere[:rows], lens, *host, 0))
 
     def _send(self, packed: Ints) -> None:
         self._staged[: len(packed)].copy_(pinned(packed, self._device), non_blocking=True)
@@ -241,7 +276,7 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     rows, decodes = batch.rows, batch.rows.num_decodes
     used = shape.decodes * shape.num_draws + (0 if shape.drafts else int(rows.starts[-1]) - decodes)
     fields = _padding(shape, used)
-    slot, computed, scheduled, start, samples, adapter, drafts = fields[:STATE_FIELDS]
+    slot, computed, scheduled, start, samples, adapter, drafts, reread = fields[:STATE_FIELDS]
     places = row_places(batch, shape)
     slot[places], computed[places] = rows.slots, rows.computed
     if rows.are_bounds is not None:
@@ -250,6 +285,8 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
         scheduled[places] = rows.scheduled
         start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
     samples[places], adapter[places] = rows.samples, rows.adapters
+    if rows.reread is not None:
+        reread[places] = rows.reread
     if rows.states is not None:
         fields[STATE_FIELDS:, places] = rows.states
     return fields, used
@@ -259,7 +296,7 @@ def _padding(shape: StepShape, used: int) -> Ints:
     """Return the fields of a step of padding rows: decode rows have one token for each of their draws, prefill rows
     none. A padding row reads and writes no recurrent state."""
     fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
-    slot, _, scheduled, start, _, adapter, drafts, read = fields[: STATE_FIELDS + 1]
+    slot, _, scheduled, start, _, adapter, drafts, _, read = fields[: STATE_FIELDS + 1]
     slot[:] = adapter[:] = drafts[:] = read[:] = -1
     scheduled[: shape.decodes] = shape.num_draws
     start[: shape.decodes] = np.arange(shape.decodes) * shape.num_draws

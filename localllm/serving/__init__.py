@@ -10,4 +10,5 @@ profiles.py   tuned settings, kept for the next start       eviction.py     whic
 phases.py     progress reports of a load                    names.py        the names of a served model
 compute.py    torch, its threads, the memory that is free     fingerprints.py  hashes of a checkpoint
 drain.py      how long running requests may take          free_memory.py  the memory of an engine that has ended
+answers/      from a conversation to events, counts and whole answers, and the calls of tools
 """

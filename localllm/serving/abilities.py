@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from localllm.errors import LocalLLMError
-from localllm.serving.chat import calls_tools, reasons
+from localllm.serving.answers.conversation import calls_tools, reasons
 from localllm.serving.served import ServedModel
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate

@@ -384,13 +384,14 @@ def engine_parts(
 
 
 def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner) -> EngineLoop:
-    from localllm.engine.block_hash import BlockHasher
-    from localllm.engine.ledger import Ledger
     from localllm.engine.loop import EngineLoop
+    from localllm.engine.memory.block_names import BlockHasher
+    from localllm.engine.memory.cache_manager import CacheManager
+    from localllm.engine.memory.ledger import Ledger
+    from localllm.engine.memory.state_pool import StatePool
     from localllm.engine.scheduler import Scheduler
     from localllm.engine.scheduler_config import SchedulerConfig
     from localllm.engine.speculation import Speculation
-    from localllm.engine.state_pool import StatePool
     from localllm.models.fit.cache_sizes import state_interval
 
     choice, support = config.speculation, runner.drafts
@@ -403,27 +404,27 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
         )
     speculation = Speculation(support, most=choice.most, why_off="--speculative off" if choice.is_off else "")
     log.info("speculation most_drafts=%d why_off=%r", speculation.most, speculation.why_off)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            block_size=plan.block_size,
-            long_prefill_token_threshold=plan.long_prefill_token_threshold,
-            target_step_s=plan.target_step_s,
-            fixed_chunk=plan.fixed_chunk,
-            policy=config.scheduling_policy,
-            max_num_queued_reqs=config.max_num_queued_reqs,
-            enable_prefix_caching=config.enable_prefix_caching,
-            state_interval=state_interval(plan.bytes_per_state, plan.block_size),
-            num_stages=runner.num_stages,
-        ),
+    limits = SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        long_prefill_token_threshold=plan.long_prefill_token_threshold,
+        target_step_s=plan.target_step_s,
+        fixed_chunk=plan.fixed_chunk,
+        policy=config.scheduling_policy,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        enable_prefix_caching=config.enable_prefix_caching,
+        state_interval=state_interval(plan.bytes_per_state, plan.block_size),
+        num_stages=runner.num_stages,
+    )
+    cache = CacheManager(
+        limits,
         Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens),
         BlockHasher(fingerprint, plan.block_size),
-        state_pool=StatePool(plan.num_places) if plan.num_places else None,
-        speculation=speculation,
+        StatePool(plan.num_places) if plan.num_places else None,
     )
-    return EngineLoop(scheduler, runner, depth=plan.async_depth)
+    return EngineLoop(Scheduler(limits, cache, speculation=speculation), runner, depth=plan.async_depth)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

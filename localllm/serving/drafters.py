@@ -34,16 +34,23 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     from localllm.models.drafters.opening import plan_drafter
     from localllm.models.spec.model_spec import kv_groups, main_group
 
-    _refuse_settings(config)
+    if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
+        raise _unsupported(*RANKS)
     windows = tuple(group.window for group in kv_groups(spec))
-    if spec.recurrent is not None or not windows or windows[main_group(windows)] is not None:
+    if not windows or windows[main_group(windows)] is not None:
         raise DrafterMismatch(
-            f"{spec.architecture} runs without drafters.",
-            "A drafter needs the blocks of all tokens, and layers without recurrent states.",
+            f"{spec.architecture} runs without drafters.", "A drafter needs the blocks of all tokens.",
             "Leave out --draft.",
-        )
+        )  # fmt: skip
     where = _place(choice) if choice.drafter else path
     plan = plan_drafter(where, choice.kind, spec, path)
+    if spec.recurrent is not None and plan.taps:
+        raise DrafterMismatch(
+            f"{spec.architecture} runs without drafters that read its hidden states.",
+            "Behind a cached prefix such a drafter reads a token's hidden state again, and a recurrent state cannot go "
+            "back to it.",
+            "--draft MODEL takes a smaller model, which reads the text alone.",
+        )
     quantization = choice.quantization or (config.quantization if plan.method == "mtp" else None)  # one checkpoint
     plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=quantization)
     length = min(plan.spec.max_position, choice.max_model_len or plan.spec.max_position)
@@ -61,25 +68,10 @@ def _place(choice: SpeculationChoice) -> Path:
     return resolve_model(choice.drafter, choice.revision).path
 
 
-def _refuse_settings(config: EngineConfig) -> None:
-    if config.takes_adapters:
-        raise _unsupported("adapters", "A drafter with weights does not read adapters.", "Leave out --enable-lora.")
-    if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
-        raise _unsupported(*RANKS)
-
-
 def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
-    """Raise `UnsupportedOption` if the plan has a place where no drafter runs."""
-    if spec.drafter is None:
-        return
-    if plan.ranks:
+    """Raise `UnsupportedOption` if the plan has a place where no drafter runs: several ranks."""
+    if spec.drafter is not None and plan.ranks:
         raise _unsupported(*RANKS)
-    if plan.device != "cpu":
-        raise _unsupported(
-            f"a model on {plan.device}",
-            "Drafters with weights run on a CPU only.",
-            "Leave out --draft, or --device cpu.",
-        )
 
 
 def _unsupported(what: str, why: str, hint: str) -> UnsupportedOption:

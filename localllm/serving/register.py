@@ -34,7 +34,7 @@ class Register:
         return _used_last(self.entries)
 
     async def installed(self) -> dict[str, ModelEntry | None]:
-        """Return the names that requests could use besides those of `entries`.
+        """Return the names that requests could use besides the names in `entries`.
         An alias maps to the model that it names.
         """
         settings = self.settings

@@ -102,7 +102,8 @@ class _Vocabulary:
         if len(set(tokens)) < len(tokens):
             twice = next(token for token, count in Counter(tokens).items() if count > 1)
             raise CorruptModel(f"The vocabulary in the file has the token {twice!r} twice.")
-        ids = {**_IDS_UNNAMED.get(model, {}), **_ids(metadata)}
+        found = {name: metadata.get(f"{_PREFIX}{name}_token_id") for name in (*_ROLES, *_FILL_IN)}
+        ids = {**_IDS_UNNAMED.get(model, {}), **{name: value for name, value in found.items() if type(value) is int}}
         return cls(
             model,
             metadata.get("tokenizer.ggml.pre"),
@@ -161,11 +162,6 @@ def _require_length(tokens: Sequence[str]) -> None:
                 f"The vocabulary in the file has {what} too long.",
                 f"It has {count:,} characters; at most {most:,} are read.",
             )
-
-
-def _ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    found = {name: metadata.get(f"{_PREFIX}{name}_token_id") for name in (*_ROLES, *_FILL_IN)}
-    return {name: value for name, value in found.items() if type(value) is int}
 
 
 def _per_token(metadata: Mapping[str, Any], name: str, count: int, default: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Pre-tokenizers, which split a text into words before byte-pair merging, by GGUF's tokenizer.ggml.pre.
 
-The patterns are those of the models' own tokenizer.json. GGUF stores only a name, so each must be known here. An
+The patterns are from the models' own tokenizer.json. GGUF stores only a name, so each must be known here. An
 unknown name is refused, because a wrong split gives plausible but wrong tokens.
 Does not know: vocabularies, files.
 """

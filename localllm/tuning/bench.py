@@ -186,7 +186,11 @@ def _in_process(kind: Kind, options: BenchOptions) -> BenchReport:
 
 def _measure_batch(llm: LLM, requests: Sequence[WorkloadRequest], ignore_eos: bool) -> list[RequestTimes]:
     """Submit these requests to the engine at once. A single request is streamed, which also shows its first token."""
-    params = [_greedy(request.max_tokens, ignore_eos) for request in requests]
+    from localllm.engine.params import SamplingParams
+
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=ignore_eos) for request in requests
+    ]
     if len(requests) == 1:
         return [_measure_stream(llm, requests[0], params[0])]
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
@@ -217,9 +221,3 @@ def _measure_stream(llm: LLM, request: WorkloadRequest, params: SamplingParams) 
         started_s, arrivals, prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
     )  # fmt: skip
-
-
-def _greedy(max_tokens: int, ignore_eos: bool) -> SamplingParams:
-    from localllm.engine.params import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)

@@ -188,7 +188,8 @@ def _lines(report: BenchReport) -> list[str]:
         ("End-to-end Latency", "E2EL", report.e2e),
     ):
         lines += _section(title, short, times)
-    lines += ["=" * WIDTH, *_failures(report), _in_words(report)]
+    most = sorted(report.errors.items(), key=lambda item: -item[1])[:5]
+    lines += ["=" * WIDTH, *(f"{count} x {message}" for message, count in most), _in_words(report)]
     return lines
 
 
@@ -215,10 +216,6 @@ def _section(title: str, short: str, times: Distribution | None) -> list[str]:
     rows = [("Mean", times.mean_s), ("Median", times.p50_s), ("P90", times.p90_s), ("P99", times.p99_s)]
     names = [(f"{name} {short} (ms):", seconds * 1e3) for name, seconds in rows]
     return [title.center(WIDTH, "-"), *(f"{name:<40} {ms:.2f}" for name, ms in names)]
-
-
-def _failures(report: BenchReport) -> list[str]:
-    return [f"{count} x {message}" for message, count in sorted(report.errors.items(), key=lambda item: -item[1])[:5]]
 
 
 def _in_words(report: BenchReport) -> str:

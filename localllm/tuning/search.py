@@ -329,8 +329,8 @@ class _Search:
         return better + [self.start] + [point for point in ranking if point != self.start and point not in better]
 
     def _noise_beside_start(self, point: Point) -> float:
-        """Return the noise of a comparison with the start: their own repeated measurements may differ by more than
-        those of other points.
+        """Return the noise of a comparison with the start: repeated measurements of these two points may differ by more
+        than measurements of other points.
         """
         return max(self.noise, _spread(self.known[point].full), _spread(self.known[self.start].full))
 

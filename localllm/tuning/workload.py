@@ -19,7 +19,7 @@ DEFAULT_VOCAB_SIZE = 1000
 """Prompt token ids are below this: every model has them, and they are ordinary text in nearly all tokenizers."""
 FIRST_ID = 100
 """Smallest prompt token id: lower ids are special tokens in some tokenizers."""
-OWN_MODULES = ("scheduler.py", "ledger.py", "block_pool.py", "request_table.py", "loop.py")
+OWN_MODULES = ("scheduler.py", "memory/ledger.py", "memory/block_pool.py", "request_table.py", "loop.py")
 REPEATED_SHARE = 1 / 8
 """Share of a prompt that repeats its beginning."""
 

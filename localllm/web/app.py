@@ -11,12 +11,18 @@ import asyncio
 import errno
 import logging
 import socket
+import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import _lru_cache_wrapper
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from litestar import Litestar
+from litestar import Litestar, _parsers
+from litestar._asgi.routing_trie import traversal
+from litestar._kwargs import extractors
 from litestar.datastructures import State
+from litestar.datastructures.url import URL
 from litestar.plugins import PluginProtocol
 from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler
@@ -29,6 +35,7 @@ from localllm.machine.install_kind import InstallKind, how_to_install, install_k
 from localllm.machine.platforms import use_port_alone
 from localllm.mcp.servers import McpServers
 from localllm.models.library.hub.downloads import Downloads
+from localllm.serving.answers.tool_calls import no_decisions
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.web.access.auth import FrontDoor
@@ -37,13 +44,11 @@ from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses
 from localllm.web.access.scopes import API_RULES
 from localllm.web.access.tls import check_certificate
-from localllm.web.access.tools import no_decisions
-from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.activity import Activity, Closing
 from localllm.web.api import anthropic, batches, llamacpp, model_list, ollama, openai, responses, router
+from localllm.web.api.answer import EngineIds
 from localllm.web.api.batches.line_runner import Endpoints, LineRunner
 from localllm.web.api.batches.worker import BatchWorker
-from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.openai.chat import answer_chat
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
@@ -52,13 +57,14 @@ from localllm.web.api.openai.rerank import answer_rerank, answer_score
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
 from localllm.web.api.responses.responses import answer_response
-from localllm.web.api.responses.store import ResponseStore
+from localllm.web.api.responses.stored import ResponseStore
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
 from localllm.web.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from localllm.web.tracing import Traces
+
 
 log = logging.getLogger(__name__)
 
@@ -261,3 +267,38 @@ class Server(uvicorn.Server):
     def _stop_engine(self) -> None:
         log.info("requests still run after %.0f s and are ended", self.drain_s)
         self._engine_stop = asyncio.ensure_future(self.app.state.manager.close())
+
+
+CACHED_FUNCTIONS = (
+    (_parsers, "parse_url_encoded_form_data"),
+    (_parsers, "parse_query_string"),
+    (_parsers, "parse_cookie_string"),
+    (extractors, "create_query_default_dict"),
+    (traversal, "parse_path_params"),
+)
+CACHED_METHODS = ("_new", "from_components")
+"""Cached class methods of `URL`."""
+
+
+def keep_nothing_of_requests(app: Litestar) -> None:
+    """Replace the caches in Litestar's modules, once per process, and in this application's router.
+
+    Litestar keeps the last 1,024 forms, cookie headers, queries, paths and path parameters in process-wide
+    `lru_cache`s. A message, a key typed at /login and a deleted chat would stay in memory until as many others arrived,
+    and 1,024 large forms take gigabytes. Nothing of a request may outlive it, so plain functions replace the cached
+    ones wherever Litestar has imported them.
+    """
+    for module, name in CACHED_FUNCTIONS:
+        if isinstance(cached := getattr(module, name), _lru_cache_wrapper):
+            _put_in_place_of(cached, cached.__wrapped__)
+    for name in CACHED_METHODS:
+        if isinstance(cached := URL.__dict__[name].__func__, _lru_cache_wrapper):
+            setattr(URL, name, classmethod(cached.__wrapped__))
+    app.asgi_router.handle_routing = app.asgi_router._handle_routing  # type: ignore[assignment]
+
+
+def _put_in_place_of(cached: Any, plain: Callable[..., Any]) -> None:
+    for module in [module for name, module in sys.modules.items() if name.startswith("litestar.")]:
+        for name, value in list(vars(module).items()):
+            if value is cached:
+                setattr(module, name, plain)

@@ -26,7 +26,7 @@ from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
 from localllm.web.api.batches.worker import BatchWorker
 from localllm.web.api.exchange import ApiRequest, manager_of
-from localllm.web.api.operation import TEXT, Operation
+from localllm.web.api.openapi import TEXT, Operation
 
 OWN, VLLM = "localllm:", "vllm:"
 LABELS = ["model_name", "engine"]

@@ -23,9 +23,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from localllm.serving.answers.generation import Observed, observed
 from localllm.version import __version__
 from localllm.web.access.scopes import PROBES
-from localllm.web.api.generation import Observed, observed
 
 LAST_SPANS_S = 2.0
 """How long a stopping server waits until its last spans are sent."""

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
+from localllm.serving.answers import generation
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api import answer
 from tests.text.templates import CHATML
 from tests.web import live_server
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
@@ -69,7 +69,7 @@ def serve() -> None:
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[reply]))
             return GenerationRequest(name, token_ids, said, *more, **others)
 
-        answer.GenerationRequest = scripted  # type: ignore[assignment,misc]
+        generation.GenerationRequest = scripted  # type: ignore[assignment,misc]
         with LiveServer(model, live_server.settings()) as server:
             print(json.dumps({"url": server.url}), flush=True)
             sys.stdin.read()

@@ -19,24 +19,24 @@ from typing import Any, Literal
 
 import torch
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
+from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.speculation import Speculation
-from localllm.engine.state_pool import StatePool
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token, state_group
 from localllm.runner.graphs import Capture, CudaCapture
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
 from localllm.tuning.workload import PromptSource, Workload
 from scripts.random_weights import WeightFormat, random_model
 
@@ -171,13 +171,13 @@ class RandomEngine:
         )
         windows = [group.window for group in groups]
         self.speculation = Speculation(self.runner.drafts, most=o.most_drafts)
-        self.scheduler = Scheduler(
+        cache = CacheManager(
             config,
             Ledger(num_blocks, o.block_size, windows, step_tokens=o.max_num_batched_tokens),
             BlockHasher(b"random", o.block_size),
-            state_pool=StatePool(states.num_places) if states.num_places else None,
-            speculation=self.speculation if self.speculation.most else None,
+            StatePool(states.num_places) if states.num_places else None,
         )
+        self.scheduler = Scheduler(config, cache, speculation=self.speculation if self.speculation.most else None)
         self._told = _Told()
         self.loop = EngineLoop(self.scheduler, self.runner, depth=o.depth, deliver=self._told)
         self._names = itertools.count()

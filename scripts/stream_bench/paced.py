@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings, TokenMasks
@@ -53,8 +54,8 @@ def paced_loop(pace: Pace) -> EngineLoop:
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
     )
-    scheduler = Scheduler(config, Ledger((num_blocks(pace),), BLOCK_SIZE), BlockHasher(b"paced", BLOCK_SIZE))
-    return EngineLoop(scheduler, PacedRunner(pace), depth=pace.depth)
+    cache = CacheManager(config, Ledger((num_blocks(pace),), BLOCK_SIZE), BlockHasher(b"paced", BLOCK_SIZE))
+    return EngineLoop(Scheduler(config, cache), PacedRunner(pace), depth=pace.depth)
 
 
 def num_blocks(pace: Pace) -> int:

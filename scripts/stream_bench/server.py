@@ -24,7 +24,7 @@ from localllm.engine.client import EngineClient
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.machine.hardware import read_hardware
-from localllm.machine.threads import set_thread_environment
+from localllm.machine.processes import set_thread_environment
 from localllm.models.fit import plan_memory
 from localllm.models.library.catalog import resolve_model
 from localllm.models.read_spec import read_spec, weights_bytes

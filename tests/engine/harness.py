@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import NULL_BLOCK, BlockPool
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import Drafter, EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
+from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import NEVER, Request, RequestOptions, State
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.speculation import Speculation
-from localllm.engine.state_pool import StatePool
 from localllm.engine.step import DraftSupport, PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
@@ -153,11 +154,12 @@ def make_engine(
     settings |= {**config, "num_stages": num_stages}
     sizes = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
     support = DraftSupport(most_drafts, MOST_VERIFIED, proposes=True) if propose is not None else DraftSupport()
+    limits = SchedulerConfig(**settings)  # type: ignore[arg-type]
+    ledger = Ledger(sizes, BLOCK_SIZE, windows, step_tokens=limits.max_num_batched_tokens)
+    states = StatePool(num_places) if num_places else None
     scheduler = Scheduler(
-        SchedulerConfig(**settings),  # type: ignore[arg-type]
-        Ledger(sizes, BLOCK_SIZE, windows, step_tokens=int(str(settings["max_num_batched_tokens"]))),
-        BlockHasher(b"a model", BLOCK_SIZE),
-        state_pool=StatePool(num_places) if num_places else None,
+        limits,
+        CacheManager(limits, ledger, BlockHasher(b"a model", BLOCK_SIZE), states),
         speculation=speculation_type(support) if propose is not None else None,
     )
     runner = runner_type(
@@ -272,8 +274,8 @@ def check_invariants(engine: SmallEngine) -> None:
                 assert all((place + 1) * size <= n for place in named), f"{request.request_id}: an unaccepted token"
             assert c - f <= n
             rejected = engine.longest_draft * max(engine.loop.depth, 1)  # positions that drafts may have used
-            assert -(-c // size) <= request.num_places <= -(-(c + rejected) // size)  # I9
-            assert request.num_places * size - c < size + rejected  # waste below one block
+            assert -(-c // size) <= request.num_blocks <= -(-(c + rejected) // size)  # I9
+            assert request.num_blocks * size - c < size + rejected  # waste below one block
         else:
             assert request.block_tables == []
             assert request.slot == -1
@@ -287,14 +289,14 @@ def check_invariants(engine: SmallEngine) -> None:
 
 def check_states(scheduler: Scheduler) -> None:
     """Check H5 and H8: every place is held, named or free, and the KV of each checkpoint is there."""
-    states = scheduler.states
+    states = scheduler.cache.states
     holders = [request for request in scheduler.requests.values() if request.held_state is not None]
     if states is None:
         assert not holders
         return
     assert holders == [request for request in scheduler.requests.values() if request.state is State.RUNNING]
     assert not states._planned, "a save of a step that was planned"
-    own = [request.held_state.place for request in holders] + [save.place for save in states._pending]
+    own = [request.held_state.slot for request in holders] + [save.slot for save in states._pending]
     assert len(set(own)) == len(own)
     assert 0 not in own
     pool = states.pool
@@ -305,8 +307,8 @@ def check_states(scheduler: Scheduler) -> None:
     assert len(set(own) | set(states._read) | set(named.values())) + free == pool.capacity
     for name, node in pool._nodes.items():
         assert states._has_kv(name)
-        assert node.place or node.children
-        assert named.get(name, 0) == node.place
+        assert node.slot or node.children
+        assert named.get(name, 0) == node.slot
     assert len(states._pending) <= 2 * scheduler.config.max_num_seqs * (1 + len(scheduler.launched))
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
@@ -51,11 +52,9 @@ class Bench:
     """An engine that counts its steps."""
 
     def __init__(self, num_blocks: int, **config: int) -> None:
-        self.scheduler = Scheduler(
-            SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=200_000, **config),
-            Ledger((num_blocks + 1,), BLOCK_SIZE),
-            BlockHasher(b"a model", BLOCK_SIZE),
-        )
+        limits = SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=200_000, **config)
+        ledger = Ledger((num_blocks + 1,), BLOCK_SIZE)
+        self.scheduler = Scheduler(limits, CacheManager(limits, ledger, BlockHasher(b"a model", BLOCK_SIZE)))
         self.loop = EngineLoop(self.scheduler, FakeRunner(num_blocks + 1, BLOCK_SIZE, check=False), deliver=self.hear)
         self.steps = self.num_running = self.computed_tokens = 0
         self.first_token: dict[str, int] = {}

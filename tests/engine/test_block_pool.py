@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from localllm.engine.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
 from tests.draws import draws
 from tests.engine.harness import check_pool
 

@@ -29,7 +29,7 @@ class Watcher:
         plan_step = engine.scheduler.schedule
 
         def watched() -> StepPlan | None:
-            scheduler, states = engine.scheduler, engine.scheduler.states
+            scheduler, states = engine.scheduler, engine.scheduler.cache.states
             assert states is not None
             states.begin_step()
             named = {place: name for name, place in states.pool.checkpoints().items()}
@@ -46,7 +46,7 @@ class Watcher:
         use, start = row.state, row.num_computed_tokens
         assert use is not None
         assert request.held_state is not None
-        assert use.write == request.held_state.place
+        assert use.write == request.held_state.slot
         if row.request_id not in entered:
             assert use.read == use.write
         elif not start:
@@ -68,7 +68,7 @@ class Watcher:
             return
         for request in self.asked:
             self._learn(request)
-        states = self.engine.scheduler.states
+        states = self.engine.scheduler.cache.states
         assert states is not None
         for name, place in states.pool.checkpoints().items():
             assert self.engine.runner._states[place] == self.state_of[name]
@@ -156,7 +156,7 @@ def walk(number: int, total: Counter[str]) -> None:
         step()
     else:
         raise AssertionError(f"still at work: {list(engine.scheduler.requests.values())}")
-    states, scheduler = engine.scheduler.states, engine.scheduler
+    states, scheduler = engine.scheduler.cache.states, engine.scheduler
     assert states is not None
     states.begin_step()
     assert states.pool.num_held == 0  # H5
@@ -211,16 +211,16 @@ def rows_of(engine: SmallEngine, name: str) -> list[tuple[int, int]]:
 
 
 def checkpoints(engine: SmallEngine) -> list[int]:
-    assert engine.scheduler.states is not None
-    engine.scheduler.states.begin_step()
-    return sorted(engine.scheduler.states.pool.checkpoints().values())
+    assert engine.scheduler.cache.states is not None
+    engine.scheduler.cache.states.begin_step()
+    return sorted(engine.scheduler.cache.states.pool.checkpoints().values())
 
 
 def positions(engine: SmallEngine, request: Request) -> list[int]:
     """Return the positions at which a request's tokens have a checkpoint."""
-    assert engine.scheduler.states is not None
-    engine.scheduler.states.begin_step()
-    names = engine.scheduler.states.pool.checkpoints()
+    assert engine.scheduler.cache.states is not None
+    engine.scheduler.cache.states.begin_step()
+    names = engine.scheduler.cache.states.pool.checkpoints()
     return [(i + 1) * BLOCK_SIZE for i, name in enumerate(request.block_hashes) if name in names]
 
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_moves_along_with_an_output_and_stays_when_it_ends(depth):
             seen.add(tuple(positions(engine, request)))
     assert seen == {(), (8,), (16,), (24,), (32,), (40,)}
     assert positions(engine, request) == [40]
-    assert not engine.scheduler.states.pool._spare
+    assert not engine.scheduler.cache.states.pool._spare
 
 
 def test_every_block_has_a_checkpoint_where_the_interval_is_a_block():
@@ -306,7 +306,7 @@ def test_chunks_of_a_long_prompt_are_saved_into_free_places_and_evicted_first():
     long = engine.add("long", list(range(1, 60)), max_tokens=1)
     engine.run()
     assert positions(engine, long) == [16, 32, 48, 56]
-    spare = set(engine.scheduler.states.pool._spare)
+    spare = set(engine.scheduler.cache.states.pool._spare)
     assert spare == {long.block_hashes[i] for i in (3, 7, 11)}
     for index in range(3):
         engine.add(f"{index}", [30 + index] * 6, max_tokens=1)
@@ -409,7 +409,7 @@ def test_a_hit_needs_the_kv_up_to_the_checkpoint():
     engine.add("a", list(range(1, 14)), max_tokens=1)
     engine.run()
     (pool,) = engine.scheduler.ledger.pools
-    pool.on_dropped = None
+    pool.on_dropped.clear()
     for name in list(pool.names())[2:]:
         pool.forget(name)
     again = engine.add("again", list(range(1, 14)), max_tokens=1)
@@ -453,7 +453,7 @@ def test_a_failed_step_frees_every_place():
     engine.loop.step()
     failing.clear()
     check_invariants(engine)
-    assert engine.scheduler.states.pool.num_available == engine.scheduler.states.pool.capacity
+    assert engine.scheduler.cache.states.pool.num_available == engine.scheduler.cache.states.pool.capacity
     assert isinstance(engine.endings["a"][0].error, StepFailed)
     engine.add("c", [1, 2, 3], max_tokens=9)
     assert engine.run()["c"] == expected_output([1, 2, 3], 9)

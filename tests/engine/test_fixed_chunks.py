@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from localllm.engine.fixed_chunks import chunk_length, num_sharable_tokens, whole_chunks
+from localllm.engine.prefill import chunk_length, num_sharable_tokens, whole_chunks
 from localllm.engine.step import Row
 from tests.draws import draws
 from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine

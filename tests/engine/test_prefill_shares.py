@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.prefill_shares import prefill_shares
+from localllm.engine.prefill import prefill_shares
 from tests.draws import draws
 
 WANTED = st.lists(st.integers(1, 3000), min_size=1, max_size=12)

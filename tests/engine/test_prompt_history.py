@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine import prompt_history
-from localllm.engine.block_hash import BlockHasher
+from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.params import SamplingParams
 from localllm.engine.prompt_history import NUM_SHOWN, OFF, RUN, CacheMiss, Prefix, PromptHistory
 from localllm.engine.request import Request, RequestOptions

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.prompt_pace import FIRST, LEAST, PromptPace
+from localllm.engine.prefill import FIRST, LEAST, PromptPace
 from localllm.engine.step import StepPlan, StepTimings, TokenMasks
 from tests.draws import draws
 from tests.engine.harness import SmallEngine, make_engine

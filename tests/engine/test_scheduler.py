@@ -887,13 +887,13 @@ def test_full_queue_refuses():
 
 def test_a_step_admits_few_long_hits(monkeypatch):
     """Each block of a hit takes the host time, which streams wait for. The others enter in the next steps."""
-    monkeypatch.setattr(scheduler_module, "MOST_HIT_PLACES", 20)
+    monkeypatch.setattr(scheduler_module, "MOST_HIT_BLOCKS", 20)
     engine = make_engine(num_blocks=200, max_num_seqs=32)
     document = list(range(32))
     engine.add("first", [*document, 99], max_tokens=1)
     engine.run()
-    looked, find_hit = [], engine.scheduler.table.find_hit
-    monkeypatch.setattr(engine.scheduler.table, "find_hit", lambda request: looked.append(request) or find_hit(request))
+    looked, find = [], engine.scheduler.cache.find
+    monkeypatch.setattr(engine.scheduler.cache, "find", lambda request: looked.append(request) or find(request))
     for index in range(9):
         engine.add(f"r{index}", [*document, index, 7, 8], max_tokens=2)
     entered = []
@@ -911,7 +911,7 @@ def test_a_step_admits_few_long_hits(monkeypatch):
 
 
 def test_a_hit_longer_than_the_bound_enters_alone(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "MOST_HIT_PLACES", 2)
+    monkeypatch.setattr(scheduler_module, "MOST_HIT_BLOCKS", 2)
     engine = make_engine(num_blocks=200)
     for index in range(3):
         engine.add(f"r{index}", [*range(32), 50 + index], max_tokens=2)

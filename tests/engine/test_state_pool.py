@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from localllm.engine.block_pool import BlockPool
-from localllm.engine.state_pool import FoundState, StatePool
+from localllm.engine.memory.block_pool import BlockPool
+from localllm.engine.memory.state_pool import FoundState, StatePool
 from tests.draws import draws
 
 NUM_PLACES = 6
@@ -74,9 +74,9 @@ class StateWalk(RuleBasedStateMachine):
         if found is None:
             return multiple()
         assert found == self.pool.lookup(chain(branch, 6), length), "a limit is the same as a shorter chain"
-        self.pool.acquire(found.place)
-        self.out.append(found.place)
-        return found.place
+        self.pool.acquire(found.slot)
+        self.out.append(found.slot)
+        return found.slot
 
     @rule(place=consumes(read))
     def stop_reading(self, place):
@@ -88,19 +88,19 @@ class StateWalk(RuleBasedStateMachine):
         found = self.pool.lookup(chain(branch, 6), 6)
         if found is None:
             return multiple()
-        is_read = found.place in self.out
-        assert self.pool.adopt(found.place) is not is_read
+        is_read = found.slot in self.out
+        assert self.pool.adopt(found.slot) is not is_read
         if is_read:
             return multiple()
-        assert found.place not in self.pool.checkpoints().values()
-        self.out.append(found.place)
-        return found.place
+        assert found.slot not in self.pool.checkpoints().values()
+        self.out.append(found.slot)
+        return found.slot
 
     @rule(branch=st.integers(0, 3), index=st.integers(0, 5))
     def lose_kv(self, branch, index):
         name = chain(branch, 6)[index]
         self.kv.discard(name)
-        self.pool.drop_block(name)
+        self.pool.drop_block(name, 1)
 
     @rule()
     def compute_kv_again(self):
@@ -181,7 +181,7 @@ def test_a_read_checkpoint_is_not_evicted_and_is_freed_when_its_name_is_gone():
     pool.acquire(place)
     assert pool.allocate() is None
     assert not pool.adopt(place)
-    pool.drop_block(chain(0, 2)[0])
+    pool.drop_block(chain(0, 2)[0], 1)
     assert pool.checkpoints() == {}
     assert pool.num_held == 1
     pool.release(place)
@@ -191,7 +191,7 @@ def test_a_read_checkpoint_is_not_evicted_and_is_freed_when_its_name_is_gone():
 def test_a_block_in_the_middle_drops_every_deeper_checkpoint_of_its_chains():
     pool = StatePool(6)
     above, *below = (save(pool, chain(branch, depth)) for branch, depth in ((0, 1), (0, 4), (2, 3), (0, 6)))
-    pool.drop_block(chain(0, 2)[-1])
+    pool.drop_block(chain(0, 2)[-1], 1)
     assert pool.checkpoints() == {chain(0, 1)[-1]: above}
     assert pool.num_available - pool.num_checkpoints == 1 + len(below)
     assert len(pool._nodes) == 1
@@ -200,7 +200,7 @@ def test_a_block_in_the_middle_drops_every_deeper_checkpoint_of_its_chains():
 def test_forgetting_a_block_of_the_kv_tells_its_name_once():
     """The pools are connected by `on_dropped`."""
     blocks, dropped = BlockPool(3), []
-    blocks.on_dropped = dropped.append
+    blocks.on_dropped.append(lambda name, block: dropped.append((name, block)))
     for block, name in zip(blocks.allocate(2), (b"x", b"y"), strict=True):
         blocks.register(block, name)
     blocks.forget(b"x")
@@ -208,11 +208,11 @@ def test_forgetting_a_block_of_the_kv_tells_its_name_once():
     assert blocks.free_list() == [1, 2]
     blocks.forget(b"y")
     blocks.forget(b"unknown")
-    assert dropped == [b"x", b"y"]
+    assert dropped == [(b"x", 1), (b"y", 2)]
     assert blocks.num_cached == 0
     blocks.register(blocks.allocate(1)[0], b"z")
     blocks.forget_all()
-    assert dropped == [b"x", b"y"]
+    assert dropped == [(b"x", 1), (b"y", 2)]
 
 
 @pytest.mark.parametrize("num_places", [0, 1])

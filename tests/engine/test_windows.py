@@ -10,10 +10,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import NULL_BLOCK
-from localllm.engine.ledger import Hit, Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.block_pool import NULL_BLOCK
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Hit, Ledger
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.models.spec.model_spec import held_blocks, main_group
@@ -136,16 +137,16 @@ def ledger_with(windows: tuple[int | None, ...], named: dict[int, set[int]]) -> 
 def test_a_hit_needs_the_window_before_it(window: int, cached: set[int], found: int) -> None:
     ledger = ledger_with((None, window), {0: set(range(10)), 1: cached})
     hit = ledger.lookup(NAMES[:12])
-    assert hit.num_places == found
+    assert hit.num_blocks == found
     first = max(0, found * BLOCK_SIZE - window + 1) // BLOCK_SIZE
     assert [bool(block) for block in hit.blocks[1]] == [place >= first for place in range(found)]
 
 
 def test_a_hit_is_what_all_groups_have() -> None:
     ledger = ledger_with((None, 5, 9), {0: set(range(10)), 1: {3, 6, 7, 9}, 2: {2, 3, 5, 6, 7, 8}})
-    assert ledger.lookup(NAMES[:12]).num_places == 8
-    assert ledger.lookup(NAMES[:12], 3).num_places == 0
-    assert ledger.lookup(NAMES[:12], 4).num_places == 8
+    assert ledger.lookup(NAMES[:12]).num_blocks == 8
+    assert ledger.lookup(NAMES[:12], 3).num_blocks == 0
+    assert ledger.lookup(NAMES[:12], 4).num_blocks == 8
 
 
 def test_all_or_no_group_allocates() -> None:
@@ -169,9 +170,9 @@ def test_what_is_given_back_is_the_null_block_and_found_until_it_is_used_again()
     ledger.drop_before(request, 15)  # reads from 11 on
     assert [block == NULL_BLOCK for block in request.block_tables[1]] == [True, True, False, False, False]
     assert request.num_held_blocks == (5, 3)
-    assert ledger.lookup(NAMES[:2]).num_places == 2
+    assert ledger.lookup(NAMES[:2]).num_blocks == 2
     assert ledger.allocate(request, 4) is not None  # the second group has no others
-    assert ledger.lookup(NAMES[:2]).num_places == 0
+    assert ledger.lookup(NAMES[:2]).num_blocks == 0
     ledger.release(request)
     assert ledger.num_free == (19, 7)
 
@@ -197,7 +198,7 @@ def held_and_needed(layers: int, windowed: int, window: int, context: int, block
     config = SchedulerConfig(
         max_num_seqs=1, max_num_batched_tokens=2048, max_model_len=context + 64, block_size=block_size
     )
-    scheduler = Scheduler(config, ledger, BlockHasher(b"a model", block_size))
+    scheduler = Scheduler(config, CacheManager(config, ledger, BlockHasher(b"a model", block_size)))
     runner = FakeRunner(ledger.num_blocks, block_size, windows=windows, check=False)
     loop = EngineLoop(scheduler, runner, deliver=lambda outputs: None)
     request = make_request("r", [i % 100 for i in range(context - 16)], max_tokens=40)

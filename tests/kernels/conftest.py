@@ -20,6 +20,7 @@ import torch
 
 from localllm.kernels.cpu.native.library import native, why_none
 from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
+from tests.kernels.harness import poison
 
 INTERPRETER_DAYS = 3  # after which scripts/check has run every case in the interpreter
 
@@ -82,6 +83,10 @@ def settings_with(kernel: str, chosen: Any) -> Callable[..., Any]:
     return lambda asked, key, heuristic: chosen if asked == kernel else heuristic(*key)
 
 
-def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """In place of torch.empty: an element that a kernel forgets to write shows as NaN."""
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, or numbers that are not a result: what a kernel forgets to write shows."""
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *args, **options: poison(empty(*args, **options)))
+        yield

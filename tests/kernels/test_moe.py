@@ -260,21 +260,6 @@ def assert_near(out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_left_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN and ids that would be noticed."""
-
-    def poisoned(*shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-        return torch.full(size, value, dtype=dtype, device=device)
-
-    real = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: poisoned(*a, **k) if {"dtype", "device"} == set(k) else real(*a, **k)
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("activation", "biased"), [("silu", False), ("gelu", True), ("gelu_tanh", False), ("swiglu_clamped", True)]

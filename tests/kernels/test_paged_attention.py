@@ -22,6 +22,7 @@ from localllm.kernels.paged_attention import (
     RawHeads,
     kv_cache_shape,
     paged_attention,
+    paged_attention_reference,
     plan_attention,
     rotates_heads,
 )
@@ -56,6 +57,7 @@ class Batch:
     padding_tokens: int = 0  # behind the last request
     decode_queries: int = 1
     padding_queries: tuple[int, ...] = ()  # of each of the first rows: so many at the end are padding
+    first_key: int = 0  # keys before it are not read: they are NaN
     keys: list[Tensor] = field(default_factory=list)  # of each request [context_len, kv_heads, head_dim] fp64, as read
     values: list[Tensor] = field(default_factory=list)
 
@@ -77,6 +79,8 @@ class Batch:
             ):  # fmt: skip
                 new = torch.randn(length, self.num_kv_heads, self.head_dim).to(self.dtype).float()
                 kept.append(_store(cache, scale, slots, new))
+                if self.first_key and slots and cache.dtype.itemsize > 1:
+                    cache.view(self.num_kv_heads, -1, self.head_dim)[:, slots[: self.first_key]] = torch.nan
         self.block_table = table.to(DEVICE)
         self.kv = LayerKV(*(None if tensor is None else tensor.to(DEVICE) for tensor in self.kv))
         num_tokens = sum(self.query_lens) + self.padding_tokens
@@ -99,6 +103,7 @@ class Batch:
             window=window,
             decode_queries=self.decode_queries,
             positions=self.positions() if self.decode_queries > 1 else None,
+            first_key=self.first_key,
         )
 
     def starts(self) -> list[int]:
@@ -111,11 +116,11 @@ class Batch:
         rows = zip(self.starts(), self.query_lens, strict=True)
         return torch.cat([torch.arange(start, start + n) for start, n in rows]).to(DEVICE)
 
-    def attend(self, window: int | None = None, scale: float = 0.3, **terms: Any) -> Tensor:
+    def attend(
+        self, window: int | None = None, scale: float = 0.3, by: Callable[..., Tensor] = paged_attention, **terms: Any
+    ) -> Tensor:
         kv, terms = self.kv, {name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in terms.items()}
-        return paged_attention(
-            self.q, kv.k, kv.v, self.plan(window), scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale, **terms
-        )
+        return by(self.q, kv.k, kv.v, self.plan(window), scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale, **terms)
 
     def definition(
         self, window: int | None = None, scale: float = 0.3, softcap: float | None = None,
@@ -130,7 +135,7 @@ class Batch:
                 if position >= length:
                     out[start + i] = torch.nan  # not defined
                     continue
-                first = 0 if window is None else max(0, position - window + 1)
+                first = max(self.first_key, 0 if window is None else position - window + 1)
                 scores = torch.einsum("hd,lhd->hl", self.q[start + i].cpu().double(), k[first : position + 1]) * scale
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
@@ -175,12 +180,13 @@ def _store(cache: Tensor, scale: Tensor | None, slots: list[int], new: Tensor) -
 
 
 def assert_matches(batch: Batch, tolerance: float | None = None, **terms: Any) -> None:
-    ours = batch.attend(**terms)
-    assert ours.dtype == batch.dtype
     tolerance = tolerance or TOLERANCE[batch.dtype]
     wanted = batch.definition(**terms)
     is_defined = ~wanted.isnan().any(1)
-    torch.testing.assert_close(ours.cpu().double()[is_defined], wanted[is_defined], rtol=tolerance, atol=tolerance)
+    for by in (paged_attention,) if BY_KERNEL else (paged_attention, paged_attention_reference):
+        ours = batch.attend(by=by, **terms)
+        assert ours.dtype == batch.dtype
+        torch.testing.assert_close(ours.cpu().double()[is_defined], wanted[is_defined], rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +273,19 @@ def test_several_queries_with_what_a_layer_may_add(queries: int, cache_dtype: to
     tolerance = 4e-3 if cache_dtype and DTYPES[0] == torch.float32 else None
     assert_matches(batch, tolerance, sinks=sinks, softcap=3.0)
     assert_matches(batch, tolerance, window=20, alibi_slopes=slopes, sinks=sinks)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_what_is_kept_of_no_token_is_not_read(queries: int, window: int | None, is_deterministic: bool) -> None:
+    """A drafter has no key of the first token. Rows of one tile and of several, a padding row, and prompts."""
+    with launching_with(LaunchOptions(deterministic=is_deterministic)):
+        batch = Batch(
+            [queries] * 4 + [6, 3], [70, 1 + queries, 0, 5 + queries, 7, 40], 4, 2, 16, 4, decode_queries=queries,
+            padding_queries=(0, 0, 0, queries - 1), first_key=1,
+        )  # fmt: skip
+        assert_matches(batch, window=window)
 
 
 @pytest.mark.usefixtures("deterministic")

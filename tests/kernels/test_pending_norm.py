@@ -16,9 +16,7 @@ from localllm.kernels.linear import linear_unfinished
 from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, normed
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm_unfinished
 from tests.kernels.harness import e4m3
-from tests.kernels.rowwise import poisoned_memory  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="the twins finish what they compute"
 )

@@ -15,7 +15,7 @@ from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.kernels.quantize import Quantized
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary, rotary_angles, rotary_store_kv
 from tests.kernels.conftest import DTYPES
-from tests.kernels.rowwise import EIGHT_BITS, EXAMPLES, TOLERANCE, assert_quantized, poison, poisoned_memory  # noqa: F401
+from tests.kernels.harness import EIGHT_BITS, EXAMPLES, TOLERANCE, assert_quantized, poison
 
 MAX_POSITION = 50
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.config.edit import write
-from localllm.config.mcp_edit import enabling, with_server, without_server
+from localllm.config.edit import enabling, with_server, without_server, write
 from localllm.config.mcp_servers import McpServer, read_mcp_servers
 from localllm.config.resolve import resolve
 from localllm.errors import ConfigError

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from localllm.mcp import servers
-from localllm.mcp.naming import function_names
-from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.schemas import refusal, wrong_argument
-from localllm.mcp.values import McpMissing, ServerTool
+from localllm.mcp.values import McpMissing, ServerTool, bounded, function_names, limit_for
 from tests.mcp.programs import friendly
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import cli
-from localllm.cli.flags import settings_from
+from localllm.config.flags import settings_from
 from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, DoesNotFit
 from localllm.machine import hardware

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm import cli
 from localllm.cli import parse
-from localllm.cli.flags import settings_from
+from localllm.config.flags import settings_from
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.llm import _engine_config

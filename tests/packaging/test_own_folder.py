@@ -2,7 +2,7 @@
 
 The folders get files, links and folders of all names that installs use, before, between and after installs, updates and
 removals, and every one of them has to be there in the end. An installed environment (tools/localllm, app/VERSION) is
-localllm's as a whole. Does not know: what `localllm uninstall` removes (tests/test_footprint.py).
+localllm's as a whole. Does not know: what `localllm uninstall` removes (tests/setup/test_footprint.py).
 """
 
 from __future__ import annotations

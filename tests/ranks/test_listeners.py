@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from localllm.ranks.listeners import closed_to_others
+from localllm.ranks.group import closed_to_others
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets are Linux's")
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from localllm.config.settings import EngineConfig
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request, RequestOptions
@@ -57,10 +58,8 @@ def tokens_of(runner: Runner, plan: MemoryPlan, **params: Any) -> dict[str, list
             assert output.error is None, output.error
             outputs.setdefault(output.request_id, []).extend(output.token_ids)
 
-    loop = EngineLoop(
-        Scheduler(config, Ledger(runner.num_blocks, plan.block_size), BlockHasher(b"m", plan.block_size)), runner,
-        depth=max(2, runner.num_stages), deliver=deliver,
-    )  # fmt: skip
+    cache = CacheManager(config, Ledger(runner.num_blocks, plan.block_size), BlockHasher(b"m", plan.block_size))
+    loop = EngineLoop(Scheduler(config, cache), runner, depth=max(2, runner.num_stages), deliver=deliver)
     for name, prompt in PROMPTS.items():
         asked = SamplingParams(max_tokens=10, **params)
         loop.submit(Request(name, prompt, asked, RequestOptions(), max_output_tokens=10))

@@ -12,16 +12,17 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
+from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.speculation import Speculation
-from localllm.engine.state_pool import StatePool
 from localllm.engine.step import Runner
 from localllm.kernels import launch
 from localllm.kernels.launch import LaunchOptions
@@ -32,9 +33,8 @@ from localllm.runner.device_drafts import (
 )
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
 from tests.kv import ledger_of, of_each
 from tests.runner.desk import WAYS
 from tests.runner.naive import Case
@@ -68,6 +68,7 @@ NUM_DRAFTS = 4
 @pytest.fixture
 def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostDrafts, "_find", lambda self, slot, most: NO_DRAFTS)
+    monkeypatch.setattr(LookupOnDevice, "launch", lambda self, slots: torch.zeros(len(slots), 17, dtype=torch.int32))
 
 
 def opened(drafter: Drafter, caches: list[KVCache] | None = None) -> Callable[[int], OpenDrafter]:
@@ -103,7 +104,9 @@ DRAFT_PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def draft_requests(count: int = 7) -> list[Request]:
+def draft_requests(count: int = 7, most_words: int = 1000) -> list[Request]:
+    """most_words: bad words of all but the last request; with more than the tables of a device hold, no step has
+    drafts."""
     dice = random.Random(4)
     shared = [dice.randrange(500) for _ in range(20)]
     requests = []
@@ -112,6 +115,7 @@ def draft_requests(count: int = 7) -> list[Request]:
         params = SamplingParams(max_tokens=dice.randint(12, 40), **DRAFT_PARAMS[i % len(DRAFT_PARAMS)])
         assert params.max_tokens is not None
         words = tuple((token,) for token in range(0, 500, 7)) if i % 3 == 2 else ()
+        words = words if i == count - 1 else words[:most_words]
         requests.append(
             Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens, eos_token_ids=(2,),
                     bad_words_token_ids=((*words, (4, 5)) if words else ()))
@@ -226,10 +230,11 @@ def serve(
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
     while runner.use_idle_time():
         pass
-    places = StatePool(num_places) if num_places else None
     ledger = ledger or ledger_of(spec, num_blocks, BLOCK)
+    slots = StatePool(num_places) if num_places else None
     speculation = Widest(runner.drafts) if speculates else None
-    scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places, speculation=speculation)
+    manager = CacheManager(config, ledger, BlockHasher(b"tiny", BLOCK), slots)
+    scheduler = Scheduler(config, manager, speculation=speculation)
     loop = EngineLoop(scheduler, runner, depth=depth)
     told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in (*requests, *then)}
 

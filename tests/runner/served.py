@@ -22,9 +22,8 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import local_spec, shards_of
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.graphs import Capture
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
 from scripts.random_weights import SHAPES, RandomTensors, WeightFormat
 from tests.kv import of_each
 
@@ -222,8 +221,10 @@ class Step:
         for width in DRAFT_WIDTHS if not self.prompts else ():
             if (1 + width) * self.decodes <= runner.drafts.step_tokens:
                 drafted = (
-                    Row(s, f"r{s}", BLOCK + 1, 1 + width, (), True, (), None, width) for s in range(self.decodes)
-                )
+                    Row(s, f"r{s}", BLOCK + 1, 1 + width, (), True, (),
+                        StateUse(1 + s, 1 + s) if served.spec.layer_kinds else None, width)
+                    for s in range(self.decodes)
+                )  # fmt: skip
                 plans.append(StepPlan(len(plans) + 1, tuple(drafted), propose=propose))
         words = -(-runner.vocab_size // 32)
         masks = TokenMasks((0,), np.full((1, words), -1, np.int32)) if self.masked else None

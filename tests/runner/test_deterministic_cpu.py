@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.block_hash import BlockHasher
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
@@ -71,7 +72,9 @@ class Served:
         config = SchedulerConfig(
             **sizes, fixed_chunk=CHUNK if deterministic else 0, output_reserve=0.0, enable_prefix_caching=caching
         )
-        self.scheduler = Scheduler(config, ledger_of(SPEC, num_blocks, BLOCK), BlockHasher(b"tiny", BLOCK))
+        self.scheduler = Scheduler(
+            config, CacheManager(config, ledger_of(SPEC, num_blocks, BLOCK), BlockHasher(b"tiny", BLOCK))
+        )
         self.loop = EngineLoop(self.scheduler, runner, depth=1, deliver=self._receive)
         self.told: dict[str, list[EngineOutput]] = {}
 

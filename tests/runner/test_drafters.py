@@ -141,7 +141,7 @@ def test_named_blocks_have_the_drafters_pairs_of_a_fresh_run(
         sequence = Sequence(tokens)
         hidden = model.forward(harness._inputs([(sequence, len(tokens))], True), harness.kv_cache)
         names: list[bytes] = []
-        scheduler.hasher.extend(names, scheduler.hasher.root(), array("i", tokens))
+        scheduler.cache.hasher.extend(names, scheduler.cache.hasher.root(), array("i", tokens))
         for place, name in enumerate(names):
             block = pool.find(name)
             if block is None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.engine.block_hash import BlockHasher
+from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.request import Request
 from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder import native_program
 from localllm.models.decoder.decoder import DecoderModel, Taps
@@ -25,20 +26,24 @@ from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.runner import host_steps
+from localllm.runner import device_drafter, host_steps
 from localllm.runner.drafter_steps import DrafterSteps
 from localllm.runner.kv_cache import KVCache
 from tests.eagle_files import write_eagle
 from tests.models.harness import TAPS, Crank
 from tests.models.operations import DefinedLibrary
-from tests.runner.harness import BLOCK, assert_same, opened, serve, tokens_of
-from tests.runner.harness import draft_requests as make_requests
+from tests.runner.desk import WAYS
+from tests.runner.harness import BLOCK, assert_same, draft_requests, opened, serve, tokens_of
 from tests.runner.harness import without_lookup as _without_lookup
 from tests.tiny import make_tiny_model
 
 CPU, F32 = torch.device("cpu"), torch.float32
 without_lookup = _without_lookup
 METHODS = ["eagle", "eagle3"]
+
+
+def make_requests() -> list[Request]:
+    return draft_requests(8, most_words=40)
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +79,16 @@ def drafter(request: pytest.FixtureRequest, path: Path, model: DecoderModel, spe
     return open_drafter(plan, model, CPU, F32, max_model_len=200)
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "staged", "replayed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Native steps of the model, as they are defined where this machine has no library; or none."""
+    """Native steps of the model, as they are defined where this machine has no library; or none; or steps of a GPU."""
 
     def none(model: Any, layers: Any) -> Any:
         raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":
         monkeypatch.setattr(host_steps, "open_native_program", none)
-    elif native() is None:
+    elif request.param == "native" and native() is None:
         monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)
 
@@ -105,10 +110,27 @@ def often_right(texts: list[list[int]], share: float) -> Callable[..., Any]:
     return draw
 
 
+def often_right_on_device(texts: list[list[int]], share: float) -> Callable[..., None]:
+    """Do the same for drafts of a device."""
+    real, dice = device_drafter.record_draft, random.Random(5)
+
+    def record(drawn: Tensor, best: Tensor, table: Tensor, slots: Any, *rest: Any) -> None:
+        _, _, out, _, place = rest
+        for row, slot in enumerate(out.draft_slots.tolist()):
+            known = slots.token_ids[slot, : int(slots.known[slot]) + place].tolist()
+            text = next((text for text in texts if text[: len(known)] == known and len(text) > len(known)), None)
+            if slot >= 0 and text is not None and dice.random() < share:
+                drawn[row] = text[len(known)]
+        real(drawn, best, table, slots, *rest)
+
+    return record
+
+
 @pytest.mark.rotates(2)
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(
-    ("way", "num_blocks", "depth"), [("native", 200, 1), ("native", 18, 2), ("torch", 200, 2), ("torch", 18, 1)],
+    ("way", "num_blocks", "depth"),
+    [("native", 200, 1), ("native", 18, 2), ("torch", 200, 2), ("torch", 18, 1), ("staged", 18, 2), ("replayed", 200, 2)],
     indirect=["way"],
 )  # fmt: skip
 def test_answers_and_the_drafters_blocks_are_those_of_runs_alone(
@@ -118,10 +140,11 @@ def test_answers_and_the_drafters_blocks_are_those_of_runs_alone(
     """S1, S13: with right and wrong drafts, chunks, prefix hits and preemptions (17 usable blocks)."""
     texts = {r.request_id: [*r.token_ids, *tokens_of(alone[r.request_id])] for r in make_requests()}
     monkeypatch.setattr(DrafterSteps, "_draw", often_right(list(texts.values()), 0.7))
+    monkeypatch.setattr(device_drafter, "record_draft", often_right_on_device(list(texts.values()), 0.7))
     caches: list[KVCache] = []
     told, scheduler = serve(
         model, spec, make_requests(), num_blocks=num_blocks, depth=depth, speculates=True,
-        drafter=opened(drafter, caches),
+        drafter=opened(drafter, caches), way=way if way in WAYS else "host",
     )  # fmt: skip
     assert_same(told, alone)
     assert scheduler.speculation is not None

@@ -20,10 +20,11 @@ from localllm.models.drafters.opening import open_drafter, plan_drafter
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.runner.drafter_steps import DrafterSteps
-from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
+from localllm.runner.host_drafts import HostDrafts
 from tests.models.formats.quantised import rewrite
 from tests.mtp_models import KINDS, MTPOracle, make_mtp_model
 from tests.runner.harness import MAX_LEN, assert_same, knowing, opened, serve, tokens_of
+from tests.runner.harness import without_lookup as without_lookup
 
 CPU = torch.device("cpu")
 GREEDY = 5  # of the requests
@@ -134,14 +135,15 @@ def foresee(tensors: dict[str, Tensor]) -> None:
     tensors[f"{prefix}final_layernorm.weight"] = tensors["model.norm.weight"].clone()
 
 
-def test_a_layer_that_knows_the_model_is_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("way", ["host", "staged", "replayed"])
+def test_a_layer_that_knows_the_model_is_always_right(tmp_path: Path, way: str) -> None:
     """S14: greedy and sampled; each draft is drawn with the noise of its position."""
     path = make_mtp_model(tmp_path, "mimo")
     rewrite(path, foresee)
     served = Served(path, "mimo")
-    monkeypatch.setattr(HostDrafts, "_find", lambda self, slot, most: NO_DRAFTS)
     told, scheduler = serve(
-        served.model, served.spec, make_requests(), step=24, speculates=True, drafter=opened(served.drafter)
+        served.model, served.spec, make_requests(), step=24, speculates=True, drafter=opened(served.drafter), way=way
     )
     assert_same(told, served.alone)
     assert scheduler.speculation is not None

@@ -23,7 +23,7 @@ from localllm.kernels.cpu import pack
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.llm import LLM
-from localllm.runner.step_parts import NativeSteps
+from localllm.runner.host_steps import NativeSteps
 from tests.adapters import make_tiny_adapter
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import save_quantised

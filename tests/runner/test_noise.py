@@ -10,7 +10,7 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.kernels.sampling import noise
-from localllm.runner.noise import seed_of
+from localllm.runner.sampling import seed_of
 from tests.runner import naive
 
 

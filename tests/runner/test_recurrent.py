@@ -16,18 +16,23 @@ from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import HybridCache, LayerKV, LayerState
 from localllm.machine.hardware import Hardware
+from localllm.models.decoder.native_program import NotSupportedNatively
+from localllm.models.drafters import draft_model
+from localllm.models.drafters.draft_model import DraftModel
 from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, state_bytes
 from localllm.runner import host_steps
+from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.host_drafts import HostDrafts
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
-from tests.runner.harness import assert_same, draft_requests, knowing, make_requests, serve
+from tests.runner.desk import WAYS
+from tests.runner.harness import assert_same, draft_requests, knowing, knowing_on_device, make_requests, opened, serve
+from tests.runner.harness import without_lookup as without_lookup
 from tests.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -174,27 +179,38 @@ UNDRAFTED: dict[str, dict[str, list[EngineOutput]]] = {}
 def undrafted(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
     """Return what each request gets alone and without drafts."""
     if spec.architecture not in UNDRAFTED:
-        told = [serve(model, spec, [request], num_places=9)[0] for request in draft_requests()]
+        told = [serve(model, spec, [request], num_places=9)[0] for request in draft_requests(most_words=40)]
         UNDRAFTED[spec.architecture] = {name: outputs for each in told for name, outputs in each.items()}
     return UNDRAFTED[spec.architecture]
 
 
 @pytest.mark.parametrize(
     ("way", "num_blocks", "errors", "depth"),
-    [("native", 200, 0.3, 1), ("native", 18, 0.3, 2), ("torch", 200, 0.3, 1)],
-)
+    [
+        ("native", 200, 0.3, 1), ("native", 18, 0.3, 2), ("torch", 200, 0.3, 1), ("staged", 200, 0.3, 1),
+        ("replayed", 18, 0.3, 2),
+    ],
+)  # fmt: skip
 def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, depth):
     """S2: a state comes after the accepted tokens alone. Preemptions and hits read states that drafts were near."""
     model, spec = hybrid
     if way == "torch":
         monkeypatch.setattr(host_steps, "_lone_step", lambda model, layers: (None, "without a library"))
-    elif native() is None:
+    elif way == "native" and native() is None:
         pytest.skip("this machine has no native library")
     plain = undrafted(model, spec)
-    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in draft_requests()]
+    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in draft_requests(most_words=40)]
     monkeypatch.setattr(HostDrafts, "_find", knowing(texts, errors))
+    monkeypatch.setattr(LookupOnDevice, "launch", knowing_on_device(texts, errors))
     drafted, scheduler = serve(
-        model, spec, draft_requests(), num_places=30, num_blocks=num_blocks, depth=depth, speculates=True
+        model,
+        spec,
+        draft_requests(most_words=40),
+        num_places=30,
+        num_blocks=num_blocks,
+        depth=depth,
+        speculates=True,
+        way=way if way in WAYS else "host",
     )
     assert scheduler.recorder.num_failed_steps == 0
     assert scheduler.speculation is not None
@@ -205,7 +221,38 @@ def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, de
     assert_same(drafted, plain)
 
 
-def test_a_wrong_draft_leaves_the_state_of_the_accepted_tokens(hybrid, monkeypatch):
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("way", ["host", "staged", "replayed"])
+def test_a_draft_model_drafts_for_a_hybrid(tmp_path, monkeypatch, way):
+    """Its keys and values have no hole behind a prefix hit, where no token of the hybrid runs again."""
+    model, spec = load("lfm2", tmp_path / "target")
+    make_tiny_model(tmp_path / "draft", num_hidden_layers=1)
+    drafter = DraftModel(
+        load_model(tmp_path / "draft", read_spec(tmp_path / "draft"), CPU, torch.float32), spec.vocab_size
+    )
+    if way != "host":
+        monkeypatch.setattr(draft_model, "open_native_program", _not_native)
+    caches: list[KVCache] = []
+    told, scheduler = serve(
+        model, spec, draft_requests(most_words=40), num_places=30, depth=2, speculates=True, way=way,
+        drafter=opened(drafter, caches),
+    )  # fmt: skip
+    assert_same(told, undrafted(model, spec))
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.prefix_cache_hits > 0
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.stats().num_draft_tokens > 60
+    blocks = list(scheduler.ledger.pools[0].names().values())
+    assert blocks
+    assert all(layer.k[:, blocks].isfinite().all() for layer in caches[0].layers if layer is not None)
+
+
+def _not_native(model: Any, layers: Any) -> Any:
+    raise NotSupportedNatively("a staged step has padding")
+
+
+@pytest.mark.parametrize("way", ["host", "replayed"])
+def test_a_wrong_draft_leaves_the_state_of_the_accepted_tokens(hybrid, monkeypatch, way):
     """The next request begins from a checkpoint in the output of one with drafts, most of them wrong."""
     model, spec = hybrid
     params = SamplingParams(temperature=0.0, max_tokens=50)
@@ -218,7 +265,8 @@ def test_a_wrong_draft_leaves_the_state_of_the_accepted_tokens(hybrid, monkeypat
 
     expected = tokens_of(serve(model, spec, [chat()[1]], num_places=9)[0]["b"])
     monkeypatch.setattr(HostDrafts, "_find", knowing([text], 0.5))
-    told, scheduler = serve(model, spec, chat()[:1], num_places=30, speculates=True, then=chat()[1:])
+    monkeypatch.setattr(LookupOnDevice, "launch", knowing_on_device([text], 0.5))
+    told, scheduler = serve(model, spec, chat()[:1], num_places=30, speculates=True, then=chat()[1:], way=way)
     assert scheduler.speculation is not None
     assert scheduler.speculation.stats().num_draft_tokens > scheduler.speculation.stats().num_accepted_tokens
     assert tokens_of(told["a"]) == text[11:]

@@ -32,7 +32,7 @@ from localllm.models.fit import MemoryPlan, plan_memory
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import opening, self_check
 from localllm.runner.graphs import StepGraphs
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.opening import open_runner
 from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
@@ -47,7 +47,6 @@ from localllm.runner.self_check import (
     subject_of,
 )
 from localllm.runner.staging import StepShape
-from localllm.runner.state_cache import StateCache
 from tests.runner import harness
 from tests.runner.harness import check_kernels, mixed_requests
 

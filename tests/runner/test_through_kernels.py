@@ -5,6 +5,7 @@ Runs where kernels run: TRITON_INTERPRET=1, or on a GPU.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,24 @@ from localllm.kernels import launch, linear
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import LaunchOptions
 from localllm.kernels.skinny_gemm import SkinnyProduct
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.native_program import NotSupportedNatively
+from localllm.models.drafters import draft_model
+from localllm.models.drafters.draft_model import DraftModel
+from localllm.models.drafters.drafter import Drafter
+from localllm.models.drafters.opening import open_drafter, plan_drafter
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.runner.device_drafts import LookupOnDevice
+from localllm.runner.kv_cache import KVCache
+from tests.eagle_files import write_eagle
 from tests.kv import windowed_ledger
+from tests.models.harness import TAPS
 from tests.runner import harness
-from tests.runner.harness import BLOCK, check_kernels, mixed_requests, serve, tokens_of
+from tests.runner.harness import BLOCK, check_kernels, mixed_requests, opened, serve, tokens_of
 from tests.runner.harness import knowing_on_device as knowing
+from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
 
@@ -134,3 +145,69 @@ def test_drafts_through_the_kernels(
     assert (stats.num_accepted_tokens < stats.num_draft_tokens) == (source != "lookup")
     for name, outputs in plain.items():
         assert tokens_of(through_kernels[name]) == tokens_of(outputs), name
+
+
+@pytest.mark.parametrize(("kind", "way"), [("draft_model", "replayed"), ("eagle3", "staged")])
+def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S13: the texts are those of the twins, and so is what the drafter keeps of named blocks. No key of the first
+    token is read: it is NaN."""
+    path = make_tiny_model(tmp_path / "target", num_hidden_layers=4)
+    spec = read_spec(path)
+    model = load_model(path, spec, torch.device("cpu"), torch.float32)
+    assert isinstance(model, DecoderModel)
+    drafter: Drafter = DraftModel(model, spec.vocab_size)
+    if kind == "eagle3":
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        write_eagle(tmp_path / kind, config, kind, taps=TAPS)
+        plan = plan_drafter(tmp_path / kind, "", spec, path)
+        drafter = open_drafter(plan, model, torch.device("cpu"), torch.float32, max_model_len=harness.MAX_LEN)
+    monkeypatch.setattr(draft_model, "open_native_program", _not_native)
+
+    def run(way: str) -> tuple[dict[str, Any], Any, KVCache]:
+        caches: list[KVCache] = []
+        told, scheduler = serve(
+            model, spec, drafted(), num_blocks=14, depth=2, step=24, way=way, speculates=True,
+            drafter=opened(drafter, caches),
+        )  # fmt: skip
+        assert scheduler.recorder.num_failed_steps == 0
+        return told, scheduler, caches[0]
+
+    through_kernels, scheduler, cache = run(way)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    plain, twins, kept = run("staged")
+    for name, outputs in plain.items():
+        assert tokens_of(through_kernels[name]) == tokens_of(outputs), name
+    assert scheduler.speculation.stats().num_draft_tokens > 4
+    named, others = (each.ledger.pools[0].names() for each in (scheduler, twins))
+    assert set(named) & set(others)
+    for name in set(named) & set(others):
+        for ours, theirs in zip(cache.layers, kept.layers, strict=True):
+            torch.testing.assert_close(
+                ours.k[:, named[name]], theirs.k[:, others[name]], atol=1e-4, rtol=1e-4, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid", "lfm2"])
+def test_drafts_of_a_hybrid_through_the_kernels(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S2: the recurrences run again over the right tokens of each row, rows of unlike numbers."""
+    path = make_tiny_model(tmp_path, family)
+    spec = read_spec(path)
+    model = load_model(path, spec, torch.device("cpu"), torch.float32)
+    with monkeypatch.context() as twins:
+        twins.setattr(launch, "INTERPRETED", False)
+        plain, _ = serve(model, spec, drafted(), num_places=9)
+    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in drafted()]
+    monkeypatch.setattr(LookupOnDevice, "launch", knowing(texts, 0.3))
+    told, scheduler = serve(
+        model, spec, drafted(), num_blocks=14, depth=2, step=24, way="staged", speculates=True, num_places=9
+    )
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    for name, outputs in plain.items():
+        assert tokens_of(told[name]) == tokens_of(outputs), name
+
+
+def _not_native(model: Any, layers: Any) -> Any:
+    raise NotSupportedNatively("a staged step has padding")

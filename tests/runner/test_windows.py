@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.engine.ledger import Ledger
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.engine.request_table import RequestTable
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
@@ -124,7 +124,7 @@ def test_what_was_given_back_is_never_read(
 
     monkeypatch.setattr(TorchRunner, "__init__", keep)
     monkeypatch.setattr(Ledger, "drop_before", drop_and_poison)
-    monkeypatch.setattr(RequestTable, "find_hit", lambda self, request: self.ledger.lookup(()))
+    monkeypatch.setattr(CacheManager, "find", lambda self, request: self.ledger.lookup(()))
     got, _ = serve(*served, make_requests(), step=40, way=way, ledger=ledger(served[1], 200, 40))
     assert dropped
     assert all(outputs[-1].finish_reason == "length" for outputs in got.values())

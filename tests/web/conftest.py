@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
+from localllm.errors import DoesNotFit
+from localllm.serving.answers import generation
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api import answer
 from localllm.web.pages.chat.store import database
 from localllm.web.pages.chat.store.database import chats_path
 from tests.text.templates import CHATML
+from tests.web.chat_page import ChatPage
 from tests.web.harness import Pages
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
+from tests.web.pages_stub import StubModel
 from tests.web.scripted import tool_servers
 from tests.web.terminal import Terminal
 
@@ -47,6 +51,38 @@ def browser(served: Pages) -> Iterator[httpx.Client]:
         yield client
         client.post("/chats/wipe", data={"sure": "1"})
     served.reset()
+
+
+@pytest.fixture
+def chat(browser: httpx.Client) -> ChatPage:
+    """A new chat in that browser."""
+    return ChatPage(browser)
+
+
+@pytest.fixture
+def second(served: Pages) -> Iterator[StubModel]:
+    """Another model, loaded as well."""
+    other = StubModel(name="second", sampling_defaults={"temperature": 0.3})
+    other.client.every_s, other.client.chars, other.client.reply = 0.0, 40, "The second's own words."
+    entry = served.live.manager.adopt(other)  # type: ignore[arg-type]
+    yield other
+    if entry in served.live.manager.entries:
+        served.live.manager.entries.remove(entry)
+
+
+@pytest.fixture
+def late_models(served: Pages, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Models come only when this is called; the model "broken" does not fit then."""
+    come, acquire = asyncio.Event(), served.live.manager.acquire
+
+    async def acquire_later(name: str | None = None) -> Any:
+        await come.wait()
+        if name == "broken":
+            raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
+        return await acquire(name)
+
+    monkeypatch.setattr(served.live.manager, "acquire", acquire_later)
+    return lambda: come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -103,7 +139,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
             return GenerationRequest(name, token_ids, said, *others)
 
-        monkeypatch.setattr(answer, "GenerationRequest", saying)
+        monkeypatch.setattr(generation, "GenerationRequest", saying)
 
     return say
 

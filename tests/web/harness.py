@@ -6,7 +6,6 @@ import io
 import json
 import re
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,9 +205,6 @@ def lm_studio() -> dict[str, Any]:
     }  # fmt: skip
 
 
-SCRIPTED = {"hx-request": "true"}
-
-
 def browser_of(server: LiveServer, **options: Any) -> httpx.Client:
     accept = {"accept": "text/html,*/*;q=0.8"}
     return httpx.Client(base_url=server.url, timeout=20, follow_redirects=True, headers=accept, **options)
@@ -229,24 +225,6 @@ class Pages:
 
     def browser(self, **options: Any) -> httpx.Client:
         return browser_of(self.live, **options)
-
-
-def stream_url(turn: str) -> str:
-    found = re.search(r'hx-sse:connect="([^"]+)"', turn)
-    assert found, turn
-    return found[1]
-
-
-def listen(browser: httpx.Client, url: str, seconds: float = 10.0) -> str:
-    """Everything a stream says until it ends, or until the time is up."""
-    said, end = "", time.monotonic() + seconds
-    with browser.stream("GET", url) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        for text in response.iter_text():
-            said += text
-            if time.monotonic() > end:
-                break
-    return said
 
 
 TOWNS = ("Varnholm", "Estrel", "Quibury", "Norlund", "Tamsk", "Ocre", "Pellow", "Grindale", "Ashvik", "Ilmora")

@@ -17,10 +17,11 @@ import httpx
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, ModelLimits
-from localllm.engine.block_hash import BlockHasher
 from localllm.engine.client import EngineClient
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.stats import EngineStats
@@ -76,9 +77,8 @@ def fake_model(
         block_size=BLOCK_SIZE,
         max_num_queued_reqs=max_num_queued_reqs,
     )
-    loop = EngineLoop(
-        Scheduler(config, Ledger(runner.num_blocks, BLOCK_SIZE), BlockHasher(b"test", BLOCK_SIZE)), runner
-    )
+    cache = CacheManager(config, Ledger(runner.num_blocks, BLOCK_SIZE), BlockHasher(b"test", BLOCK_SIZE))
+    loop = EngineLoop(Scheduler(config, cache), runner)
     limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE)
     answers = answer_format(template)
     admission = Admission(

@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,11 @@ class StubClient:
 
     async def prepare(self, params: SamplingParams) -> None:
         """It has no grammars to compile."""
+
+    async def generate_batches(self, request: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
+        async with aclosing(self.generate(request)) as events:
+            async for event in events:
+                yield [event]
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         if self.failure is not None:

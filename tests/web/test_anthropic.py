@@ -17,14 +17,13 @@ from anthropic.types import message_count_tokens_params, message_create_params
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import StepFailed
+from localllm.serving.answers.generation import Progress
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.messages import TemplateTraits, plain_messages
 from localllm.web.api.anthropic.answer import AnthropicHead, MessageEvents
 from localllm.web.api.anthropic.conversation import messages_of, template_of
-from localllm.web.api.anthropic.fields import RULES
-from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody
-from localllm.web.api.generation import Progress
+from localllm.web.api.anthropic.schema import RULES, CountBody, InputMessage, MessagesBody
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 
 PATH = "/v1/messages"

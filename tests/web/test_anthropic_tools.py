@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
+from localllm.serving.answers.generation import Progress
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.anthropic.answer import AnthropicHead, MessageEvents
-from localllm.web.api.generation import Progress
 from tests.web.harness import CALL, CLOCK_CALL, PARAMETERS, THOUGHT, USER
 from tests.web.live_server import LiveServer
 

@@ -12,12 +12,13 @@ import pytest
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.speculation import Speculation
 from localllm.errors import DoesNotFit, DrafterMismatch, ModelNotFound, UnsupportedOption
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.fit.checkpoint import count_resident_for
 from localllm.models.read_spec import read_spec, weights_bytes
 from localllm.serving.build import build_engine
-from localllm.serving.drafters import require_place, with_drafter
+from localllm.serving.drafters import with_drafter
+from tests.adapters import make_tiny_adapter
 from tests.tiny import make_tiny_model
 from tests.web.live_server import LiveServer
 
@@ -68,6 +69,24 @@ def test_a_smaller_model_changes_no_answer(
             assert drafted["timings"]["draft_n"] > 20
 
 
+def test_a_drafter_guesses_for_an_adapter(
+    tmp_path: Path, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter reads no adapter: it is right less often, and the answers are those of the adapter."""
+    monkeypatch.setattr(Speculation, "width", as_many_as_possible)
+    adapter = make_tiny_adapter(tmp_path / "one", tiny_llama_path, seed=3)
+    asked = {"draft": str(tiny_llama_path), "lora_modules": (f"one={adapter}",)}
+    with LiveServer(build_engine(settings_of(tiny_llama_path, **asked))) as server:
+        texts = {}
+        for model in ("one", None):
+            body = {**BODY, "temperature": 0, "ignore_eos": True, **({"model": model} if model else {})}
+            plain, drafted = (server.post(CHAT, {**body, "speculative": s}).json() for s in (False, True))
+            assert drafted["choices"][0]["message"] == plain["choices"][0]["message"]
+            assert drafted["timings"]["draft_n"] > 10
+            texts[model] = drafted["choices"][0]["message"]["content"]
+    assert texts["one"] != texts[None]
+
+
 def test_a_drafter_of_another_vocabulary_is_refused(tmp_path: Path, tiny_llama_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", num_hidden_layers=1)
     tokenizer = json.loads((other / "tokenizer.json").read_text("utf-8"))
@@ -83,7 +102,6 @@ def test_a_drafter_of_another_vocabulary_is_refused(tmp_path: Path, tiny_llama_p
     ("given", "error", "told"),
     [
         ({"draft": "./nowhere"}, ModelNotFound, "nowhere"),
-        ({"draft": "demo", "enable_lora": True}, UnsupportedOption, "adapters"),
         ({"draft": "demo", "tensor_parallel_size": 2}, UnsupportedOption, "ranks"),
         ({"draft": "demo", "dtype": "bfloat16"}, UnsupportedOption, "verified"),
     ],
@@ -106,8 +124,23 @@ def test_a_drafter_is_counted_by_fit(tiny_llama_path: Path) -> None:
     assert plans[1].weights_bytes == 2 * plans[0].weights_bytes
     assert plans[1].kv_bytes // plans[1].num_blocks[0] == 2 * (plans[0].kv_bytes // plans[0].num_blocks[0])
     assert plans[1].kv_bytes <= 8 << 20
-    require_place(drafted, plans[1])
-    with pytest.raises(UnsupportedOption, match="cuda:0"):
-        require_place(drafted, replace(plans[1], device="cuda:0"))
     with pytest.raises(DoesNotFit):
         plan_memory(config, drafted, stored, replace(machine, ram_available_bytes=1 << 20))
+
+
+def test_a_drafter_on_a_gpu_is_counted_by_fit(tiny_llama_path: Path) -> None:
+    """Its weights, its keys and values in each block, and the logits of every row."""
+    config = replace(settings_of(tiny_llama_path, draft=str(tiny_llama_path)).engine, device="auto")
+    plain = read_spec(tiny_llama_path)
+    drafted = with_drafter(config, tiny_llama_path, plain)
+    machine = Hardware((Gpu(0, "Card", 24 << 30, 22 << 30, (8, 6)),), "CPU", 2, 8 << 30, 8 << 30)
+    stored = weights_bytes(tiny_llama_path)
+    plans = [
+        plan_memory(config, spec, stored, machine, resident_bytes=count_resident_for(config, tiny_llama_path, spec))
+        for spec in (plain, drafted)
+    ]
+    assert plans[1].device == "cuda:0"
+    assert plans[1].weights_bytes == 2 * plans[0].weights_bytes
+    assert plans[1].kv_bytes // plans[1].num_blocks[0] == 2 * (plans[0].kv_bytes // plans[0].num_blocks[0])
+    logits = 2 * min(plans[1].max_num_seqs, plans[1].max_num_batched_tokens) * plain.vocab_size * 4
+    assert plans[1].activation_bytes - plans[0].activation_bytes == logits

@@ -212,7 +212,7 @@ def test_an_error_in_mid_stream_reaches_the_client(
 def test_our_own_mistake_in_mid_stream_is_an_error_event_without_details(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("localllm.web.api.openai.chunks.CompletionChunks.event", lambda *args: 1 / 0)
+    monkeypatch.setattr("localllm.web.api.openai.answer.CompletionChunks.event", lambda *args: 1 / 0)
     response = server.post(TEXT, {"prompt": "Hi", "max_tokens": 3, "stream": True})
     assert response.status_code == 200
     error = json.loads(response.text.removeprefix("data: "))["error"]

@@ -130,7 +130,7 @@ def lists_of(length: int) -> list[list[object]]:
 
 
 def test_litestar_has_no_cache_that_requests_fill(pages: LiveServer) -> None:
-    """If a future version has another one, add it to access/uncached.py, or here where it holds no request."""
+    """If a future version has another one, add it to web/app.py, or here where it holds no request."""
     caches = set()
     for module in [module for name, module in sys.modules.items() if name.startswith("litestar")]:
         found = list(vars(module).values())

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from localllm.web.api.off_loop import LARGE_TEXT, on_thread
+from localllm.serving.answers.off_loop import LARGE_TEXT, on_thread
 
 
 @pytest.mark.parametrize(("size", "most"), [(10, 4), (LARGE_TEXT, 1)])

@@ -17,13 +17,12 @@ from ollama import _types as sdk
 from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import StepFailed
+from localllm.serving.answers.generation import Progress
 from localllm.serving.build import build_engine
 from localllm.web.api import disconnect
-from localllm.web.api.generation import Progress
 from localllm.web.api.ollama import lines
-from localllm.web.api.ollama.fields import OPTION_RULES, RULES
 from localllm.web.api.ollama.models import plain_name
-from localllm.web.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
+from localllm.web.api.ollama.schema import OPTION_RULES, RULES, OllamaChatBody, OllamaGenerateBody, Options
 from tests.hub.conftest import checkpoint, hub  # noqa: F401
 from tests.hub.local_hub import LocalHub
 from tests.models.pooling.checkpoints import save_bert

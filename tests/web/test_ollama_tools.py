@@ -12,13 +12,12 @@ import ollama
 import pytest
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
+from localllm.serving.answers.generation import Progress
 from localllm.text.answers.detect import answer_format
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.chat_template import ChatTemplate
-from localllm.web.api.generation import Progress
 from localllm.web.api.ollama import lines
-from localllm.web.api.ollama.messages import plain_messages
-from localllm.web.api.ollama.options import think_switches
+from localllm.web.api.ollama.conversation import plain_messages, think_switches
 from localllm.web.api.ollama.schema import OllamaInputMessage
 from tests.web.harness import CALL, CLOCK, CLOCK_CALL, THOUGHT, USER, WEATHER
 from tests.web.live_server import LiveServer

@@ -11,9 +11,8 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from localllm.text.chat_template import ChatTemplate
-from localllm.web.api.openai.fields import HARMLESS, HINTS, REFUSED, RULES
 from localllm.web.api.openai.prompts import template_switches
-from localllm.web.api.openai.schema import ChatBody, CompletionBody
+from localllm.web.api.openai.schema import HARMLESS, HINTS, REFUSED, RULES, ChatBody, CompletionBody
 from tests.web.live_server import LiveServer
 
 VLLM = frozenset({

@@ -13,8 +13,7 @@ import pytest
 from litestar import Litestar, get
 
 from localllm.serving.manager import ModelManager
-from localllm.web.api.openapi import document
-from localllm.web.api.operation import JSON
+from localllm.web.api.openapi import JSON, document
 from localllm.web.app import create_app
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 

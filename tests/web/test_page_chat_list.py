@@ -19,18 +19,8 @@ from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.replies import titles
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.database import chats_path, open_database
-from tests.web.harness import (
-    SCRIPTED,
-    Pages,
-    browser_of,
-    listen,
-    new_project,
-    new_prompt,
-    quick,
-    start_chat,
-    stream_url,
-    undo,
-)
+from tests.web.chat_page import SCRIPTED, listen, stream_url
+from tests.web.harness import Pages, browser_of, new_project, new_prompt, quick, start_chat, undo
 from tests.web.live_server import LiveServer, settings, wait_until
 
 pytestmark = pytest.mark.usefixtures("own_data")

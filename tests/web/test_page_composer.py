@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import html
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from localllm.errors import DoesNotFit, StepFailed
+from localllm.errors import StepFailed
 from localllm.web.pages.chat.composer.views import ContextMeter
 from localllm.web.pages.chat.replies import claims
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
-from tests.web.harness import SCRIPTED, Pages, browser_of, listen, message_urls, said, start_chat, stream_url, typed
+from tests.web.chat_page import (
+    SCRIPTED,
+    ChatPage,
+    assert_refused,
+    listen,
+    parse,
+    stream_url,
+    stream_urls,
+)
+from tests.web.harness import Pages, browser_of, chips, said
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import CONTEXT, REPLY, StubModel
 
@@ -28,279 +35,261 @@ LONG = "b" * 700
 pytestmark = pytest.mark.usefixtures("own_data")
 
 
-def texts(page: str) -> list[str]:
-    """What the person's messages say, in order."""
-    return re.findall(r'<div class="message__text" dir="auto">([^<]*)</div>', page)
+@pytest.fixture
+def full(chat: ChatPage) -> ChatPage:
+    """A chat that has no room for `LONG`."""
+    return chat.send("a" * 300)
 
 
-def full_chat(browser: httpx.Client) -> str:
-    """The id of a chat that has no room for `LONG`."""
-    return start_chat(browser, "a" * 300)[0][3:]
+def attach(chat: ChatPage, name: str, body: bytes) -> str:
+    """Attach a file in the composer; return its id."""
+    page = ChatPage(chat.browser)
+    page.post("/chats/attach", files={"file": (name, body)}, scripted=True)
+    return page.field("attachment")
 
 
-def test_full_chat_is_told_before_anything_is_stored_and_offers_three_ways(
-    served: Pages, browser: httpx.Client
-) -> None:
-    chat, asked = full_chat(browser), len(served.model.client.asked)
-    answer = browser.post("/chat", data={"message": LONG, "conversation": chat}, headers=SCRIPTED)
+def left_out(chat: ChatPage) -> list[bool]:
+    return [message.node.has("class_", "message--left-out") for message in chat.messages]
+
+
+def test_full_chat_is_told_before_anything_is_stored_and_offers_three_ways(served: Pages, full: ChatPage) -> None:
+    asked = len(served.model.client.asked)
+    answer = full.try_to_send(LONG, scripted=True)
     needs = len(f"user: {'a' * 300}\nassistant: {REPLY}\nuser: {LONG}")
-    assert answer.status_code == 400
-    assert f"This chat is full: {needs + ROOM:,} of 2,048 tokens." in answer.text
-    assert f"Its messages need {needs:,}, and 256 are kept free for the reply of demo." in answer.text
-    for way in ("Leave out the oldest messages", "Go on in a new chat with a summary", "Edit the message"):
-        assert way in answer.text
+    assert_refused(
+        answer, 400,
+        f"This chat is full: {needs + ROOM:,} of 2,048 tokens.",
+        f"Its messages need {needs:,}, and 256 are kept free for the reply of demo.",
+        "Leave out the oldest messages", "Go on in a new chat with a summary", "Edit the message",
+        f"Too long by {needs + ROOM - CONTEXT:,} tokens",  # in place of Send
+        'hx-target="#composer-error" hx-swap="innerHTML"></hx-partial>',
+    )  # fmt: skip
     assert f"{(needs + ROOM) / CONTEXT:.0%}" in answer.text.replace(" %", "%").replace("\u202f%", "%")
     assert "--max-model-len" not in answer.text
-    assert f"Too long by {needs + ROOM - CONTEXT:,} tokens" in answer.text  # in place of Send
-    assert 'hx-target="#composer-error" hx-swap="innerHTML"></hx-partial>' in answer.text
-    assert texts(browser.get(f"/c/{chat}").text) == ["a" * 300]
+    assert [message.text for message in full.get().messages if not message.is_reply] == ["a" * 300]
     assert len(served.model.client.asked) == asked
-    plain = browser.post("/chat", data={"message": LONG, "conversation": chat})
-    assert (plain.status_code, f"{LONG}</textarea>" in plain.text) == (400, True)
-    assert "Leave out the oldest messages" in plain.text
+    assert_refused(full.try_to_send(LONG), 400, f"{LONG}</textarea>", "Leave out the oldest messages")
 
 
 @pytest.mark.parametrize("scripted", [True, False])
-def test_oldest_messages_are_left_out_and_brought_back(served: Pages, browser: httpx.Client, scripted: bool) -> None:
-    chat, headers = full_chat(browser), SCRIPTED if scripted else {}
-    form = {"message": LONG, "conversation": chat, "full": "leave-out"}
-    turn = browser.post("/chat", data=form, headers=headers)
-    assert turn.status_code == 200
+def test_oldest_messages_are_left_out_and_brought_back(served: Pages, full: ChatPage, scripted: bool) -> None:
+    full.send(LONG, full="leave-out", scripted=scripted)
     if scripted:
-        assert 'hx-target="#messages" hx-swap="innerMorph"' in turn.text
-        listen(browser, stream_url(turn.text))
+        assert 'hx-target="#messages" hx-swap="innerMorph"' in full.html
+        full.listen()
     assert said(served) == f"user: {LONG}"
-    page = browser.get(f"/c/{chat}").text
-    assert page.count("message--left-out") == 2
-    assert page.index("a" * 300) < page.index("Not sent to the model any more") < page.index(LONG)
-    again = browser.post("/chat", data={"message": "more", "conversation": chat})  # remembered
+    assert left_out(full.get()) == [True, True, False, False]
+    text = full.tree.text
+    assert text.index("a" * 300) < text.index("Not sent to the model any more") < text.index(LONG)
+    full.send("more")  # remembered
     assert said(served).startswith(f"user: {LONG}\nassistant: ")
-    assert again.text.count("message--left-out") == 2
-    back = browser.post(f"/c/{chat}/bring-back", headers=headers)
-    assert "message--left-out" not in back.text
-    assert "Not sent to the model any more" not in back.text
-    refused = browser.post("/chat", data={"message": "more", "conversation": chat}, headers=SCRIPTED)
-    assert "This chat is full" in refused.text
+    assert sum(left_out(full)) == 2
+    full.post(f"{full.path}/bring-back", scripted=scripted)
+    assert not any(left_out(full))
+    assert not full.shows("Not sent to the model any more")
+    assert_refused(full.try_to_send("more", scripted=True), 400, "This chat is full")
 
 
-def test_no_more_is_left_out_than_makes_room_for_the_next_messages(served: Pages, browser: httpx.Client) -> None:
-    chat, _ = start_chat(browser, "first", max_tokens="10")
-    for text in ("second", "third", "fourth", "fifth"):
-        browser.post("/chat", data={"message": text, "conversation": chat[3:], "max_tokens": "10"})
-    form = {"message": LONG, "conversation": chat[3:], "max_tokens": ""}
-    assert browser.post("/chat", data=form).status_code == 400
-    browser.post("/chat", data={**form, "full": "leave-out"})
+def test_no_more_is_left_out_than_makes_room_for_the_next_messages(served: Pages, chat: ChatPage) -> None:
+    for text in ("first", "second", "third", "fourth", "fifth"):
+        chat.send(text, max_tokens="10")
+    assert chat.try_to_send(LONG, max_tokens="").status_code == 400
+    chat.send(LONG, max_tokens="", full="leave-out")
     prompt = said(served)
-    kept = prompt.count("user: ")
-    assert 1 < kept < 6
+    assert 1 < prompt.count("user: ") < 6
     assert len(prompt) <= 0.75 * CONTEXT
     assert len(prompt) + len("user: fourth\nassistant: \n") + 200 > 0.75 * CONTEXT  # one turn more does not fit
     assert prompt.startswith("user: ")
 
 
-def test_full_chat_is_told_where_a_message_is_edited_or_answered_again(served: Pages, browser: httpx.Client) -> None:
-    chat, _ = start_chat(browser, "a" * 300)
-    second = browser.post("/chat", data={"message": "short", "conversation": chat[3:]}).text
-    question, reply = message_urls(second)[2:]
-    refused = browser.post(f"{question}/edit", data={"message": LONG}, headers=SCRIPTED)
-    assert refused.status_code == 400
-    assert f'value="leave-out" formaction="{question}/edit"' in refused.text
-    assert f'href="#edit-{question[-16:]}"' in refused.text
-    assert len(message_urls(browser.get(chat).text)) == 4
-    assert browser.post(f"{question}/edit", data={"message": LONG, "full": "leave-out"}).status_code == 200
+def test_full_chat_is_told_where_a_message_is_edited_or_answered_again(served: Pages, full: ChatPage) -> None:
+    question, reply = full.send("short").messages[2:]
+    assert_refused(
+        question.do("edit", message=LONG, scripted=True), 400,
+        f'value="leave-out" formaction="{question.url}/edit"', f'href="#edit-{question.id}"',
+    )  # fmt: skip
+    assert len(full.get().messages) == 4
+    assert question.do("edit", message=LONG, full="leave-out").status_code == 200
     assert said(served) == f"user: {LONG}"
-    assert browser.post(f"{chat}/bring-back").status_code == 200
+    assert full.post(f"{full.path}/bring-back").status_code == 200
     long_prompt = {"system": "s" * 900}
-    refused = browser.post(f"{reply}/regenerate", data=long_prompt, headers=SCRIPTED)
-    assert (refused.status_code, "This chat is full" in refused.text) == (400, True)
-    browser.post(f"{reply}/regenerate", data={**long_prompt, "full": "leave-out"})
+    assert_refused(reply.do("regenerate", scripted=True, **long_prompt), 400, "This chat is full")
+    reply.do("regenerate", **long_prompt, full="leave-out")
     assert said(served) == f"system: {'s' * 900}\nuser: short"
 
 
-def test_message_that_never_fits_is_refused_with_its_excess_and_loses_nothing(browser: httpx.Client) -> None:
+def test_message_that_never_fits_is_refused_with_its_excess_and_loses_nothing(full: ChatPage) -> None:
     text = "c" * 3000
-    excess = f"Too long by {len('user: ') + 3000 + ROOM - CONTEXT:,} tokens"
-    for form in ({"message": text}, {"message": text, "conversation": full_chat(browser), "full": "leave-out"}):
-        answer = browser.post("/chat", data=form)
-        assert (answer.status_code, f"{excess}." in answer.text) == (400, True)
-        assert f"{text}</textarea>" in answer.text
+    excess = f"Too long by {len('user: ') + 3000 + ROOM - CONTEXT:,} tokens."
+    for answer in (ChatPage(full.browser).try_to_send(text), full.try_to_send(text, full="leave-out")):
+        assert_refused(answer, 400, excess, f"{text}</textarea>")
         assert "Leave out the oldest" not in answer.text
-    assert "No chat contains" in browser.get("/chats", params={"q": text[:40]}, headers=SCRIPTED).text
+    assert "No chat contains" in full.browser.get("/chats", params={"q": text[:40]}, headers=SCRIPTED).text
 
 
 def test_longest_reply_is_a_limit_and_never_makes_a_chat_too_long(served: Pages, browser: httpx.Client) -> None:
-    assert browser.post("/chat", data={"message": "a", "max_tokens": "5000"}).status_code == 200
+    ChatPage(browser).send("a", max_tokens="5000")
     assert served.model.client.asked[-1].params.max_tokens is None
-    assert browser.post("/chat", data={"message": "d" * (CONTEXT - 10), "max_tokens": "2"}).status_code == 200
+    ChatPage(browser).send("d" * (CONTEXT - 10), max_tokens="2")
 
 
-def test_count_says_what_does_not_fit_with_files_text_and_chat_together(browser: httpx.Client) -> None:
-    chat = full_chat(browser)
-    tray = browser.post("/chats/attach", files={"file": ("notes.txt", b"n" * 400)}, headers=SCRIPTED).text
-    file = re.search(r'name="attachment" value="([^"]+)"', tray)
-    assert file
-    form = {"conversation": chat, "message": "m" * 500}
-    assert "data-send" in browser.post("/chats/count", data=form, headers=SCRIPTED).text
-    over = browser.post("/chats/count", data={**form, "attachment": file[1]}, headers=SCRIPTED)
-    assert over.status_code == 200
-    assert "data-send" not in over.text
-    assert "This chat is full: " in over.text
-    alone = browser.post("/chats/count", data={"message": "m" * 2000, "attachment": file[1]}, headers=SCRIPTED)
-    assert "Attach the first" not in alone.text  # no beginning of the file makes room for such a text
-    assert "data-send" in browser.post("/chats/count", data={**form, "temperature": "hot"}, headers=SCRIPTED).text
+def test_count_says_what_does_not_fit_with_files_text_and_chat_together(full: ChatPage) -> None:
+    file = attach(full, "notes.txt", b"n" * 400)
+
+    def counted(**form: str) -> str:
+        answer = full.browser.post("/chats/count", data=form, headers=SCRIPTED)
+        assert answer.status_code == 200
+        return answer.text
+
+    form = {"conversation": full.id, "message": "m" * 500}
+    assert "data-send" in counted(**form)
+    over = counted(**form, attachment=file)
+    assert ("data-send" in over, "This chat is full: " in over) == (False, True)
+    alone = counted(message="m" * 2000, attachment=file)
+    assert "Attach the first" not in alone  # no beginning of the file makes room for such a text
+    assert "data-send" in counted(**form, temperature="hot")
 
 
-def test_beginning_of_a_file_is_attached_that_just_fits(served: Pages, browser: httpx.Client) -> None:
+def test_beginning_of_a_file_is_attached_that_just_fits(served: Pages, chat: ChatPage) -> None:
     """A file that fits beside the message is read whole, and a long system prompt is what it does not fit with."""
     body, said_first = "".join(f"{n} " for n in range(350)), {"message": "sum it up", "system": "s" * 700}
-    refused = browser.post("/chat", data=said_first, files={"file": ("n.txt", body.encode())})
-    assert refused.status_code == 400
-    found = re.search(r'name="attachment" value="([^"]+)"', refused.text)
-    offered = re.search(r"Attach the first ([\d,]+) tokens", refused.text)
-    assert found
-    assert offered
-    assert "sum it up</textarea>" in refused.text
-    form = {**said_first, "attachment": found[1]}
-    cut = browser.post("/chats/attach/first", data=form, headers=SCRIPTED)
-    shorter = re.search(r'name="attachment" value="([^"]+)"', cut.text)
-    assert shorter
-    assert browser.post("/chat", data={**form, "attachment": shorter[1]}).status_code == 200
+    refused = chat.post("/chat", **said_first, files={"file": ("n.txt", body.encode())})
+    assert_refused(refused, 400, "sum it up</textarea>")
+    assert re.search(r"Attach the first [\d,]+ tokens", refused.text)
+    (found,) = chips(refused.text)
+    chat.post("/chats/attach/first", **said_first, attachment=found, scripted=True)
+    shorter = chat.field("attachment")
+    assert chat.post("/chat", **said_first, attachment=shorter).status_code == 200
     prompt = said(served)
     assert body[:500] in prompt
     assert CONTEXT - ROOM - 40 < len(prompt) <= CONTEXT - ROOM
-    tray = browser.post("/chats/attach", files={"file": ("n.txt", body.encode())}, headers=SCRIPTED).text
-    form["attachment"] = re.findall(r'name="attachment" value="([^"]+)"', tray)[0]
-    plain = browser.post("/chats/attach/first", data=form)
-    assert (plain.status_code, "sum it up</textarea>" in plain.text) == (200, True)
-    assert re.search(r'name="attachment" value="([^"]+)"', plain.text)
-    assert "refusal" not in plain.text
-    plain = browser.post("/chats/attach/first", data={**form, "attachment": shorter[1]})
-    assert (plain.status_code, "no longer on the server" in plain.text) == (400, True)
+    chat.post("/chats/attach/first", **said_first, attachment=attach(chat, "n.txt", body.encode()))
+    assert chat.field("message") == "sum it up"
+    assert chat.field("attachment")
+    assert "refusal" not in chat.html
+    gone = chat.post("/chats/attach/first", **said_first, attachment=shorter)
+    assert_refused(gone, 400, "no longer on the server")
 
 
 def test_failed_turn_is_dimmed_and_says_that_it_is_not_sent(served: Pages, browser: httpx.Client) -> None:
-    _, page = start_chat(browser, "fail now")
-    assert "message--failed" not in page  # it failed behind its first words, which the model reads
+    begun = ChatPage(browser).send("fail now")
+    assert not begun.shows("Not sent to the model")  # it failed behind its first words, which the model reads
     served.model.client.failure = StepFailed("The step failed.", "The runner raised.", "Send it again.")
-    chat, page = start_chat(browser, "lost")
+    chat = ChatPage(browser).send("lost")
     served.model.client.failure = None
-    assert page.count("message--failed") == page.count("Not sent to the model") == 1
-    assert page.index("The step failed.") < page.index("Not sent to the model")
-    browser.post("/chat", data={"message": "next", "conversation": chat[3:]})
+    assert chat.html.count("message--failed") == chat.html.count("Not sent to the model") == 1
+    text = chat.reply.node.text
+    assert text.index("The step failed.") < text.index("Not sent to the model")
+    chat.send("next")
     assert said(served) == "user: next"
 
 
 def test_model_that_loads_first_counts_in_the_reply_and_the_meter_stays(
-    served: Pages, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    full: ChatPage, late_models: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat, come, acquire = full_chat(browser), asyncio.Event(), served.live.manager.acquire
-
-    async def acquire_later(name: str | None = None) -> Any:
-        await come.wait()
-        return await acquire(name)
-
     monkeypatch.setattr(claims, "MODEL_WAIT_S", 0.01)
-    monkeypatch.setattr(served.live.manager, "acquire", acquire_later)
-    turn = browser.post("/chat", data={"message": LONG, "conversation": chat}, headers=SCRIPTED)
-    come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
-    told = listen(browser, stream_url(turn.text))
-    for shown in (told, browser.get(f"/c/{chat}").text):
+    full.send(LONG, scripted=True)
+    late_models()
+    told = full.listen()
+    for shown in (told, full.get().html):
         assert "This chat is full: " in shown
         assert "context--full" in shown
         assert "Not sent to the model" in shown
     monkeypatch.undo()
-    question = message_urls(browser.get(f"/c/{chat}").text)[2]
-    assert "Leave out the oldest messages" in browser.post(f"{question}/regenerate", headers=SCRIPTED).text
+    assert "Leave out the oldest messages" in full.question.do("regenerate", scripted=True).text
 
 
-def test_typed_text_waits_in_the_new_chat_while_the_summary_is_written(served: Pages, browser: httpx.Client) -> None:
-    chat, _ = start_chat(browser, "a" * 60, system="Be kind.", max_tokens="10")
-    said_first = browser.get(f"{message_urls(browser.get(chat).text)[1]}/raw").text
-    tray = browser.post("/chats/attach", files={"file": ("notes.txt", b"to keep")}, headers=SCRIPTED).text
-    file = re.search(r'name="attachment" value="([^"]+)"', tray)
-    assert file
-    form = {"message": "my <next> question", "attachment": file[1]}
-    answer = browser.post(f"{chat}/summary", data=form, headers=SCRIPTED)
-    new = answer.headers["hx-redirect"]
-    page = browser.get(new).text
-    if 'hx-sse:connect="/c/' in page:
-        listen(browser, next(url for url in re.findall(r'hx-sse:connect="(/c/[^"]+)"', page)))
-        page = browser.get(new).text
-    assert f'Summary of <a class="text-link" href="{chat}"' in page
-    assert "40 of 2,048 tokens" in page  # of the new chat, not of the one that was read
-    assert "my &lt;next&gt; question</textarea>" in page
-    assert file[1] in page
+def test_typed_text_waits_in_the_new_chat_while_the_summary_is_written(served: Pages, chat: ChatPage) -> None:
+    old = chat.send("a" * 60, system="Be kind.", max_tokens="10").path
+    said_first = chat.reply.raw
+    form = {"message": "my <next> question", "attachment": attach(chat, "notes.txt", b"to keep")}
+    chat.post(f"{old}/summary", **form, scripted=True)
+    for url in stream_urls(chat.get().html):
+        if url.startswith("/c/"):
+            listen(chat.browser, url)
+    chat.get()
+    assert chat.path != old
+    assert f'Summary of <a class="text-link" href="{old}"' in chat.html
+    assert chat.shows("40 of 2,048 tokens")  # of the new chat, not of the one that was read
+    assert (chat.field("message"), chat.field("attachment")) == (form["message"], form["attachment"])
     asked = said(served)
     assert asked.startswith("user: Summarise the conversation below")
     assert asked.endswith(f"User: {'a' * 60}\n\nAssistant: {said_first}")
     assert served.model.client.asked[-1].params.max_tokens == CONTEXT // 4
-    browser.post("/chat", data={**form, "conversation": new[3:]})
+    chat.post("/chat", **form, conversation=chat.id)
     prompt = said(served)
     assert prompt.startswith(f"system: Be kind.\nuser: Summary of our conversation so far:\n\n{REPLY.strip()[:40]}")
     assert prompt.endswith("my <next> question")
     assert "to keep" in prompt
-    assert "my &lt;next&gt; question</textarea>" not in browser.get(new).text  # it was sent
-    summary = message_urls(browser.get(new).text)[0]
-    assert f"{summary}/continue" not in browser.get(new).text
-    assert browser.post(f"{summary}/continue", headers=SCRIPTED).status_code == 400
-    browser.post(f"{summary}/regenerate")
+    assert chat.get().field("message") == ""  # it was sent
+    summary = chat.messages[0]
+    assert "continue" not in summary.offers
+    assert summary.do("continue", scripted=True).status_code == 400
+    summary.do("regenerate")
     assert said(served).startswith("user: Summarise the conversation below")
-    browser.post(f"{chat}/delete")
-    assert browser.post(f"{summary}/regenerate", headers=SCRIPTED).status_code == 404
+    chat.browser.post(f"{old}/delete")
+    assert summary.do("regenerate", scripted=True).status_code == 404
 
 
-def test_chat_longer_than_the_context_is_summed_up_in_pieces(served: Pages, browser: httpx.Client) -> None:
-    chat, _ = start_chat(browser, "e" * 300)
-    browser.post("/chat", data={"message": LONG, "conversation": chat[3:], "full": "leave-out"})
+def test_chat_longer_than_the_context_is_summed_up_in_pieces(served: Pages, chat: ChatPage) -> None:
+    chat.send("e" * 300).send(LONG, full="leave-out")
     before = len(served.model.client.asked)
-    page = browser.post(f"{chat}/summary", data={"message": "go on"})
+    chat.post(f"{chat.path}/summary", message="go on")
     prompts = ["".join(map(chr, each.prompt_token_ids)) for each in served.model.client.asked[before:]]
     assert len(prompts) > 2
     assert max(map(len, prompts)) + CONTEXT // 4 <= CONTEXT
     pieces = [prompt.partition("Conversation:\n")[2] for prompt in prompts]
     assert "".join(pieces).startswith(f"User: {'e' * 300}\n\nAssistant: {REPLY}\n\nUser: {LONG}"[:1000])
     assert all("Summary of our conversation so far:" in prompt for prompt in prompts[1:])
-    assert "go on</textarea>" in page.text
+    assert chat.field("message") == "go on"
 
 
-def test_wrong_value_opens_the_drawer_at_its_field(browser: httpx.Client) -> None:
-    form = {"message": "hi", "temperature": "9999", "system": "Be brief."}
-    scripted = browser.post("/chat", data=form, headers=SCRIPTED)
-    plain = browser.post("/chat", data=form)
-    for page in (scripted.text, plain.text):
-        drawer = page[page.index('id="sampling"') :]
-        assert drawer.startswith('id="sampling" open')
-        field = re.search(r'<input[^>]*name="temperature"[^>]*>', drawer)
-        assert field
-        assert 'aria-invalid="true" autofocus' in field[0]
-        assert 'type="number" min="0" max="100" step="0.1"' in field[0]
-        assert "Be brief.</textarea>" in drawer
-        assert "· 2 set" in drawer
-    assert (scripted.status_code, plain.status_code) == (400, 400)
-    assert "hi</textarea>" in plain.text
-    for name, value, says in (
+@pytest.mark.parametrize("scripted", [True, False])
+def test_wrong_value_opens_the_drawer_at_its_field(chat: ChatPage, scripted: bool) -> None:
+    answer = chat.try_to_send("hi", temperature="9999", system="Be brief.", scripted=scripted)
+    assert answer.status_code == 400
+    page = parse(answer.text)
+    drawer = page.first("details", id="sampling")
+    assert "open" in drawer.attrs
+    field = drawer.first("input", name="temperature").attrs
+    assert {
+        "aria-invalid": "true",
+        "autofocus": "",
+        "type": "number",
+        "min": "0",
+        "max": "100",
+        "step": "0.1",
+    }.items() <= field.items()
+    assert drawer.first("textarea", name="system").text == "Be brief."
+    assert "· 2 set" in drawer.text
+    assert scripted or page.first("textarea", name="message").text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
         ("schema", "[1]", "The schema of the reply must be a JSON object."),
         ("tools", '[{"name": 3}]', "name"),
         ("thinking", "maybe", "Thinking must be on, off or empty."),
-    ):
-        answer = browser.post("/chat", data={"message": "hi", name: value}, headers=SCRIPTED)
-        assert (answer.status_code, says in answer.text) == (400, True)
+    ],
+)
+def test_wrong_settings_are_refused_in_words(chat: ChatPage, name: str, value: str, says: str) -> None:
+    assert_refused(chat.try_to_send("hi", scripted=True, **{name: value}), 400, says)
 
 
-def test_behaviour_is_counted_shown_over_the_chat_and_reset(browser: httpx.Client) -> None:
-    chat, page = start_chat(browser, "hi", system="Speak like a pirate", temperature="0.7")
-    assert "· 2 set" in page
-    assert re.search(r'href="/c/[^"]+\?behaviour=1#system"[^>]*><b>System:</b> <span dir="auto">Speak like', page)
-    assert '<details class="drawer" id="sampling" open' in browser.get(f"{chat}?behaviour=1").text
-    reset = browser.post("/chats/behaviour/reset", data={"message": "typed", "system": "x"})
-    assert "Speak" not in reset.text
-    assert "typed</textarea>" in reset.text
-    assert typed(reset.text, "temperature") == ""
-    new = browser.post("/chat", data={"message": "a", "system": "Be kind."}, headers=SCRIPTED).text
-    assert 'hx-target="#behaviour-chip"' in new
-    assert "Be kind.</span>" in new
+def test_behaviour_is_counted_shown_over_the_chat_and_reset(chat: ChatPage) -> None:
+    chat.send("hi", system="Speak like a pirate", temperature="0.7")
+    assert chat.shows("· 2 set")
+    chip = chat.tree.first("a", href=f"{chat.path}?behaviour=1#system")
+    assert chip.text.startswith("System: Speak like")
     for words in ("Longest reply, tokens", "Above 1: repeats less", "How the model should behave in this chat"):
-        assert words in page
+        assert words in chat.html
+    assert "open" in chat.get(f"{chat.path}?behaviour=1").tree.first("details", id="sampling").attrs
+    chat.post("/chats/behaviour/reset", message="typed", system="x")
+    assert [chat.field(name) for name in ("system", "message", "temperature")] == ["", "typed", ""]
+    new = ChatPage(chat.browser).send("a", system="Be kind.", scripted=True)
+    assert 'hx-target="#behaviour-chip"' in new.html
+    assert new.shows("System: Be kind.")
 
 
 def test_meter_beyond_the_context_is_full() -> None:
@@ -311,44 +300,31 @@ def test_meter_beyond_the_context_is_full() -> None:
     assert "<meter" not in render(ContextMeter())
 
 
-def test_model_is_picked_kept_by_its_chat_and_remembered(served: Pages, browser: httpx.Client) -> None:
-    other = StubModel(name="second", sampling_defaults={"temperature": 0.3})
-    other.client.every_s, other.client.chars = 0.0, 40
-    chat, _ = start_chat(browser, "to the first", model="demo")
-    entry = served.live.manager.adopt(other)  # type: ignore[arg-type]
-    try:
-        assert re.search(r'<option value="demo" selected>demo · [\d.]+ MiB</option>', browser.get(chat).text)
-        form = {"model": "second", "conversation": chat[3:], "system": "typed"}
-        picked = browser.post("/chats/model", data=form, headers=SCRIPTED)
-        assert "data-send" in picked.text
-        assert 'title="If empty: 0.3, the model&#39;s generation_config"' in picked.text
-        assert "typed</textarea>" in picked.text
-        assert '<option value="second" selected>' in picked.text
-        assert '<option value="second" selected>' in browser.get(chat).text  # kept without a message
-        assert '<option value="second" selected>' in browser.get("/").text  # and for the next chat
-        browser.post("/chat", data={"message": "back", "model": "demo"})
-        assert '<option value="demo" selected>' in browser.get("/").text
-        unknown = browser.post("/chats/model", data={"model": "none"}, headers=SCRIPTED)
-        assert "The model &#39;none&#39; is not served here." in unknown.text
-        assert "data-send" in unknown.text
-    finally:
-        served.live.manager.entries.remove(entry)
-    assert '<option value="demo" selected>' in browser.get("/").text
+def test_model_is_picked_kept_by_its_chat_and_remembered(
+    served: Pages, browser: httpx.Client, chat: ChatPage, second: StubModel
+) -> None:
+    chat.send("to the first", model="demo")
+    (choice,) = chat.get().tree.first("select", name="model").all("option", selected="")
+    assert re.fullmatch(r"demo · [\d.]+ MiB", choice.text)
+    picked = ChatPage(browser)
+    picked.post("/chats/model", model="second", conversation=chat.id, system="typed", scripted=True)
+    assert "data-send" in picked.html
+    assert 'title="If empty: 0.3, the model&#39;s generation_config"' in picked.html
+    assert (picked.field("system"), picked.field("model")) == ("typed", "second")
+    assert chat.get().field("model") == "second"  # kept without a message
+    assert picked.get("/").field("model") == "second"  # and for the next chat
+    ChatPage(browser).send("back", model="demo")
+    assert picked.get("/").field("model") == "demo"
+    unknown = browser.post("/chats/model", data={"model": "none"}, headers=SCRIPTED)
+    assert "The model &#39;none&#39; is not served here." in unknown.text
+    assert "data-send" in unknown.text
+    served.live.manager.entries.remove(next(e for e in served.live.manager.entries if e.name == "second"))
+    assert picked.get("/").field("model") == "demo"
 
 
 def test_picked_model_loads_with_its_progress_in_place_of_send(
-    served: Pages, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    served: Pages, browser: httpx.Client, late_models: Callable[[], None]
 ) -> None:
-    manager, come = served.live.manager, asyncio.Event()
-    acquire = manager.acquire
-
-    async def acquire_later(name: str | None = None) -> Any:
-        await come.wait()
-        if name == "broken":
-            raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
-        return await acquire(name)
-
-    monkeypatch.setattr(manager, "acquire", acquire_later)
     picked = {
         name: browser.post("/chats/model", data={"model": name}, headers=SCRIPTED).text for name in ("demo", "broken")
     }
@@ -357,12 +333,12 @@ def test_picked_model_loads_with_its_progress_in_place_of_send(
         assert "data-send" not in answer
     counted = browser.post("/chats/count", data={"model": "demo", "message": "typed meanwhile"}, headers=SCRIPTED)
     assert "Loading demo" in counted.text
-    come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
-    told = {name: listen(browser, html.unescape(stream_url(answer))) for name, answer in picked.items()}
+    late_models()
+    told = {name: listen(browser, stream_url(answer)) for name, answer in picked.items()}
     assert all("data-send" in each for each in told.values())
     assert "9 GiB needed." in told["broken"]
     assert "notice" not in told["demo"]
-    wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
+    wait_until(lambda: all(entry.num_leases == 0 for entry in served.live.manager.entries))
     looked = listen(browser, "/live/chat/model?model=never-picked")
     assert ("data-send" in looked, "notice" in looked) == (True, False)  # nothing is loaded by a look
 
@@ -370,16 +346,15 @@ def test_picked_model_loads_with_its_progress_in_place_of_send(
 def test_thinking_and_a_schema_reach_the_model(tmp_path: Path) -> None:
     model = fake_model(tmp_path, PacedRunner(), chat_template=CHATML)
     with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:
-        page = browser.get("/").text
-        assert '<select class="composer__model" id="thinking" name="thinking">' in page
-        _, page = start_chat(browser, "hi", thinking="off", max_tokens="4")
-        assert '<option value="off" selected>Thinking: off</option>' in page
-        assert "Thought for" not in page
+        chat = ChatPage(browser).get()
+        assert chat.tree.all("select", name="thinking")
+        chat.send("hi", thinking="off", max_tokens="4")
+        assert chat.field("thinking") == "off"
+        assert "Thought for" not in chat.html
         schema = (
             '{"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"], "additionalProperties": false}'
         )
-        page = browser.post("/chat", data={"message": "json", "schema": schema, "thinking": "off"}).text
-        raw = browser.get(f"{message_urls(page)[1]}/raw").text
+        raw = ChatPage(browser).send("json", schema=schema, thinking="off").reply.raw
         assert re.fullmatch(r'\s*\{\s*"ok"\s*:\s*1\s*\}\s*', raw)
-        bad = {"message": "json", "schema": '{"type": "nonsense"}', "thinking": "off"}
-        assert "nonsense" in browser.post("/chat", data=bad).text
+        bad = ChatPage(browser).try_to_send("json", schema='{"type": "nonsense"}', thinking="off")
+        assert "nonsense" in bad.text

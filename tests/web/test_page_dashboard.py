@@ -13,8 +13,7 @@ import pytest
 
 from localllm.engine.recorder import RECENT_STEPS, StatsRecorder
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
-from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
-from localllm.web.pages.dashboard.machine_presenter import machine_use
+from localllm.web.pages.dashboard.machine import GPUReading, MachineReading, machine_use
 from localllm.web.pages.dashboard.plots import (
     FIVE_MINUTES,
     HOUR,
@@ -25,8 +24,8 @@ from localllm.web.pages.dashboard.plots import (
     sparkline,
     step_columns,
 )
-from localllm.web.pages.dashboard.presenters import steps
-from localllm.web.pages.dashboard.request_presenters import finished_requests
+from localllm.web.pages.dashboard.request_views import finished_requests
+from localllm.web.pages.dashboard.views import steps
 from localllm.web.pages.frame.sampler import Sample, Sampler
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubClient, StubModel

@@ -14,7 +14,7 @@ from localllm.errors import RequestError
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages import PAGES
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.page import Page
+from localllm.web.pages.frame.navigation import Page
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.status import status_pill
 from localllm.web.pages.frame.views import NUM_IN_BAR, THEMES

@@ -14,8 +14,7 @@ import pytest
 from localllm.errors import InvalidParameter
 from localllm.logs.recent_logs import LogLine, RecentLogs
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.logs.filters import LogFilter, filter_from, request_urls, row
-from localllm.web.pages.logs.views import LogTable
+from localllm.web.pages.logs.views import LogFilter, LogTable, filter_from, request_urls, row
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
 

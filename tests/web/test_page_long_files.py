@@ -13,7 +13,8 @@ import pytest
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.engine.pooling_client import Answers
-from tests.web.harness import FACTS, FILLER, SCRIPTED, attach, book, browser_of, chips, conversation, pdf_of
+from tests.web.chat_page import SCRIPTED
+from tests.web.harness import FACTS, FILLER, attach, book, browser_of, chips, conversation, pdf_of
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel, stub_plan, stub_spec
 

@@ -15,9 +15,10 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api import documents
-from localllm.web.pages.chat.replies import claims
+from localllm.web.pages.chat.replies import prompt
 from tests.text.templates import CHATML
-from tests.web.harness import SCRIPTED, Pages, attach, browser_of, chips, conversation, listen, pdf, stream_url
+from tests.web.chat_page import SCRIPTED, listen, stream_url
+from tests.web.harness import Pages, attach, browser_of, chips, conversation, pdf
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
 WEATHER = [{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]
@@ -59,7 +60,7 @@ def say(monkeypatch: pytest.MonkeyPatch, hermes: LiveServer, prompts: list[str])
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
             return GenerationRequest(name, token_ids, said, **others)
 
-        monkeypatch.setattr(claims, "GenerationRequest", saying)
+        monkeypatch.setattr(prompt, "GenerationRequest", saying)
 
     return say
 

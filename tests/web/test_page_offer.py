@@ -22,7 +22,7 @@ from localllm.models.library.picks import FittingPick, fitting_picks
 from localllm.serving import suggestions
 from localllm.web import pages
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat.thread.presenters import DEMO_EXAMPLES
+from localllm.web.pages.chat.thread.views import DEMO_EXAMPLES
 from scripts.demo_model.held_out import HELD_OUT
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled

@@ -18,8 +18,8 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import InvalidParameter
 from localllm.serving.build import build_engine
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.playground import forms, handlers, presenters
-from localllm.web.pages.playground.snippets import snippets
+from localllm.web.pages.playground import forms, handlers, views
+from localllm.web.pages.playground.forms import snippets
 from tests.models.pooling.checkpoints import save_bert
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
@@ -274,14 +274,14 @@ def test_without_scripts_messages_come_and_go_and_what_was_typed_stays(server: L
     ],
 )
 def test_tokens_fall_into_five_classes(logprob: float | None, kind: str, likely: str) -> None:
-    token = presenters.heat_token("\n", logprob, [("a", -3.0), ("b", -1.0)])
+    token = views.heat_token("\n", logprob, [("a", -3.0), ("b", -1.0)])
     assert (token.kind, token.likely, token.text) == (kind, likely, "↵\n")
     assert [text for text, _ in token.alternatives] == ["b", "a"]
 
 
 def test_vectors_are_compared() -> None:
     data = [{"embedding": [1.0, 0.0]}, {"embedding": [0.0, 2.0]}, {"embedding": [3.0, 0.0]}]
-    facts = presenters.result("embeddings", {"data": data, "usage": {"prompt_tokens": 3}}, "").facts
+    facts = views.result("embeddings", {"data": data, "usage": {"prompt_tokens": 3}}, "").facts
     assert [fact.value for fact in facts] == ["3", "2", "3 tokens", "0.0000", "1.0000"]
 
 

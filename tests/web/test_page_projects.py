@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from localllm.web.pages.chat.prompts import saved
-from tests.web.harness import SCRIPTED, Pages, message_urls, new_project, new_prompt, said, start_chat, undo
+from tests.web.chat_page import SCRIPTED
+from tests.web.harness import Pages, message_urls, new_project, new_prompt, said, start_chat, undo
 
 pytestmark = pytest.mark.usefixtures("own_data")
 

@@ -11,10 +11,11 @@ import pytest
 
 from localllm.mcp import servers
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat.replies import claims
+from localllm.web.pages.chat.replies import prompt
 from localllm.web.pages.chat.tools import runs
 from tests.mcp.programs import friendly, hostile
-from tests.web.harness import SCRIPTED, browser_of, conversation, listen, stream_url
+from tests.web.chat_page import ChatPage, listen, parse, stream_url, stream_urls
+from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.scripted import Script, called
 
@@ -33,15 +34,15 @@ def served(start: Callable[..., LiveServer], counted: Path) -> LiveServer:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, served: LiveServer) -> Script:
-    return Script().direct(monkeypatch, claims, served)
+    return Script().direct(monkeypatch, prompt, served)
 
 
 @pytest.fixture
 def browser(served: LiveServer) -> Iterator[httpx.Client]:
     with browser_of(served) as client:
         yield client
-        allowed = re.findall(r'name="server" value="([^"]+)".*?name="tool" value="([^"]+)"', tools_page(client))
-        for server, tool in allowed:
+        consents = ChatPage(client).get("/chats/tools")
+        for server, tool in zip(consents.fields("server"), consents.fields("tool"), strict=True):
             client.post("/chats/tools/revoke", data={"server": server, "tool": tool})
 
 
@@ -54,121 +55,117 @@ def choose(*names: str) -> dict[str, str]:
     return {"mcp_shown": "1"} | {f"mcp-{name}": "on" for name in names}
 
 
-def decisions(page: str) -> list[str]:
+def buttons(chat: ChatPage) -> list[str]:
     """The addresses to which the buttons of the calls post; those before the last message are hidden."""
-    return re.findall(r'(?:form)?action="(/c/[^"]+/calls/\d+/\w+)"', page)
+    return re.findall(r'(?:form)?action="(/c/[^"]+/calls/\d+/\w+)"', chat.html)
 
 
-def url_of(page: str, decision: str) -> str:
-    return [url for url in decisions(page) if url.endswith(f"/{decision}")][-1]
+def url_of(chat: ChatPage, decision: str) -> str:
+    return [url for url in buttons(chat) if url.endswith(f"/{decision}")][-1]
 
 
-def test_a_call_runs_after_consent_and_the_model_uses_its_result(browser: httpx.Client, script: Script) -> None:
+def decide(chat: ChatPage, decision: str, *, scripted: bool = False) -> httpx.Response:
+    """Press a button of the last call."""
+    return chat.post(url_of(chat, decision), scripted=scripted)
+
+
+def type_result(chat: ChatPage, **results: str) -> None:
+    chat.post(chat.tree.all("form", class_="results")[-1].attrs["action"], **results)
+
+
+def test_a_call_runs_after_consent_and_the_model_uses_its_result(chat: ChatPage, script: Script) -> None:
     """Without scripts."""
     script.says(called("add", {"a": 2, "b": 40}), "It is **42**.")
-    page = browser.post("/chat", data={"message": "2 + 40?", **choose("friendly")}).text
+    chat.send("2 + 40?", **choose("friendly"))
     assert '"name": "add"' in script.prompts[0]
     assert "Add two whole numbers." in script.prompts[0]
-    assert "Run this on the server friendly?" in page
-    assert [url.rsplit("/", 1)[1] for url in decisions(page)] == ["once", "always", "never"]
-    assert "Type the result instead" in page
+    assert chat.shows("Run this on the server friendly?")
+    assert [url.rsplit("/", 1)[1] for url in buttons(chat)] == ["once", "always", "never"]
+    assert chat.shows("Type the result instead")
     assert len(script.prompts) == 1, "nothing runs before the consent"
-    page = browser.post(url_of(page, "once")).text
-    assert "<strong>42</strong>" in page
+    decide(chat, "once")
+    assert "<strong>42</strong>" in chat.html
     assert "<tool_response>\n42\n</tool_response>" in script.prompts[1]
-    assert "Result of" in page
+    assert chat.shows("Result of")
     script.says(called("add", {"a": 1, "b": 1}))
-    page = browser.post("/chat", data={"message": "1 + 1?", "conversation": conversation(page)}).text
-    assert "Run this on the server friendly?" in page, "allowed once is not allowed always"
+    assert chat.send("1 + 1?").shows("Run this on the server friendly?"), "allowed once is not allowed always"
 
 
-def test_always_runs_by_itself_from_then_on_and_can_be_taken_back(browser: httpx.Client, script: Script) -> None:
+def test_always_runs_by_itself_from_then_on_and_can_be_taken_back(chat: ChatPage, script: Script) -> None:
     script.says(called(), "One.")
-    page = browser.post("/chat", data={"message": "go"}).text
-    page = browser.post(url_of(page, "always")).text
-    assert "One." in page
+    decide(chat.send("go"), "always")
+    assert chat.reply.text == "One."
     script.says(called(), called(), "Two calls.")
-    page = browser.post("/chat", data={"message": "again", "conversation": conversation(page)}).text
-    assert "Two calls." in page, "the page without scripts shows the end of the chain"
+    assert chat.send("again").reply.text == "Two calls.", "the page without scripts shows the end of the chain"
     assert script.prompts[-1].count("<tool_response>") == 3
-    assert "always allowed" in tools_page(browser)
-    browser.post("/chats/tools/revoke", data={"server": "plain", "tool": "tool"})
-    assert "always allowed" not in tools_page(browser)
+    assert "always allowed" in tools_page(chat.browser)
+    chat.browser.post("/chats/tools/revoke", data={"server": "plain", "tool": "tool"})
+    assert "always allowed" not in tools_page(chat.browser)
     script.says(called())
-    page = browser.post("/chat", data={"message": "more", "conversation": conversation(page)}).text
-    assert "Run this on the server plain?" in page
+    assert chat.send("more").shows("Run this on the server plain?")
 
 
-def test_never_is_told_to_the_model_and_the_tool_is_no_longer_offered(browser: httpx.Client, script: Script) -> None:
+def test_never_is_told_to_the_model_and_the_tool_is_no_longer_offered(chat: ChatPage, script: Script) -> None:
     script.says(called(), "A pity.")
-    page = browser.post("/chat", data={"message": "go"}).text
-    page = browser.post(url_of(page, "never")).text
-    assert "A pity." in page
+    decide(chat.send("go"), "never")
+    assert chat.reply.text == "A pity."
     assert runs.NEVER in script.prompts[1]
-    browser.post("/chat", data={"message": "again", "conversation": conversation(page)})
+    chat.send("again")
     assert "Does things" not in script.prompts[-1]
-    assert "never run" in tools_page(browser)
+    assert "never run" in tools_page(chat.browser)
 
 
-def test_several_calls_each_ask_and_continue_together(browser: httpx.Client, script: Script) -> None:
+def test_several_calls_each_ask_and_continue_together(chat: ChatPage, script: Script) -> None:
     script.says(called() + called(arguments={"n": 2}), "Both.")
-    page = browser.post("/chat", data={"message": "go"}).text
-    first, second = (url for url in decisions(page) if url.endswith("/once"))
-    page = browser.post(second).text
+    first, second = (url for url in buttons(chat.send("go")) if url.endswith("/once"))
+    chat.post(second)
     assert len(script.prompts) == 1
-    assert "called with {&#34;n&#34;: 2}" in page
-    page = browser.post(first).text
-    assert "Both." in page
+    assert chat.shows('called with {"n": 2}')
+    chat.post(first)
+    assert chat.reply.text == "Both."
     assert script.prompts[1].index('called with {"n": 1}') < script.prompts[1].index('called with {"n": 2}')
 
 
-def test_a_result_can_still_be_typed(browser: httpx.Client, script: Script) -> None:
+def test_a_result_can_still_be_typed(chat: ChatPage, script: Script) -> None:
     script.says(called() + called(arguments={"n": 2}), "Thanks.")
-    page = browser.post("/chat", data={"message": "go"}).text
-    page = browser.post(decisions(page)[0]).text
-    action = re.findall(r'<form class="results" action="([^"]+)"', page)[-1]
-    page = browser.post(action, data={"result-1": "typed"}).text
-    assert "Thanks." in page
+    chat.post(buttons(chat.send("go"))[0])
+    type_result(chat, **{"result-1": "typed"})
+    assert chat.reply.text == "Thanks."
     assert "<tool_response>\ntyped\n</tool_response>" in script.prompts[1]
     assert 'called with {"n": 1}' in script.prompts[1]
 
 
-def test_with_scripts_the_page_follows_the_calls_to_the_next_reply(browser: httpx.Client, script: Script) -> None:
+def test_with_scripts_the_page_follows_the_calls_to_the_next_reply(chat: ChatPage, script: Script) -> None:
     script.says(called(), "First.")
-    turn = browser.post("/chat", data={"message": "go"}, headers=SCRIPTED)
-    ended = listen(browser, stream_url(turn.text))
+    ended = chat.send("go", scripted=True).listen()
     calls = stream_url(ended[ended.rindex("outerMorph") :])
     assert calls.endswith("/calls")
-    asks = listen(browser, calls)
-    assert "Run this on the server plain?" in asks
-    assert "hx-sse:connect" not in asks, "nothing to follow while it asks"
-    update = browser.post(url_of(asks, "always"), headers=SCRIPTED).text
-    if "/calls" in "".join(re.findall(r'hx-sse:connect="([^"]+)"', update)):
-        update = listen(browser, stream_url(update))
-    reply = re.findall(r'hx-sse:connect="(/c/[^"]+/stream)"', update)
-    assert reply, "the reply to the result is on the page, and is followed"
-    assert "First." in listen(browser, reply[-1])
+    chat.html = listen(chat.browser, calls)
+    assert chat.shows("Run this on the server plain?")
+    assert not stream_urls(chat.html), "nothing to follow while it asks"
+    decide(chat, "always", scripted=True)
+    if "/calls" in "".join(stream_urls(chat.html)):
+        chat.html = chat.listen()
+    replies = [number for number, url in enumerate(stream_urls(chat.html)) if url.endswith("/stream")]
+    assert replies, "the reply to the result is on the page, and is followed"
+    assert "First." in chat.listen(replies[-1])
 
 
-def test_a_chain_asks_after_some_replies(
-    browser: httpx.Client, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_asks_after_some_replies(chat: ChatPage, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MAX_ROUNDS", 2)
     script.says(called())
-    page = browser.post("/chat", data={"message": "go"}).text
-    page = browser.post(url_of(page, "always")).text
-    assert "2 replies in a row have called tools by themselves." in page
+    decide(chat.send("go"), "always")
+    assert chat.shows("2 replies in a row have called tools by themselves.")
     assert len(script.prompts) == 4, "the click, its reply, and two by themselves"
-    page = browser.post(url_of(page, "once")).text
+    decide(chat, "once")
     assert len(script.prompts) == 7
 
 
-def test_html_of_a_server_is_text(browser: httpx.Client, script: Script) -> None:
+def test_html_of_a_server_is_text(chat: ChatPage, script: Script) -> None:
     script.says(called("markup", {}), "Done.")
-    page = browser.post("/chat", data={"message": "go", **choose("friendly")}).text
-    page = browser.post(url_of(page, "once")).text
-    assert "&lt;img src=x onerror=alert(1)&gt;" in page
-    assert "<img src=x" not in page
+    decide(chat.send("go", **choose("friendly")), "once")
+    assert chat.shows("<img src=x onerror=alert(1)>")
+    assert "<img src=x" not in chat.html
 
 
 @pytest.mark.parametrize(
@@ -180,94 +177,93 @@ def test_html_of_a_server_is_text(browser: httpx.Client, script: Script) -> None
     ],
 )
 def test_a_server_that_fails_in_a_call_is_told_and_the_chat_goes_on(
-    browser: httpx.Client, script: Script, server: str, says: str
+    chat: ChatPage, script: Script, server: str, says: str
 ) -> None:
     script.says(called(), "I see.")
-    page = browser.post("/chat", data={"message": "go", **choose(server)}).text
-    page = browser.post(url_of(page, "once")).text
-    assert says in page
-    assert "I see." in page
+    decide(chat.send("go", **choose(server)), "once")
+    assert says in chat.html
+    assert chat.reply.text == "I see."
     assert says in script.prompts[1]
 
 
-def test_arguments_that_do_not_fit_are_told_to_the_model(browser: httpx.Client, script: Script) -> None:
+def test_arguments_that_do_not_fit_are_told_to_the_model(chat: ChatPage, script: Script) -> None:
     script.says(called(arguments={"n": "three"}), "Sorry.")
-    page = browser.post("/chat", data={"message": "go"}).text
-    assert "Sorry." in browser.post(url_of(page, "once")).text
+    decide(chat.send("go"), "once")
+    assert chat.reply.text == "Sorry."
     assert "'three' is not of type 'integer'" in script.prompts[1]
 
 
-def test_a_server_that_does_not_start_is_told_at_the_reply(browser: httpx.Client, script: Script) -> None:
+def test_a_server_that_does_not_start_is_told_at_the_reply(chat: ChatPage, script: Script) -> None:
     script.says("Without tools.")
-    page = browser.post("/chat", data={"message": "go", **choose("exits", "plain")}).text
-    assert "Without tools." in page
-    assert "The tools of exits are left out. exits did not start. Its process ended with status 7." in page
-    assert "missing configuration" in page
+    reply = chat.send("go", **choose("exits", "plain")).reply
+    assert reply.text == "Without tools."
+    assert reply.says("The tools of exits are left out. exits did not start. Its process ended with status 7.")
+    assert reply.says("missing configuration")
     assert "Does things" in script.prompts[0], "the other server's tools are offered"
 
 
-def test_a_call_that_hangs_can_be_stopped_and_typed(browser: httpx.Client, script: Script) -> None:
+def test_a_call_that_hangs_can_be_stopped_and_typed(chat: ChatPage, script: Script) -> None:
     script.says(called(), "All right.")
-    page = browser.post("/chat", data={"message": "go", **choose("hangs")}).text
-    running = browser.post(url_of(page, "once"), headers=SCRIPTED).text
-    assert "Running …" in running
-    again = browser.post(url_of(page, "once"), headers=SCRIPTED)
-    assert again.status_code == 200, "a second click runs nothing twice"
-    page = browser.post(url_of(running, "stop")).text
-    assert "You stopped this call." in page
-    action = re.findall(r'<form class="results" action="([^"]+)"', page)[-1]
-    assert "All right." in browser.post(action, data={"result-0": "never mind"}).text
+    once = url_of(chat.send("go", **choose("hangs")), "once")
+    chat.post(once, scripted=True)
+    assert chat.shows("Running …")
+    stop = url_of(chat, "stop")
+    assert chat.post(once, scripted=True).status_code == 200, "a second click runs nothing twice"
+    chat.post(stop)
+    assert chat.shows("You stopped this call.")
+    type_result(chat, **{"result-0": "never mind"})
+    assert chat.reply.text == "All right."
 
 
 def test_a_tool_that_has_changed_asks_again(
-    browser: httpx.Client, script: Script, counted: Path, monkeypatch: pytest.MonkeyPatch
+    chat: ChatPage, script: Script, counted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "LISTED_S", 0.0)
     script.says(called(), "Ok.")
-    page = browser.post("/chat", data={"message": "go", **choose("changing")}).text
-    page = browser.post(url_of(page, "always")).text
+    decide(chat.send("go", **choose("changing")), "always")
     counted.write_text("7")
     script.says(called())
-    page = browser.post("/chat", data={"message": "again", "conversation": conversation(page)}).text
+    chat.send("again")
     assert "Version 7" in script.prompts[-1]
-    assert "The tool has changed since you allowed it." in page
+    assert chat.shows("The tool has changed since you allowed it.")
 
 
-def test_two_servers_with_one_name_for_a_tool_are_told_apart(browser: httpx.Client, script: Script) -> None:
+def test_two_servers_with_one_name_for_a_tool_are_told_apart(chat: ChatPage, script: Script) -> None:
     script.says(called("long_tool"), "Fine.")
-    page = browser.post("/chat", data={"message": "go", **choose("plain", "long")}).text
+    chat.send("go", **choose("plain", "long"))
     assert '"name": "plain_tool"' in script.prompts[0]
-    assert "Run this on the server long?" in page
+    assert chat.shows("Run this on the server long?")
 
 
-def test_what_nobody_offered_runs_nothing(browser: httpx.Client, script: Script) -> None:
+def test_what_nobody_offered_runs_nothing(chat: ChatPage, script: Script) -> None:
     script.says(called())
-    page = browser.post("/chat", data={"message": "go"}).text
-    once = url_of(page, "once")
+    once = url_of(chat.send("go"), "once")
     for wrong in (once.replace("/calls/0/", "/calls/7/"), once.replace("/once", "/yes")):
-        assert browser.post(wrong).status_code == 400, wrong
-    browser.post("/chat", data={"message": "never mind", "conversation": conversation(page)})
-    assert browser.post(once).status_code == 400, "the chat has gone on"
-    none = browser.post("/chat", data={"message": "go", **choose()}).text
-    assert "Run this" not in none
+        assert chat.post(wrong).status_code == 400, wrong
+    chat.send("never mind")
+    assert chat.post(once).status_code == 400, "the chat has gone on"
+    none = ChatPage(chat.browser).send("go", **choose())
+    assert not none.shows("Run this")
     assert "Does things" not in script.prompts[-1]
-    assert browser.post(once, headers={"origin": "http://evil.example"}).status_code == 403
+    assert chat.browser.post(once, headers={"origin": "http://evil.example"}).status_code == 403
 
 
-def test_the_choice_of_servers_is_the_chats_own_and_survives_a_refusal(browser: httpx.Client, script: Script) -> None:
+def test_the_choice_of_servers_is_the_chats_own_and_survives_a_refusal(chat: ChatPage, script: Script) -> None:
     def checked(page: str) -> list[str]:
-        return re.findall(r'name="mcp-(\w+)" value="on" checked', page)
+        return [
+            box.attrs["name"].removeprefix("mcp-")
+            for box in parse(page).all("input", checked="")
+            if box.attrs["name"].startswith("mcp-")
+        ]
 
-    assert checked(browser.get("/").text) == ["plain"]
-    refused = browser.post("/chat", data={"message": "go", "temperature": "hot", **choose("dies", "long")}).text
+    assert checked(chat.get().html) == ["plain"]
+    refused = chat.try_to_send("go", temperature="hot", **choose("dies", "long")).text
     assert "hot" in refused
     assert checked(refused) == ["dies", "long"]
     script.says("Ok.")
-    page = browser.post("/chat", data={"message": "go", **choose("long")}).text
-    assert checked(page) == ["long"]
+    assert checked(chat.send("go", **choose("long")).html) == ["long"]
     assert "Does things" in script.prompts[-1]
-    again = browser.post("/chat", data={"message": "go", "conversation": conversation(page)}).text
-    assert checked(again) == ["long"], "a form without the choice keeps it"
+    assert checked(chat.send("go").html) == ["long"], "a form without the choice keeps it"
 
 
 def test_keys_use_the_servers_that_their_scope_allows_and_see_their_own_consents(
@@ -288,11 +284,11 @@ def test_keys_use_the_servers_that_their_scope_allows_and_see_their_own_consents
         assert ">plain " not in tools_page(ann)
         assert ">dies " in tools_page(ann)
         script.says(called())
-        page = ann.post("/chat", data={"message": "go", **choose("plain", "dies")}).text
+        chat = ChatPage(ann).send("go", **choose("plain", "dies"))
         assert script.prompts[-1].count("Does things") == 1, "the server for admins is left out"
-        always = url_of(page, "always")
-        assert bob.post(always).status_code == 404, "the chat of another key"
+        assert bob.post(url_of(chat, "always")).status_code == 404, "the chat of another key"
         script.says("Ok.")
-        assert "Ok." in ann.post(always).text
+        decide(chat, "always")
+        assert chat.reply.text == "Ok."
         assert "always allowed" in tools_page(ann)
         assert "always allowed" not in tools_page(bob) + tools_page(boss)

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.web.pages.chat.imports import elements
-from localllm.web.pages.chat.imports.elements import MAX_NESTING
-from localllm.web.pages.chat.imports.files import chats_of
+from localllm.web.pages.chat.imports import files as import_files
+from localllm.web.pages.chat.imports.files import MAX_NESTING, chats_of
 from localllm.web.pages.chat.imports.records import Imported, NotAChat, without_reasoning
-from tests.web.harness import SCRIPTED, lm_studio, open_webui
+from tests.web.chat_page import SCRIPTED
+from tests.web.harness import lm_studio, open_webui
 
 # Exports of other programs, as they write them ----------------------------------------------------------------------
 
@@ -191,11 +191,11 @@ def test_a_long_array_is_read_one_element_at_a_time(monkeypatch: pytest.MonkeyPa
     values = [{"a": 'x"]}\\', "b": [1, [2]]}, [], "s,]", 3, {"c": "\u2028ü"}]
     raw = ("\ufeff " + json.dumps(values, ensure_ascii=False)).encode()
     for size in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(elements, "CHUNK_BYTES", size)
-        assert [json.loads(each) for each in elements.elements(io.BytesIO(raw))] == values
-    monkeypatch.setattr(elements, "MAX_ELEMENT_BYTES", 8)
+        monkeypatch.setattr(import_files, "CHUNK_BYTES", size)
+        assert [json.loads(each) for each in import_files.elements(io.BytesIO(raw))] == values
+    monkeypatch.setattr(import_files, "MAX_ELEMENT_BYTES", 8)
     with pytest.raises(NotAChat, match="not a chat export"):
-        list(elements.elements(io.BytesIO(raw)))
+        list(import_files.elements(io.BytesIO(raw)))
 
 
 # Over HTTP ----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import pytest
 
 from localllm.errors import ContextTooLong
 from localllm.serving.phases import Phase
-from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
-from tests.web.harness import SCRIPTED, Pages, browser_of, listen, stream_url
+from localllm.web.pages.frame.forms import CONTENT_SECURITY_POLICY
+from tests.web.chat_page import SCRIPTED, listen, stream_url
+from tests.web.harness import Pages, browser_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
 

@@ -11,6 +11,7 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
+from localllm.serving.answers.generation import Generation
 from localllm.web.pages.chat.markdown.render import render_markdown
 from localllm.web.pages.chat.markdown.stream import TextUpdate
 from localllm.web.pages.chat.replies import reply as live_reply
@@ -25,7 +26,7 @@ from tests.web.pages_stub import REPLY, StubClient
 def start(client: StubClient, text: str = "hello") -> Reply:
     reply = Reply("r1", "demo", 2048)
     request = GenerationRequest("r1", [ord(c) for c in text], SamplingParams(max_tokens=None))
-    reply.start(client, request)  # type: ignore[arg-type]
+    reply.start(Generation(client, [request]))  # type: ignore[arg-type]
     return reply
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.web.pages.chat.markdown import render
 from localllm.web.pages.chat.markdown.render import BlockSplitter, code_block, render_markdown
-from localllm.web.pages.chat.markdown.stream import text_html
-from localllm.web.pages.chat.thread.messages import user_html
+from localllm.web.pages.chat.markdown.stream import text_html, user_html
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {

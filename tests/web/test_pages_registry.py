@@ -14,7 +14,7 @@ from litestar.response import Response
 
 from localllm.web import pages
 from localllm.web.access.scopes import Paths, RouteRules
-from localllm.web.pages.frame.page import Page
+from localllm.web.pages.frame.navigation import Page
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice, ErrorPage, NavEntry, Shell, View
 from tests.web.live_server import LiveServer, settings
@@ -57,7 +57,7 @@ def test_one_line_gives_a_page_its_route_its_entry_its_scope_and_its_samples(mon
 
 
 def test_the_registry_has_a_page_for_each_folder() -> None:
-    folders = {path.parent.name for path in FOLDER.glob("*/page.py")} - {"frame"}
+    folders = {path.parent.name for path in FOLDER.glob("*/__init__.py")} - {"frame"}
     assert [page.entry.key for page in pages.PAGES if page.entry.key not in folders] == []
     assert len(folders) == len(pages.PAGES)
 

@@ -14,9 +14,10 @@ import pytest
 
 from localllm import LLM, SamplingParams
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.ledger import Ledger
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.errors import ConfigError, DeviceLost, EngineStopped, UnsupportedOption
@@ -137,7 +138,8 @@ def test_the_ranges_of_a_step_that_fails_end_with_it(traced: LiveServer, monkeyp
 def test_a_call_that_the_engine_cannot_answer_any_more_has_the_engines_error() -> None:
     runner = FakeRunner(33, 8, vocab_size=64)
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, block_size=8)
-    loop = EngineLoop(Scheduler(config, Ledger(runner.num_blocks, 8), BlockHasher(b"test", 8)), runner)
+    cache = CacheManager(config, Ledger(runner.num_blocks, 8), BlockHasher(b"test", 8))
+    loop = EngineLoop(Scheduler(config, cache), runner)
     asked = loop.call(lambda: 1)
     loop.step()
     assert asked.result(0) == 1

@@ -21,7 +21,7 @@ from localllm.cli.server_stats import StatsPoller
 from localllm.cli.top_screen import draw
 from localllm.engine.step import RankStats, RunnerStats
 from localllm.web.pages.dashboard import machine
-from localllm.web.pages.dashboard.rank_presenters import ranks as rank_tiles
+from localllm.web.pages.dashboard.machine import ranks as rank_tiles
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubClient, StubModel, stub_ranks
 

@@ -11,14 +11,14 @@ import pytest
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.stats import RequestTimeline
+from localllm.serving.answers.generation import Progress
 from localllm.units import format_rate
-from localllm.web.api.generation import Progress
 from localllm.web.api.ollama.lines import OllamaHead, RequestClock
 from localllm.web.api.ollama.shapes import OllamaMessage
-from localllm.web.api.openai.usage import usage_object
+from localllm.web.api.openai.answer import usage_object
 from localllm.web.api.timings import timings_object
-from localllm.web.pages.dashboard.request_presenters import finished_requests
-from localllm.web.pages.playground.presenters import result
+from localllm.web.pages.dashboard.request_views import finished_requests
+from localllm.web.pages.playground.views import result
 from tests.web.live_server import LiveServer, PacedRunner
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

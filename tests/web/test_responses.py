@@ -21,15 +21,14 @@ from openai.types.responses import input_token_count_params, response_create_par
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.params import SamplingParams
 from localllm.errors import StepFailed
+from localllm.serving.answers.generation import Progress
 from localllm.text.answers.parts import BrokenCall, Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.messages import TemplateTraits, plain_messages
-from localllm.web.api.generation import Progress
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead
-from localllm.web.api.responses.fields import RULES
 from localllm.web.api.responses.items import messages_of, read_items
 from localllm.web.api.responses.output import OutputItems
-from localllm.web.api.responses.schema import ResponsesBody
-from localllm.web.api.responses.store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
+from localllm.web.api.responses.schema import RULES, ResponsesBody
+from localllm.web.api.responses.stored import PreviousResponseNotFound, ResponseNotFound, ResponseStore
 from tests.web.harness import open_request
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, wait_until
 

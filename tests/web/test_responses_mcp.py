@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
+from localllm.serving.answers import generation
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.api import answer
 from localllm.web.api.responses import mcp_rounds
-from localllm.web.api.responses.truncation import droppable
+from localllm.web.api.responses.asked import droppable
 from localllm.web.pages.chat.state import chat_state_of
 from tests.mcp.programs import friendly, hostile
 from tests.web.harness import open_request
@@ -55,7 +55,7 @@ def served(start: Callable[..., LiveServer], counted: Path) -> LiveServer:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, served: LiveServer) -> Script:
-    return Script().direct(monkeypatch, answer, served)
+    return Script().direct(monkeypatch, generation, served)
 
 
 def client_of(server: LiveServer, key: str = "none") -> openai.OpenAI:

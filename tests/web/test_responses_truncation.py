@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from localllm.web.api.responses.asked import droppable, truncated
 from localllm.web.api.responses.items import messages_of, read_items
-from localllm.web.api.responses.truncation import droppable, truncated
 from tests.web.live_server import MAX_MODEL_LEN
 
 Item = dict[str, Any]

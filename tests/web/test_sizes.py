@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from localllm.engine import admission
+from localllm.serving.answers import conversation
 from localllm.text.tokenizer import Tokenizer
-from localllm.web.api import conversation, exchange, reading
+from localllm.web.api import exchange, reading
 from tests.web.harness import refusal
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 

@@ -20,8 +20,7 @@ from localllm.kernels.cpu.native.library import native
 from localllm.units import format_count
 from localllm.web.pages.chat.replies.active import details_of
 from localllm.web.pages.chat.thread.messages import figures
-from localllm.web.pages.dashboard.draft_presenter import drafts
-from localllm.web.pages.dashboard.views import Drafts
+from localllm.web.pages.dashboard.views import Drafts, drafts
 from tests.web.child_server import ChildServer
 
 QUESTION = "How do I start a server?"

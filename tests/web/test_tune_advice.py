@@ -12,7 +12,7 @@ from localllm.tuning.search import Axis, Space
 from localllm.tuning.space import with_values
 from localllm.tuning.words import settings_in_words, soak_in_words
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.tune import presenters
+from localllm.web.pages.tune import views
 from localllm.web.pages.tune.samples import job
 from localllm.web.pages.tune.wizard import Job
 
@@ -42,7 +42,7 @@ def kept(**changes: object) -> Job:
     ],
 )
 def test_the_advice_follows_the_evidence(made: Job, title: str, advice: str, said: str) -> None:
-    found = presenters.recommendation(made)
+    found = views.recommendation(made)
     assert found is not None
     assert title in found.title
     assert found.advice == advice
@@ -50,7 +50,7 @@ def test_the_advice_follows_the_evidence(made: Job, title: str, advice: str, sai
 
 
 def test_settings_have_heads_and_words() -> None:
-    table = presenters.trials(job())
+    table = views.trials(job())
     assert [head for head, _ in table.heads] == ["Requests at a time", "Tokens per step", "KV cache type"]
     assert table.heads[1][1] == "--max-num-batched-tokens …"
     assert {len(row.settings) for row in table.rows} == {3}
@@ -66,7 +66,7 @@ def test_settings_have_heads_and_words() -> None:
 
 def test_the_plot_explains_only_the_colours_that_it_has() -> None:
     for made, words in ((ended(), "best for the goal"), (kept(), "what runs now")):
-        plot = presenters.plot(made)
+        plot = views.plot(made)
         kinds = {point.kind for point in plot.points}
         assert dict(plot.legend)["pick"] == words
         assert [kind for kind, _ in plot.legend] == [kind for kind in ("pick", "pareto", "other") if kind in kinds]
@@ -75,14 +75,14 @@ def test_the_plot_explains_only_the_colours_that_it_has() -> None:
 
 def test_the_context_that_tuning_asks_for_never_contradicts_the_model() -> None:
     chat = goal_of("chat")
-    assert presenters.context_note(chat, 40_960) == (
+    assert views.context_note(chat, 40_960) == (
         "If empty, at least 8,192, or 95% of the longest context that fits here if that is less. "
         "The model supports at most 40,960."
     )
-    assert presenters.context_note(chat, 2048) == (
+    assert views.context_note(chat, 2048) == (
         "If empty, at least 95% of the longest context that fits here. The model supports at most 2,048."
     )
-    assert presenters.context_note(goal_of("long-context"), 2048) == "The model supports at most 2,048."
+    assert views.context_note(goal_of("long-context"), 2048) == "The model supports at most 2,048."
 
 
 def test_a_search_starts_from_the_profile_in_use() -> None:

@@ -7,7 +7,8 @@ Causal; any grouping of query heads over key/value heads; sliding window; softca
 bits, float8_e4m3fn and int8; softmax in fp32. Slots past a request's context may hold any values, including NaN: they
 never reach the output. A row whose context_len is 0 is padding and its output is zero.
 
-    twin.py      in plain torch, planned from lengths on the host; used by the CPU engine
+    twin.py      in plain torch, planned from lengths on the host; used by the CPU engine, which leaves the decode rows
+                 to the native library where there is one (kernels/cpu/attention.py)
     kernels.py   in Triton: one body for prompts (many queries) and decode rows (one query, keys in parts)
     newest.py    heads of a projection, which the decode kernel rotates and stores itself
     device.py    plans and launches the kernels from tensors on the device alone
@@ -24,6 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import attend_decodes, reads_cache
+from localllm.kernels.cpu.native.library import native
 from localllm.kernels.launch import runs_triton
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention.device import (
@@ -39,6 +42,8 @@ from localllm.kernels.paged_attention.device import (
 from localllm.kernels.paged_attention.newest import RawHeads
 from localllm.kernels.paged_attention.twin import (
     HostPlan,
+    Scoring,
+    attend_on_host,
     paged_attention_reference,
     plan_drafts_on_host,
     plan_on_host,
@@ -83,18 +88,20 @@ def plan_attention(
     positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
     the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
-    own; None: all previous ones. first_key: keys before this position are not read (only in the twin). work: what
-    `prepare_step` has filled.
+    own; None: all previous ones. first_key: keys before this position are not read. work: what `prepare_step` has
+    filled.
     """
     if not runs_triton(block_table, "attention"):
         if positions is not None:
             starts = positions[: num_decodes * decode_queries : decode_queries].tolist()
-            return plan_drafts_on_host(block_table, query_lens, context_lens_host, starts, cache_shape, window)
+            return plan_drafts_on_host(
+                block_table, query_lens, context_lens_host, starts, cache_shape, window, first_key
+            )  # fmt: skip
         return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window, first_key)
-    assert not first_key, "the kernels read keys from position 0 on"
     return plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes,
         KVReads(num_heads, tuple(cache_shape), cache_dtype, window), decode_queries, positions, work,
+        first_key,
     )  # fmt: skip
 
 
@@ -129,7 +136,13 @@ def paged_attention(
             q, k_cache, v_cache, plan, scale, softcap, sinks, alibi_slopes, k_scale, v_scale
         )  # fmt: skip
     assert isinstance(q, Tensor), "the twin reads queries that are rotated"
-    return paged_attention_reference(
-        q, k_cache, v_cache, plan, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    kv, scoring = LayerKV(k_cache, v_cache, k_scale, v_scale), Scoring(scale, softcap, sinks, alibi_slopes)
+    library, decodes = native(), plan.decodes
+    if library is None or decodes.native_rows is None or not reads_cache(kv):
+        return attend_on_host(q, kv, plan, scoring)
+    rows, count = decodes.native_rows, len(decodes.context_lens)
+
+    def attend(out: Tensor) -> None:
+        attend_decodes(library, q[:count], kv, rows, decodes.layout.window, *scoring, out[:count])
+
+    return attend_on_host(q, kv, plan, scoring, attend)

@@ -143,6 +143,7 @@ class DevicePlan:
     splits: SplitPlan | None  # None: no row uses the decode kernel
     decode_queries: int
     positions: Tensor | None  # [T] int64; None: one query per decode row, at the context's end
+    first_key: int = 0  # keys before this position are not read
 
     @property
     def num_decode_tokens(self) -> int:
@@ -158,6 +159,7 @@ def plan_on_device(
     decode_queries: int,
     positions: Tensor | None,
     work: WorkLists | None,
+    first_key: int = 0,
 ) -> DevicePlan:
     """Make the plan. If there are decode rows to split, take their work list from `work`, or launch the plan kernel.
 
@@ -175,7 +177,7 @@ def plan_on_device(
         splits = _plan_splits(reads, held or filled_list(how, context_lens, num_decodes))
     return DevicePlan(
         block_table, context_lens, cu_seqlens_q, num_decodes, reads.window or 0,
-        _decode_launch(reads, decode_queries, device), prefill, splits, decode_queries, positions,
+        _decode_launch(reads, decode_queries, device), prefill, splits, decode_queries, positions, first_key,
     )  # fmt: skip
 
 
@@ -441,6 +443,7 @@ class _Call(NamedTuple):
             "FORMAT": self.format,
             "TMA": launch.tma,
             "STAGES": launch.num_stages,
+            "FIRST_KEY": self.plan.first_key,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
             **early_launch(self.q.device),

@@ -62,7 +62,7 @@ def _attend_tile(
     acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
     tile, first_key, end_key, scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
+    FIRST_KEY: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of one tile to (acc, row_max, row_sum). scale: from scores to powers of two.
 
@@ -113,6 +113,8 @@ def _attend_tile(
             visible = seen[None, :]
         else:
             visible = positions[None, :] <= q_positions[:, None]
+            if FIRST_KEY > 0:
+                visible = visible & seen[None, :]
             if WINDOW > 0:
                 visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
@@ -152,13 +154,14 @@ def _attend_tiles(
     acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
     first_tile, end_tile, first_key, end_key, scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    FIRST_KEY: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Process tiles first_tile .. end_tile-1 with prefetching."""
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         acc, row_max, row_sum = _attend_tile(
             acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-            tile, first_key, end_key, scale, MASKED, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA,
+            tile, first_key, end_key, scale,
+            MASKED, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA,
         )  # fmt: skip
     return acc, row_max, row_sum
 
@@ -227,7 +230,7 @@ def prefill_kernel(
     scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
-    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, STAGES: tl.constexpr, FIRST_KEY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per block of consecutive queries of one request, and key head.
 
@@ -271,7 +274,7 @@ def prefill_kernel(
     first_position = computed + first_query
     last_position = tl.minimum(first_position + BLOCK_Q, context_len) - 1
     end_key = tl.maximum(last_position + 1, 0)
-    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    first_key = tl.maximum(first_position - WINDOW + 1, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
     first_tile = first_key // TILE
     end_tile = tl.cdiv(end_key, TILE)
     table = block_table + batch_row.to(tl.int64) * table_stride
@@ -279,23 +282,24 @@ def prefill_kernel(
     if not ONE_LOOP:
         # Tiles whose keys are all visible to all rows: from the start of the last query's window to the first query.
         free_tile = first_tile
-        if WINDOW > 0:
-            free_tile = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE), end_tile)
+        if WINDOW > 0 or FIRST_KEY > 0:
+            last_first_key = tl.maximum(last_position - WINDOW + 1, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
+            free_tile = tl.minimum(tl.cdiv(last_first_key, TILE), end_tile)
             acc, row_max, row_sum = _attend_tiles(
                 acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
                 head_blocks, first_tile, free_tile, first_key, end_key, scale,
-                True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+                True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
             )  # fmt: skip
         first_tile = tl.maximum((first_position + 1) // TILE, free_tile)
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
             free_tile, first_tile, first_key, end_key, scale,
-            False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+            False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
         first_tile, end_tile, first_key, end_key, scale,
-        True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+        True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
     )  # fmt: skip
 
     acc = acc * (v_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
@@ -436,7 +440,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr,
+    FIRST_KEY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per item of the work list, key head and TILE_QUERIES query tokens: part of one request's keys for its
     QUERIES query tokens.
@@ -480,7 +484,7 @@ def decode_kernel(
         first_position = tl.load(positions + row * QUERIES).to(tl.int32) + first_query
         q_positions = first_position + tile_rows // GROUP_SIZE
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
-    first_key = tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    first_key = tl.maximum(first_position + 1 - WINDOW, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
     end_key = context_len
     free_end = first_position + 1  # keys before it are visible to all queries
     is_first = first_tile == _first_tile(context_len, TILE, WINDOW, QUERIES)
@@ -514,24 +518,26 @@ def decode_kernel(
     # Only the first and the last tiles contain hidden keys: before a query's window, and after its position. These are
     # loops of one or two iterations: with a branch instead, the compiler keeps more in registers.
     free_tile = first_tile
-    if WINDOW > 0:
-        last_first_key = tl.maximum(first_key, tl.minimum(first_position + TILE_QUERIES, context_len) - WINDOW)
+    if WINDOW > 0 or FIRST_KEY > 0:
+        last_first_key = FIRST_KEY
+        if WINDOW > 0:
+            last_first_key = tl.maximum(first_key, tl.minimum(first_position + TILE_QUERIES, context_len) - WINDOW)
         free_tile = tl.minimum(tl.maximum(tl.cdiv(last_first_key, TILE), first_tile), end_tile)
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
             head_blocks, first_tile, free_tile, first_key, end_key, scale,
-            True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
+            True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, 1,
         )  # fmt: skip
     last_tile = tl.maximum(tl.minimum(free_end // TILE, end_tile), free_tile)
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
         free_tile, last_tile, first_key, end_key, scale,
-        False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+        False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
     )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
         last_tile, end_tile, first_key, end_key, scale,
-        True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
+        True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, 1,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)

@@ -7,14 +7,16 @@ materialised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import rows_of
 from localllm.kernels.layer_cache import LayerKV
 
 GROUP_WASTE_TOKENS = 512  # padding at which a decode group costs more than another matmul call
@@ -59,12 +61,58 @@ class PrefillRow:
 
 
 @dataclass(frozen=True, slots=True)
+class _Layout:
+    num_kv_heads: int
+    num_blocks: int
+    block_size: int
+    window: int | None
+    first_key: int
+
+    def first_visible(self, query_position: int) -> int:
+        return self.first_key if self.window is None else max(self.first_key, query_position + 1 - self.window)
+
+    def over_heads(self, blocks: Tensor) -> Tensor:
+        """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...],
+        head by head."""
+        heads = torch.arange(self.num_kv_heads, device=blocks.device).mul_(self.num_blocks)
+        return (heads[:, None] + blocks.reshape(1, -1)).flatten()
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The first rows of a step, which have one query each."""
+
+    block_table: Tensor  # [B, max_blocks] int32, of all rows
+    context_lens: tuple[int, ...]  # of the decode rows
+    layout: _Layout
+
+    def grouped(self) -> tuple[DecodeGroup, ...]:
+        """Return the rows as few batched matmuls."""
+        lengths, layout = self.context_lens, self.layout
+        return tuple(
+            _plan_group(self.block_table, rows, lengths, layout, whole=len(rows) == len(lengths))
+            for rows in _group_rows(lengths, layout.window)
+        )
+
+    @cached_property
+    def native_rows(self) -> Tensor | None:
+        """The rows as the native library reads them; None: one is padding, or does not read from position 0 on."""
+        if self.layout.first_key or not self.context_lens or not all(self.context_lens):
+            return None
+        return rows_of(self.block_table, self.context_lens)
+
+
+@dataclass(frozen=True)
 class HostPlan:
     """The plan that all layers with the same window share in one step."""
 
-    decode_groups: tuple[DecodeGroup, ...]
+    decodes: DecodeRows
     prefill_rows: tuple[PrefillRow, ...]
     num_tokens: int  # without padding tokens
+
+    @cached_property
+    def decode_groups(self) -> tuple[DecodeGroup, ...]:
+        return self.decodes.grouped()
 
 
 class Scoring(NamedTuple):
@@ -91,10 +139,7 @@ def plan_on_host(
 ) -> HostPlan:
     """Do plan_attention from lengths on the host."""
     layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key)
-    groups = [
-        _plan_group(block_table, rows, context_lens, layout, whole=len(rows) == num_decodes)
-        for rows in _group_rows(context_lens[:num_decodes], window)
-    ]
+    decodes = DecodeRows(block_table, tuple(context_lens[:num_decodes]), layout)
     prefills, start = [], num_decodes
     num_tokens = num_decodes
     for row in range(num_decodes, len(query_lens)):
@@ -102,7 +147,7 @@ def plan_on_host(
             prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout))
             num_tokens += query_lens[row]
         start += query_lens[row]
-    return HostPlan(tuple(groups), tuple(prefills), num_tokens)
+    return HostPlan(decodes, tuple(prefills), num_tokens)
 
 
 def plan_drafts_on_host(
@@ -112,12 +157,13 @@ def plan_drafts_on_host(
     first_positions: Sequence[int],
     cache_shape: Sequence[int],
     window: int | None = None,
+    first_key: int = 0,
 ) -> HostPlan:
     """Do plan_attention for requests of which the first ones verify drafts: each of their queries is one of a prompt.
 
     first_positions: of these requests; their queries from the context's end on are padding, whose output is zero.
     """
-    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key=0)
+    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key)
     prefills, start, num_tokens = [], 0, 0
     for row, (query_len, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         if context:
@@ -125,7 +171,7 @@ def plan_drafts_on_host(
             prefills.append(_plan_prefill(block_table, row, start, min(real, query_len), context, layout))
             num_tokens += min(real, query_len)
         start += query_len
-    return HostPlan((), tuple(prefills), num_tokens)
+    return HostPlan(DecodeRows(block_table, (), layout), tuple(prefills), num_tokens)
 
 
 def paged_attention_reference(
@@ -142,39 +188,33 @@ def paged_attention_reference(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """The plain-torch twin of paged_attention."""
-    kv, scoring = LayerKV(k_cache, v_cache, k_scale, v_scale), Scoring(scale, softcap, sinks, alibi_slopes)
-    queries = q.to(k_cache.dtype) if k_scale is None else q.float()
-    if len(plan.decode_groups) == 1 and plan.decode_groups[0].num_rows == len(q):
+    return attend_on_host(
+        q, LayerKV(k_cache, v_cache, k_scale, v_scale), plan, Scoring(scale, softcap, sinks, alibi_slopes)
+    )
+
+
+def attend_on_host(
+    q: Tensor, kv: LayerKV, plan: HostPlan, scoring: Scoring, attend_decodes: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """Return [T, heads * dim] in q's dtype. attend_decodes: fills the decode rows of [T, heads * dim], in place of the
+    batched matmuls."""
+    queries = q.to(kv.k.dtype) if kv.k_scale is None else q.float()
+    if attend_decodes is None and len(plan.decode_groups) == 1 and plan.decode_groups[0].num_rows == len(q):
         return _decode(queries, kv, plan.decode_groups[0], scoring).to(q.dtype)
     new = torch.empty_like if plan.num_tokens == len(q) else torch.zeros_like
     out = new(queries, memory_format=torch.contiguous_format).flatten(1)
-    for group in plan.decode_groups:
-        rows = slice(0, group.num_rows) if group.rows is None else group.rows
-        out[rows] = _decode(queries[rows], kv, group, scoring)
+    if attend_decodes is not None:
+        attend_decodes(out)
+    else:
+        for group in plan.decode_groups:
+            rows = slice(0, group.num_rows) if group.rows is None else group.rows
+            out[rows] = _decode(queries[rows], kv, group, scoring)
     for row in plan.prefill_rows:
         _prefill(queries, kv, row, scoring, out)
     return out.to(q.dtype)
 
 
 # Planning: once per step.
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    num_kv_heads: int
-    num_blocks: int
-    block_size: int
-    window: int | None
-    first_key: int
-
-    def first_visible(self, query_position: int) -> int:
-        return self.first_key if self.window is None else max(self.first_key, query_position + 1 - self.window)
-
-    def over_heads(self, blocks: Tensor) -> Tensor:
-        """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...],
-        head by head."""
-        heads = torch.arange(self.num_kv_heads, device=blocks.device).mul_(self.num_blocks)
-        return (heads[:, None] + blocks.reshape(1, -1)).flatten()
 
 
 def _group_rows(context_lens: Sequence[int], window: int | None) -> list[list[int]]:

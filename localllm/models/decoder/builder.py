@@ -6,7 +6,7 @@ Does not know: files, formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +36,15 @@ from localllm.models.decoder.layer import (
 )
 from localllm.models.decoder.mixers import build_latent_attention, build_recurrence
 from localllm.models.decoder.mixture import build_mixture
-from localllm.models.layers.attention import Attention, Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm, alibi_slopes
+from localllm.models.layers.attention import (
+    Attention,
+    Clip,
+    HeadLayerNorm,
+    HeadsChange,
+    SplitWholeNorm,
+    WholeNorm,
+    alibi_slopes,
+)
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, Group, Summed
 from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
@@ -283,7 +291,7 @@ class DecoderBuilder:
             rows[queries + keys] = rows[queries + keys][:, head]
         return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
 
-    def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
+    def _qk_transforms(self, prefix: str) -> Iterable[HeadsChange]:
         spec = self.spec
         if spec.clip_qkv is not None:
             yield Clip(spec.clip_qkv)

@@ -15,7 +15,7 @@ from torch import Tensor
 from localllm.kernels.fused_epilogue import whole
 from localllm.kernels.layer_cache import LayerCache, StateStep, kv_of
 from localllm.kernels.paged_attention import AttentionPlan
-from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_step
@@ -209,7 +209,14 @@ class DecoderModel:
             assert kv is not None, "a layer in a KV group has keys and values"
             if group not in plans:
                 plans[group] = plan_step(inputs, own, kv.k, heads, self._windows[group])
-            steps[key] = AttentionStep(plans[group], self._rotation(kind, inputs), own.slot_mapping, valid, query_scale)
+            table = self.rope_table(kind)
+            steps[key] = AttentionStep(
+                plans[group],
+                None if table is None else plan_rotation(table, inputs.positions),
+                own.slot_mapping,
+                valid,
+                query_scale,
+            )
         return steps
 
     def _query_scale(self, positions: Tensor) -> Tensor | None:
@@ -220,10 +227,6 @@ class DecoderModel:
         original = self.spec.rope.parameters["original_max_position_embeddings"]
         factors: Tensor = (positions // original).add(1).log().mul(beta).add(1)
         return factors[:, None, None].to(self.dtype)
-
-    def _rotation(self, kind: LayerKind, inputs: ForwardInputs) -> Rotation | None:
-        table = self.rope_table(kind)
-        return None if table is None else plan_rotation(table, inputs.positions)
 
     def rope_table(self, kind: LayerKind) -> Tensor | None:
         """Return the cosines and sines [max_model_len, rotary_dim] fp32 of such layers; None: they do not rotate."""
@@ -239,4 +242,7 @@ def _state_step(inputs: ForwardInputs) -> StateStep | None:
     """Return the step's rows as recurrent layers read them; None: the model keeps no states."""
     if inputs.state is None:
         return None
-    return StateStep(inputs.cu_seqlens_q, *inputs.state[:3], inputs.query_lens, *inputs.state[3:], inputs.num_decodes)
+    state, num_decodes = inputs.state, inputs.num_decodes if inputs.decode_queries == 1 else 0
+    return StateStep(
+        inputs.cu_seqlens_q, *state[:3], inputs.query_lens, *state[3:6], num_decodes, state.drafted
+    )  # fmt: skip

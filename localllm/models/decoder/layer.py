@@ -16,12 +16,12 @@ part may replace attention, or stand beside it.
 Between layers the stream is two tensors: `residual`, and `delta`, the previous layer's output that is still to be
 added.
 The addition and the following norm are then one kernel (kernels/rms_norm.py).
+Each layer also writes itself as operations of a decode step's list (native_program.py), in the order in which it runs.
 Does not know: families, specs, what the parts do inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from localllm.models.layers.gemma import AltUp, Laurel, PerLayerGate
 from localllm.models.layers.group import Group
 from localllm.models.layers.linear import unfinished
 from localllm.models.layers.moe import ExpertsOfStream
+from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
 from localllm.models.spec.recurrent import LayerPart
 
 Delta = Unfinished
@@ -72,17 +73,35 @@ class MixerPart(Protocol):
         cache. cache and step are of the part's kind."""
         ...
 
+    def write(self, writer: Writer, kind: LayerKind, cache: Any, norm: Any, /) -> None:
+        """Write the operations up to the last projection. Raises `NotSupportedNatively`."""
+        ...
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, /) -> None:
+        """Write the last projection: added to the stream, or written to another buffer."""
+        ...
+
 
 class Recurrence(Protocol):
     def __call__(self, x: Tensor, state: LayerState, step: StateStep, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the states of the step's rows."""
         ...
 
+    def write(self, writer: Writer, state: LayerState, norm: Any, /) -> None: ...
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, /, *, adds: bool = False) -> None: ...
+
 
 class FeedForward(Protocol):
     def __call__(self, x: Tensor, slot_mapping: Tensor, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]. Rows with a slot below 0 are padding, with any result."""
         ...
+
+    def write(self, writer: Writer, norm: Any, /) -> None:
+        """Write the operations up to the last matrix. Raises `NotSupportedNatively`."""
+        ...
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +124,10 @@ class DecoderLayer(Protocol):
         cache: None for a layer that keeps nothing."""
         ...
 
+    def write(self, writer: Writer, cache: Any, /) -> None:
+        """Write the layer's operations. Raises `NotSupportedNatively` with the reason."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PreNormLayer:
@@ -118,6 +141,12 @@ class PreNormLayer:
         x = self.input_norm(residual) if delta is None else self.input_norm.add_pending(delta, residual)
         y = unfinished(self.attention, x, cache, step)
         return unfinished(self.mlp, self.mlp_norm.add_pending(y, residual), step.slot_mapping)
+
+    def write(self, writer: Writer, cache: Any) -> None:
+        self.attention.write(writer, self.kind, cache, self.input_norm)
+        self.attention.write_out(writer, writer.stream)
+        self.mlp.write(writer, self.mlp_norm)
+        self.mlp.write_out(writer, writer.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +162,14 @@ class SandwichLayer:
     def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), cache, step))
         return self.mlp_post_norm(self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping))
+
+    def write(self, writer: Writer, cache: Any) -> None:
+        self.attention.write(writer, self.kind, cache, self.input_norm)
+        self.attention.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.attention_post_norm)
+        self.mlp.write(writer, self.mlp_norm)
+        self.mlp.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.mlp_post_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +208,24 @@ class Gemma4Layer:
         residual.mul_(self.scalar)
         return x
 
+    def write(self, writer: Writer, cache: Any) -> None:
+        self.attention.write(writer, self.kind, cache, self.input_norm)
+        self.attention.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.attention_post_norm)
+        self.mlp.write(writer, self.mlp_norm)
+        self.mlp.write_out(writer, writer.part)
+        last, norm = writer.part, self.mlp_post_norm  # the buffer and the norm of what is still to be added
+        if self.experts is not None:
+            last = writer.others["both"]  # the normed outputs of the dense part and of the experts
+            writer.add(writer.part, last, self.dense_post_norm, adds=False)
+            self.experts.write(writer, last)
+        if self.per_layer is not None:
+            writer.add(last, writer.stream, norm)
+            self.per_layer.write(writer, self.index)
+            last, norm = writer.part, self.per_layer.norm
+        writer.scale_stream(self.index, self.scalar)
+        writer.add(last, writer.stream, norm)
+
 
 @dataclass(frozen=True, slots=True)
 class Gemma3nLayer:
@@ -202,6 +257,9 @@ class Gemma3nLayer:
         corrected[:, 1:] += given[:, None]  # all streams but the first
         residual.copy_(corrected)
 
+    def write(self, writer: Writer, cache: Any) -> None:
+        raise NotSupportedNatively("several residual streams")
+
 
 @dataclass(frozen=True, slots=True)
 class PostNormLayer:
@@ -216,6 +274,14 @@ class PostNormLayer:
         residual.add_(self.attention_post_norm(self.attention(x, cache, step)))
         return self.mlp_post_norm(self.mlp(residual, step.slot_mapping))
 
+    def write(self, writer: Writer, cache: Any) -> None:
+        self.attention.write(writer, self.kind, cache, None)
+        self.attention.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.attention_post_norm)
+        self.mlp.write(writer, None)
+        self.mlp.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.mlp_post_norm)
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
@@ -229,6 +295,13 @@ class ParallelLayer:
         x = _enter(self.input_norm, residual, delta)
         y = x if self.mlp_norm is None else self.mlp_norm(residual)
         return self.attention(x, cache, step).add_(self.mlp(y, step.slot_mapping))
+
+    def write(self, writer: Writer, cache: Any) -> None:
+        """Both parts read the stream before either is added."""
+        self.attention.write(writer, self.kind, cache, self.input_norm)
+        self.mlp.write(writer, self.input_norm if self.mlp_norm is None else self.mlp_norm)
+        self.attention.write_out(writer, writer.stream)
+        self.mlp.write_out(writer, writer.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +318,9 @@ class SummedLayer:
     def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         return self.group.sum_(self.layer(residual, delta, cache, step))
 
+    def write(self, writer: Writer, cache: Any) -> None:
+        raise NotSupportedNatively("the model is split over several ranks")
+
 
 @dataclass(frozen=True, slots=True)
 class SingleLayer:
@@ -257,6 +333,14 @@ class SingleLayer:
         part: Any = self.part
         result: Tensor = part(x, step.slot_mapping) if self.kind.part in ("mlp", "moe") else part(x, cache, step)
         return result
+
+    def write(self, writer: Writer, cache: Any) -> None:
+        part: Any = self.part
+        if self.kind.part in ("mlp", "moe"):
+            part.write(writer, self.norm)
+        else:
+            part.write(writer, self.kind, cache, self.norm)
+        part.write_out(writer, writer.stream)
 
 
 class RecurrentPart:
@@ -271,6 +355,12 @@ class RecurrentPart:
         assert step.state is not None, "a model with recurrent layers is given the places of their states"
         return self.recurrence(x, cache, step.state)
 
+    def write(self, writer: Writer, kind: LayerKind, cache: LayerState, norm: Any) -> None:
+        self.recurrence.write(writer, cache, norm)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
+        self.recurrence.write_out(writer, target, factor)
+
 
 class SideBySide:
     """Attention and a recurrent part that read the same stream, each scaled, and added together."""
@@ -284,17 +374,33 @@ class SideBySide:
         assert step.state is not None, "a model with recurrent layers is given the places of their states"
         return self.recurrence(x, cache.state, step.state).add_(self.attention(x, cache.kv, step.attention))
 
+    def write(self, writer: Writer, kind: LayerKind, cache: HybridCache, norm: Any) -> None:
+        self.attention.write(writer, kind, cache.kv, norm)
+        self.recurrence.write(writer, cache.state, norm)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
+        self.attention.write_out(writer, target, factor)
+        self.recurrence.write_out(writer, target, factor, adds=True)
+
 
 class Scaled:
     """A part, attention or feed-forward, whose output is multiplied by a factor."""
 
     __slots__ = ("factor", "part")
 
-    def __init__(self, part: Callable[..., Tensor], factor: float) -> None:
-        self.part, self.factor = part, factor
+    def __init__(self, part: MixerPart | FeedForward | Recurrence, factor: float) -> None:
+        self.part: Any = part
+        self.factor = factor
 
     def __call__(self, *inputs: Any) -> Tensor:
-        return self.part(*inputs).mul_(self.factor)
+        output: Tensor = self.part(*inputs)
+        return output.mul_(self.factor)
+
+    def write(self, writer: Writer, *inputs: Any) -> None:
+        self.part.write(writer, *inputs)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, **adds: bool) -> None:
+        self.part.write_out(writer, target, factor * self.factor, **adds)
 
 
 def _enter(norm: Norm, residual: Tensor, delta: Delta | None) -> Tensor:

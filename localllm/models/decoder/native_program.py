@@ -9,17 +9,17 @@ cache: a request may change between both from token to token. Every layer needs 
     GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if they are stored in different ways)
     LINEAR     down, added to the residual stream
 
-A norm after a part (sandwich, post_norm) adds an operation of its own. native_writer.py writes these parts,
-native_layers.py recurrent ones. `_LAYERS` names the function for each kind of layer. What has no operation is refused
-with a reason, and such models run through torch.
+A norm after a part (sandwich, post_norm) adds an operation of its own. Each layer writes its own operations
+(`DecoderLayer.write`), its parts theirs. What has no operation is refused with a reason, and such models run through
+torch.
 Does not know: requests, schedules, sampling; how an operation is computed (kernels/cpu/native).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,22 +28,10 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native, why_none
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind, NativeOperation, NativeRow
-from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV
+from localllm.kernels.layer_cache import LayerCache
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.decoder.layer import (
-    Gemma4Layer,
-    LayerKind,
-    ParallelLayer,
-    PostNormLayer,
-    PreNormLayer,
-    RecurrentPart,
-    SandwichLayer,
-    SideBySide,
-    SingleLayer,
-)
-from localllm.models.decoder.native_layers import write_gemma4, write_recurrence
-from localllm.models.decoder.native_writer import NotSupportedNatively, Writer, unscaled
 from localllm.models.layers.group import Alone
+from localllm.models.layers.native_writer import NotSupportedNatively, Writer
 from localllm.models.spec.model_spec import FINAL_HIDDEN, kv_groups
 
 __all__ = ["MAX_ROWS", "DecodeRows", "NativeProgram", "NotSupportedNatively", "open_native_program"]
@@ -183,79 +171,11 @@ def _refuse(model: DecoderModel) -> None:
 def _write(model: DecoderModel, cache: Sequence[LayerCache | None]) -> tuple[Writer, list[int]]:
     """Return the list, and the first operation of each layer."""
     _refuse(model)
-    writer, starts = Writer(model, cache), list[int]()
+    writer, starts = Writer(model.spec, cache, model.rope_table), list[int]()
     for layer, kv, group in zip(model.layers, cache, model.layer_groups, strict=True):
         writer.group = group
         starts.append(len(writer.planned))
-        write = _LAYERS.get(type(layer))
-        if write is None:
-            raise NotSupportedNatively(f"a layer of kind {type(layer).__name__}")
-        write(writer, layer, kv)
+        layer.write(writer, kv)
     assert model.lm_head is not None
     writer.linear(model.lm_head, writer.stream, writer.logits, norm=model.norm)
     return writer, starts
-
-
-def _mix(writer: Writer, part: Any, kind: LayerKind, cache: Any, norm: Any) -> None:
-    """Attention or a recurrence of the stream, or both, up to the last projection."""
-    part, _ = unscaled(part)
-    if isinstance(part, SideBySide):
-        assert isinstance(cache, HybridCache)
-        writer.attend(part.attention, kind, cache.kv, norm)
-        write_recurrence(writer, unscaled(part.recurrence)[0], cache.state, norm)
-    elif isinstance(part, RecurrentPart):
-        write_recurrence(writer, unscaled(part.recurrence)[0], cache, norm)
-    else:
-        writer.attend(part, kind, cache, norm)
-
-
-def _pre_norm(writer: Writer, layer: PreNormLayer, kv: LayerKV) -> None:
-    _mix(writer, layer.attention, layer.kind, kv, layer.input_norm)
-    writer.project(layer.attention, writer.stream)
-    writer.feed(layer.mlp, layer.mlp_norm)
-    writer.shrink(layer.mlp, writer.stream)
-
-
-def _sandwich(writer: Writer, layer: SandwichLayer, kv: LayerKV) -> None:
-    _mix(writer, layer.attention, layer.kind, kv, layer.input_norm)
-    writer.project(layer.attention, writer.part)
-    writer.add_part(layer.attention_post_norm)
-    writer.feed(layer.mlp, layer.mlp_norm)
-    writer.shrink(layer.mlp, writer.part)
-    writer.add_part(layer.mlp_post_norm)
-
-
-def _post_norm(writer: Writer, layer: PostNormLayer, kv: LayerKV) -> None:
-    _mix(writer, layer.attention, layer.kind, kv, None)
-    writer.project(layer.attention, writer.part)
-    writer.add_part(layer.attention_post_norm)
-    writer.feed(layer.mlp, None)
-    writer.shrink(layer.mlp, writer.part)
-    writer.add_part(layer.mlp_post_norm)
-
-
-def _parallel(writer: Writer, layer: ParallelLayer, kv: LayerKV) -> None:
-    """Both parts read the stream before either is added."""
-    _mix(writer, layer.attention, layer.kind, kv, layer.input_norm)
-    writer.feed(layer.mlp, layer.input_norm if layer.mlp_norm is None else layer.mlp_norm)
-    writer.project(layer.attention, writer.stream)
-    writer.shrink(layer.mlp, writer.stream)
-
-
-def _single(writer: Writer, layer: SingleLayer, cache: LayerCache | None) -> None:
-    if layer.kind.part in ("mlp", "moe"):
-        writer.feed(layer.part, layer.norm)
-        writer.shrink(layer.part, writer.stream)
-    else:
-        _mix(writer, layer.part, layer.kind, cache, layer.norm)
-        writer.project(layer.part, writer.stream)
-
-
-_LAYERS: dict[type, Callable[[Writer, Any, Any], None]] = {
-    PreNormLayer: _pre_norm,
-    SandwichLayer: _sandwich,
-    Gemma4Layer: write_gemma4,
-    PostNormLayer: _post_norm,
-    ParallelLayer: _parallel,
-    SingleLayer: _single,
-}

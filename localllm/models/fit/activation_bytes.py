@@ -76,13 +76,13 @@ class StepMemory:
         gathering, per_block = self.gathering_bytes(context), self.gathered_per_block()
         return StepBytes(self.fixed_bytes(context), gathering, per_block, self.most_gathered_blocks())
 
-    def _gathering(self, context: int, num_blocks: int) -> int:
-        blocks = min(num_blocks, self.most_gathered_blocks())
-        return self.gathering_bytes(context) + blocks * self.gathered_per_block()
-
     def sampler_bytes(self, context: int, num_blocks: int) -> int:
         """Return the bytes that sampling needs beyond the peak of the layers."""
-        layers = max(self.state_bytes(context) + self._layers(context), self._gathering(context, num_blocks))
+        blocks = min(num_blocks, self.most_gathered_blocks())
+        layers = max(
+            self.state_bytes(context) + self._layers(context),
+            self.gathering_bytes(context) + blocks * self.gathered_per_block(),
+        )
         return self.bytes_at(context, num_blocks) - layers
 
     def fixed_bytes(self, context: int) -> int:
@@ -90,8 +90,9 @@ class StepMemory:
         return self.state_bytes(context) + max(self._layers(context), self.sampling_bytes())
 
     def _layers(self, context: int) -> int:
+        beside = self.spec.mixture is not None and self.spec.mixture.beside_mlp  # the dense part's answer waits
         parts = (
-            self._mlp(),
+            max(self._dense_mlp(), self._mixture() + (self._stream(2) if beside else 0)),
             self._projections(),
             self._recurrent(),
             self._attention() + sum(self._prompt_buffers(context)),
@@ -201,10 +202,6 @@ class StepMemory:
     def _streams(self) -> int:
         """Return the bytes of further residual streams: as they are, and as a layer changes them."""
         return 0 if self.spec.altup is None else self._stream(2 * self.spec.altup.num_streams)
-
-    def _mlp(self) -> int:
-        beside = self.spec.mixture is not None and self.spec.mixture.beside_mlp  # the dense part's answer waits
-        return max(self._dense_mlp(), self._mixture() + (self._stream(2) if beside else 0))
 
     def _dense_mlp(self) -> int:
         """Return the bytes of a dense feed-forward part: four streams, gate, up and their product."""

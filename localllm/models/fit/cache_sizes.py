@@ -21,7 +21,7 @@ A state is kept for each request that runs and for each checkpoint:
 States take at most STATE_SHARE of what weights and a step leave, unless MIN_SEQS requests and MIN_CHECKPOINTS
 checkpoints need more.
 Does not know: bytes of a device, how the main group's size is chosen (plan_attempt.py), what a state consists of
-(spec/model_spec.py), which states are saved (engine/checkpoints.py).
+(spec/model_spec.py), which states are saved (engine/memory/state_checkpoints.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class KVSplit(NamedTuple):
         contexts = max(1, min(contexts, max(self.max_num_seqs, KEPT_CONTEXTS)))
         step = -(-self.step_tokens // self.block_size)
         return tuple(
-            main if window is None or group == chosen else min(main, 1 + contexts * self._window(window) + step)
+            main
+            if window is None or group == chosen
+            else min(main, 1 + contexts * held_blocks(CONTEXT_LEN + window, window, self.block_size) + step)
             for group, window in enumerate(self.windows)
         )
 
@@ -69,9 +71,6 @@ class KVSplit(NamedTuple):
             at_once = held_blocks(num_tokens, window, self.block_size, self.step_tokens)
             fits.append((count - 1 - min(step, at_once - own)) // own)
         return max(0, min(fits))
-
-    def _window(self, window: int) -> int:
-        return held_blocks(CONTEXT_LEN + window, window, self.block_size)
 
 
 def split_of(groups: Sequence[KVGroup], block_size: int, step_tokens: int, max_num_seqs: int) -> KVSplit:

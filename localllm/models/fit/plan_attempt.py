@@ -34,7 +34,6 @@ from localllm.models.fit.rank_budget import (
 )
 from localllm.models.fit.shard_sizes import (
     Division,
-    ModelBytes,
     count_shard,
     feature_unit,
     model_bytes,
@@ -143,6 +142,7 @@ class PlanAttempt:
         """Return the plan for this context and cache, whether it fits or not."""
         ranks, inputs = self.ranks, self.inputs
         places = self.places if self.gpu else self.places[:1]  # on a CPU all ranks share the memory
+        asked = self.config.async_scheduling
         return MemoryPlan(
             device=ranks[0].device,
             dtype=self.dtype,
@@ -159,7 +159,7 @@ class PlanAttempt:
             activation_bytes=sum(rank.activations(max_model_len, num_blocks) for rank in ranks),
             reserve_bytes=sum(reserve for _, reserve in places),
             free_bytes=sum(free for free, _ in places),
-            async_depth=self._async_depth(),
+            async_depth=2 if (self.gpu is not None if asked is None else asked) else 1,
             graph_bytes=sum(rank.graphs for rank in ranks),
             num_places=self.num_places,
             state_bytes=inputs.state_bytes,
@@ -192,7 +192,10 @@ class PlanAttempt:
 
     def _split(self) -> list[Shard]:
         """Divide the model by the memory that each rank has left, counted with even shares first."""
-        sizes, unit = self._sizes(), feature_unit(self.spec.quantization, self.config.quantization)
+        device = f"cuda:{self.gpu.index}" if self.gpu else "cpu"
+        resident = self.resident_bytes(device, self.dtype, 1, self.config.quantization)
+        sizes = model_bytes(self.spec, resident, DTYPE_BYTES[self.dtype], self.inputs.kv_dtype)
+        unit = feature_unit(self.spec.quantization, self.config.quantization)
         shares = self.budgets if self.gpu else [budget // len(self.gpus) for budget in self.budgets]
         even = split_model(self.spec, [SplitDevice(1, 1)] * len(self.gpus), self.division, sizes, 0, unit)
         length = self.config.max_model_len or min(self.spec.max_position, SPLIT_CONTEXT)
@@ -206,11 +209,6 @@ class PlanAttempt:
         """Return the memory bandwidth of each rank, or 1 for all of them if one is not known."""
         speeds = [gpu.place.bandwidth if gpu else None for gpu in self.gpus]
         return [1.0] * len(speeds) if None in speeds else [speed or 1.0 for speed in speeds]
-
-    def _sizes(self) -> ModelBytes:
-        device = f"cuda:{self.gpu.index}" if self.gpu else "cpu"
-        resident = self.resident_bytes(device, self.dtype, 1, self.config.quantization)
-        return model_bytes(self.spec, resident, DTYPE_BYTES[self.dtype], self.inputs.kv_dtype)
 
     def _scaled(
         self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
@@ -466,10 +464,6 @@ class PlanAttempt:
     def _is_paced(self) -> bool:
         """Return whether times of steps limit prompts beside decodes. Not with ranks: a pipeline's steps overlap."""
         return self.gpu is None and not self.shards and self.config.long_prefill_token_threshold is None
-
-    def _async_depth(self) -> int:
-        asked = self.config.async_scheduling
-        return 2 if (self.gpu is not None if asked is None else asked) else 1
 
     # -- words
 

@@ -22,6 +22,7 @@ from localllm.units import format_bytes
 MIB = 1024**2
 GRAPH_BYTES = 256 * MIB  # the driver's memory for the CUDA graphs of all step shapes
 GRAPH_PROMPTS = 32  # most prompts of a recorded step, beside max_num_seqs decodes (runner/graphs.py)
+MOST_DRAFTED = 256  # tokens of a step with drafts on a GPU (runner/device_drafts.py)
 NCCL_BYTES = 512 * MIB  # of a rank's communicators; NCCL takes 0.2 to 1 GiB, outside of torch's counters
 CPU_RANK_BYTES = 256 * MIB  # of a rank's process on a CPU: interpreter, torch, gloo's buffers
 
@@ -169,12 +170,21 @@ class RankMemory:
 
     @property
     def _for_drafts(self) -> int:
-        """Bytes of a step's features that a drafter reads, and of copies of states that a wrong draft would spoil."""
+        """Bytes of a step's features that a drafter reads, of its logits, which a GPU computes for every row, and of
+        what recurrent layers keep since drafts may be wrong: on a GPU their projections, else copies of states."""
         inputs, drafter = self.inputs, self.inputs.spec.drafter
         width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
         features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
-        if inputs.spec.recurrent is None or self.gpu is not None or inputs.config.speculation.is_off:
+        if drafter is not None and self.gpu is not None:
+            rows = min(inputs.config.max_num_seqs, inputs.batched_tokens)
+            features += rows * (drafter.spec.vocab_size + inputs.spec.vocab_size) * 4
+        recurrent, config = inputs.spec.recurrent, inputs.config
+        if recurrent is None or config.speculation.is_off:
             return features
+        if self.gpu is not None:
+            tokens = min(MOST_DRAFTED, config.max_num_seqs * 16, inputs.batched_tokens)
+            width = (recurrent.conv_channels + 2 * recurrent.inner_size) * DTYPE_BYTES[inputs.dtype]
+            return features + tokens * width * len(inputs.spec.recurrent_layers)
         return features + min(inputs.config.max_num_seqs, COPIED_STATES) * state_bytes(inputs.spec, inputs.dtype)
 
     def _graph_bytes(self) -> int:

@@ -9,23 +9,43 @@ Does not know: which request owns which block (the step's `AttentionPlan` does).
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import CACHE_TYPES
+from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention, Op
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
+from localllm.kernels.rotary_store_kv import Heads, Rotation, count_query_heads, rotary_store_kv
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
+from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
 from localllm.models.layers.norm import RMSNorm
+from localllm.models.spec.model_spec import kv_groups
+
+_HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
+
+
+class HeadsChange(Protocol):
+    """A change of q, k and v before the rotation."""
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Change qkv [T, size] in place and return it."""
+        ...
+
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        """Return the fields of `NativeAttention` that do the same. Raises `NotSupportedNatively`."""
+        ...
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -50,6 +70,10 @@ class WholeNorm:
         k.copy_(self.k(k))
         return qkv
 
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        weight = writer.address(torch.cat((self.q.weight, self.k.weight)))
+        return {"head_norm": HeadNorm.WHOLE, "head_norm_weight": weight, "head_norm_eps": self.q.eps}
+
 
 class SplitWholeNorm:
     """`WholeNorm` over heads that several shards hold: their sums of squares are added up in fp32."""
@@ -73,6 +97,9 @@ class SplitWholeNorm:
             qkv[:, first : first + part.shape[1]] = part.mul(inverse).mul_(norm.weight)
         return qkv
 
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        raise NotSupportedNatively("a norm over the heads of several ranks")
+
 
 class HeadLayerNorm:
     """LayerNorm over each head of q and k, with a weight per head and no bias (Cohere, StableLM 2)."""
@@ -89,6 +116,10 @@ class HeadLayerNorm:
         heads.copy_(F.layer_norm(heads.float(), (head_dim,), None, None, self.eps).mul_(self.weight))
         return qkv
 
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        weight = writer.address(self.weight)
+        return {"head_norm": HeadNorm.LAYER, "head_norm_weight": weight, "head_norm_eps": self.eps}
+
 
 class Clip:
     """Clamp all elements to [-limit, limit] (OLMo 1, MPT)."""
@@ -100,6 +131,9 @@ class Clip:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         return qkv.clamp_(-self.limit, self.limit)
+
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        return {"clip": self.limit}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +152,9 @@ def plan_step(
     inputs: ForwardInputs, group: GroupInputs, k_cache: Tensor, num_heads: int, window: int | None
 ) -> AttentionPlan:
     """Plan how this step's queries read a cache of that shape through the tables of a KV group."""
+    positions = inputs.positions if inputs.decode_queries > 1 else None
+    if positions is not None and inputs.first_key:
+        positions = positions + inputs.first_key  # those of a drafter are rotary ones
     return plan_attention(
         group.block_table,
         inputs.context_lens,
@@ -131,7 +168,7 @@ def plan_step(
         window=window,
         first_key=inputs.first_key,
         decode_queries=inputs.decode_queries,
-        positions=inputs.positions if inputs.decode_queries > 1 else None,
+        positions=positions,
         work=inputs.work,
     )
 
@@ -148,7 +185,7 @@ class Attention:
         out: Projection,
         scale: float,
         *,
-        before_rotation: Sequence[Callable[[Tensor], Tensor]] = (),
+        before_rotation: Sequence[HeadsChange] = (),
         qk_norm: RMSNorm | None = None,
         norm_last: bool = False,
         softcap: float | None = None,
@@ -211,6 +248,52 @@ class Attention:
             v_scale=kv.v_scale,
         )
         return unfinished(self.out, attended if gate is None else attended.mul_(gate.sigmoid()))
+
+    def write(self, writer: Writer, kind: Any, kv: LayerKV, norm: Any) -> None:
+        """Write the operations up to the last projection; the result is in the writer's buffer `attended`."""
+        writer.linear(self.qkv, writer.stream, writer.qkv, norm=norm)
+        description = self._described(writer, kind, kv)
+        writer.kept.append(description)
+        width = description.heads * description.head_dim
+        writer.attended.widen(width)
+        writer.plan(
+            Op.ATTEND, writer.qkv, writer.attended, source_offset=self.gate_size,
+            attention=ctypes.addressof(description),
+        )  # fmt: skip
+        if self.gate_size:
+            writer.multiply(writer.qkv, 0, writer.attended, 0, width, Activation.SIGMOID)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
+        """Write the last projection: added to the stream, or written to another buffer."""
+        writer.linear(self.out, writer.attended, target, factor=factor)
+
+    def _described(self, writer: Writer, kind: Any, kv: LayerKV) -> NativeAttention:
+        spec, (kv_heads, num_blocks, block_size, head_dim) = writer.spec, kv.k.shape
+        if kv.k.dtype not in CACHE_TYPES:
+            raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
+        table = writer.rope_table(kind)
+        window = kv_groups(spec)[writer.group].window
+        changes: dict[str, Any] = {}
+        for change in self.before_rotation:
+            changes |= change.native_fields(writer)
+        if self.qk_norm is not None:
+            head_norm = HeadNorm.RMS_LAST if self.norm_last else HeadNorm.RMS
+            changes |= {"head_norm": head_norm, "head_norm_weight": writer.address(self.qk_norm.weight)}
+            changes["head_norm_eps"] = self.qk_norm.eps
+        return NativeAttention(
+            k=kv.k.data_ptr(), v=kv.v.data_ptr(),
+            k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
+            v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
+            cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
+            heads=count_query_heads((self.qkv.weight.shape[0] - self.gate_size) // head_dim, kv, self.made),
+            kv_heads=kv_heads, head_dim=head_dim,
+            angles=writer.address(table), rotary_dim=0 if table is None else table.shape[1],
+            window=window or 0, group=writer.group, scale=self.scale, softcap=self.softcap or 0.0,
+            sinks=writer.address(self.sinks), slopes=writer.address(self.alibi_slopes),
+            **changes, made=_HEADS_MADE[self.made], norms_values=self.norms_values,
+            query_growth=spec.query_scaling or 0.0,
+            growth_period=spec.rope.parameters["original_max_position_embeddings"] if spec.query_scaling else 1,
+        )  # fmt: skip
 
     def _project(self, x: Tensor | PendingNorm) -> tuple[Unfinished, Tensor | None]:
         """Return the heads as the rotation reads them, and the gate of the layer if it has one."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import UNGATED
+from localllm.models.layers.native_writer import Writer
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.spec.gemma import PerLayerInputSpec
 
@@ -146,3 +147,11 @@ class PerLayerGate:
     def __call__(self, stream: Tensor, given: Tensor) -> Tensor:
         """Map the stream [T, hidden], and the layer's vectors [T, size], to a fresh tensor [T, hidden]."""
         return self.norm(self.up(self.activation(self.gate(stream)).mul_(given)))
+
+    def write(self, writer: Writer, index: int) -> None:
+        """Write to the buffer `part` what vector `index` adds to the stream, before the norm."""
+        width, given, gate = self.gate.weight.shape[0], writer.others["layer_inputs"], writer.others["gate"]
+        given.widen(width * (index + 1))
+        writer.linear(self.gate, writer.stream, gate, activation=writer.activation)
+        writer.multiply(given, index * width, gate, 0, width)
+        writer.linear(self.up, gate, writer.part)

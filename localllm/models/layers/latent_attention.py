@@ -12,6 +12,8 @@ Does not know: which request owns which block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear
+from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.spec.latent import LatentSpec, heads_at_once
 
@@ -72,6 +75,12 @@ class LatentAttention:
             q.mul_(step.query_scale)
         attended = self._attend(q, kv, step).view(len(x), num_heads, -1)
         return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
+
+    def write(self, writer: Writer, kind: Any, kv: LayerKV, norm: Any) -> None:
+        raise NotSupportedNatively("latent attention")
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
+        raise NotSupportedNatively("latent attention")
 
     def _attend(self, q: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         parts = q.split(heads_at_once(q.shape[1]), dim=1) if runs_triton(q, "attention") else [q]

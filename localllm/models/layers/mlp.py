@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import NormalDist
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from localllm.kernels.gated import ACTIVATIONS, gated
 from localllm.kernels.rms_norm import normed
 from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear, unfinished
+from localllm.models.layers.native_writer import Buffer, Writer
 
 CPU_ROWS = 256
 """Rows at a time on a CPU. The buffer between the matrices is a model's widest: for a whole prefill chunk it exceeds
@@ -62,6 +64,14 @@ class GatedMLP:
         """Do the same, but leave the last work of the last product to the reader."""
         return _by_rows(x, self._compute)
 
+    def write(self, writer: Writer, norm: Any) -> None:
+        """Write the operations up to the last matrix; the result is in the writer's buffer `features`."""
+        writer.gated(self.gate_up, norm, writer.activation)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
+        """Write the last matrix: added to the stream, or written to another buffer."""
+        writer.linear(self.down, writer.features, target, factor=factor, adds=adds)
+
     def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
         if callable(self.activation):
             features = self.activation(self.gate_up(normed(x), first))
@@ -85,6 +95,14 @@ class MLP:
     def unfinished(self, x: Tensor | PendingNorm, slot_mapping: Tensor | None = None) -> Unfinished:
         """Do the same, but leave the last work of the last product to the reader."""
         return _by_rows(x, self._compute)
+
+    def write(self, writer: Writer, norm: Any) -> None:
+        """Write the operations up to the last matrix; the result is in the writer's buffer `features`."""
+        writer.linear(self.up, writer.stream, writer.features, norm=norm, activation=writer.activation)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
+        """Write the last matrix: added to the stream, or written to another buffer."""
+        writer.linear(self.down, writer.features, target, factor=factor, adds=adds)
 
     def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
         return unfinished(self.down, self.activation(whole(self.up.unfinished(x, first))), first)

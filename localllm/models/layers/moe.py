@@ -13,19 +13,22 @@ Does not know: families; the order of gate and up in a checkpoint (here the gate
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.native.structures import MAX_ROWS, Activation, NativeExperts, Op
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import LEAST_SUM, route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.native_writer import ACTIVATIONS, Buffer, NotSupportedNatively, Writer, sizes
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
@@ -156,6 +159,61 @@ class MoE:
             extra = extra.mul_(self.shared_gate(x).sigmoid())
         return out.add_(extra)
 
+    def write(self, writer: Writer, norm: Any) -> None:
+        """Write the operations up to the last matrices, with the shared expert."""
+        self.write_routed(writer, norm, norm)
+        if self.shared is None:
+            return
+        if isinstance(self.shared, MLP):
+            raise NotSupportedNatively("experts without a gate")
+        self.shared.write(writer, norm)
+        if self.shared_gate is not None:  # the shared expert is scaled by its gate
+            writer.linear(self.shared_gate, writer.stream, writer.shared_gate, norm=norm)
+            assert writer.spec.mixture is not None
+            width = sizes(writer.spec.mixture.shared_size)
+            writer.plan(Op.SCALE, writer.shared_gate, writer.features, matrix=width, activation=Activation.SIGMOID)
+
+    def write_routed(self, writer: Writer, norm: Any, router_norm: Any) -> None:
+        """Write the router, and the first matrices of the chosen experts."""
+        if self.routing.scales_inputs:
+            raise NotSupportedNatively("experts whose inputs are multiplied")
+        writer.linear(self.router, writer.stream, writer.router, norm=router_norm)
+        writer.chosen_experts = ctypes.addressof(self._described(writer))
+        writer.plan(Op.ROUTE, writer.router, writer.router, experts=writer.chosen_experts)
+        width = self.experts.gate_up[0].shape[0] // 2
+        writer.expert_features.widen(self.routing.top_k * width)
+        name = writer.spec.mixture.activation if writer.spec.mixture is not None else None
+        writer.plan(
+            Op.EXPERTS_GATED, writer.stream, writer.expert_features, experts=writer.chosen_experts,
+            norm=writer.normed_by(norm), matrix=sizes(width), activation=ACTIVATIONS[name or writer.spec.hidden_act],
+        )  # fmt: skip
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
+        """Write the last matrices: added to the stream, or written to another buffer."""
+        writer.plan(
+            Op.EXPERTS_DOWN, writer.expert_features, target, experts=writer.chosen_experts,
+            adds=target is writer.stream, factor=factor, matrix=sizes(writer.spec.hidden_size),
+        )  # fmt: skip
+        if self.shared is not None:
+            self.shared.write_out(writer, target, factor, adds=True)
+
+    def _described(self, writer: Writer) -> NativeExperts:
+        routing, experts = self.routing, self.experts
+        ids = torch.zeros((MAX_ROWS, routing.top_k), dtype=torch.int32)
+        weights = torch.zeros((MAX_ROWS, routing.top_k))
+        writer.kept += [ids, weights]
+        described = NativeExperts(
+            count=len(experts.gate_up), top_k=routing.top_k,
+            gate_up=writer.each_expert(experts.gate_up, experts.gate_up_bias),
+            down=writer.each_expert(experts.down, experts.down_bias),
+            correction=writer.address(self.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
+            renormalizes=routing.renormalize, least_sum=routing.least_sum, num_groups=routing.num_groups,
+            top_groups=routing.top_groups, scale=routing.scale, expert_scale=writer.address(self.expert_scale),
+            ids=ids.data_ptr(), weights=weights.data_ptr(),
+        )  # fmt: skip
+        writer.kept.append(described)
+        return described
+
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.router.weight
         return self.router(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
@@ -176,6 +234,12 @@ class ExpertsOfStream:
         """Map the stream [T, H] to a fresh tensor [T, H]; the stream is not changed."""
         out = self.mixture(self.norm(residual), slot_mapping, router_input=self.router_norm(residual))
         return self.post_norm(out)
+
+    def write(self, writer: Writer, target: Buffer) -> None:
+        """Write the operations, whose normed output is added to `target`."""
+        self.mixture.write_routed(writer, self.norm, self.router_norm)
+        self.mixture.write_out(writer, writer.part)
+        writer.add(writer.part, target, self.post_norm)
 
 
 def renumbered(ids: Tensor, own: range) -> Tensor:

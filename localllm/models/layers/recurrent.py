@@ -4,23 +4,32 @@
     GatedDeltaNet   Qwen3-Next, Qwen3.5: the delta rule, norm, gate
     Mamba2          Granite 4 H, Nemotron-H, Bamba, Falcon-H1: scan, gate, norm
 
+In a decode step's list (native_writer.py) a recurrent layer is, up to its last projection:
+
+    LINEAR      norm, then all that one matrix makes: [B | C | x], [q | k | v | z | b | a] or [z | x | B | C | dt]
+    CONVOLVE    the causal convolution, between two MULTIPLY for LFM2
+    DELTA       the gated delta rule, or SCAN: Mamba-2's
+    GATED_NORM  with its gate (MULTIPLY for a gate without a norm)
+
 Does not know: which request owns which state (the step's `StateStep` does).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.causal_conv import causal_conv
+from localllm.kernels.cpu.native.structures import Activation, NativeGatedDelta, NativeSelectiveScan, Op
 from localllm.kernels.gated_delta import gated_delta
 from localllm.kernels.gated_norm import gated_norm
 from localllm.kernels.layer_cache import LayerState, StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
 from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear
+from localllm.models.layers.native_writer import Buffer, Writer
 
 
 class ShortConv:
@@ -36,10 +45,25 @@ class ShortConv:
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        return self.out(self.recur(_projected(self, x, state, step), state, step))
+
+    def recur(self, projected: Tensor, state: LayerState, step: StateStep) -> Tensor:
         assert state.conv is not None
-        before, after, inputs = self.in_proj(x).chunk(3, dim=1)
+        before, after, inputs = projected.chunk(3, dim=1)
         y = causal_conv(before * inputs, self.weight, self.bias, state.conv, step, silu=False)
-        return self.out(y.mul_(after))
+        return y.mul_(after)
+
+    def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
+        """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
+        width = self.weight.shape[1]
+        writer.linear(self.in_proj, writer.stream, writer.projected, norm=norm)
+        writer.multiply(writer.projected, 0, writer.projected, 2 * width, width)
+        writer.convolve(self.weight, self.bias, state, 2 * width, writer.recurred, is_silu=False)
+        writer.multiply(writer.projected, width, writer.recurred, 0, width)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
+        """Write the last projection: added to the stream, or written to another buffer."""
+        writer.linear(self.out, writer.recurred, target, factor=factor, adds=adds)
 
 
 def as_taps(weight: Tensor) -> Tensor:
@@ -84,17 +108,49 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
+        heads, tokens = self.heads, len(x)
+        projected = _projected(self, x, state, step)
+        y = self.recur(projected, state, step)
+        z = projected.split(heads.parts, dim=1)[1].view(tokens, heads.value_heads, heads.value_dim)
+        return self.out(gated_norm(y, z, self.norm, self.eps, gate_first=False).view(tokens, -1))
+
+    def recur(self, projected: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Return [T, value_heads, value_dim]."""
         assert state.conv is not None
         assert state.matrix is not None
-        heads, tokens = self.heads, len(x)
-        inputs, z, b, a = self.in_proj(x).split(heads.parts, dim=1)
+        heads, tokens = self.heads, len(projected)
+        inputs, _, b, a = projected.split(heads.parts, dim=1)
         mixed = causal_conv(inputs, self.weight, None, state.conv, step, silu=True)
         keys = heads.key_heads * heads.key_dim
         q, k, v = mixed.split([keys, keys, heads.value_heads * heads.value_dim], dim=1)
         q, k = (each.view(tokens, heads.key_heads, heads.key_dim) for each in (q, k))
-        v, z = (each.view(tokens, heads.value_heads, heads.value_dim) for each in (v, z))
-        y = gated_delta(q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step, tiled=heads.tiled)
-        return self.out(gated_norm(y, z, self.norm, self.eps, gate_first=False).view(tokens, -1))
+        v = v.view(tokens, heads.value_heads, heads.value_dim)
+        return gated_delta(q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step, tiled=heads.tiled)
+
+    def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
+        """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
+        heads = self.heads
+        channels, values, count, _ = heads.parts
+        keys = heads.key_heads * heads.key_dim
+        writer.linear(self.in_proj, writer.stream, writer.projected, norm=norm)
+        writer.convolve(self.weight, None, state, 0, writer.mixed, is_silu=True)
+        writer.recurred.widen(values)
+        assert state.matrix is not None
+        rule = NativeGatedDelta(
+            rate=writer.address(self.rate), dt_bias=writer.address(self.dt_bias), states=state.matrix.data_ptr(),
+            key_heads=heads.key_heads, heads=heads.value_heads, key_dim=heads.key_dim, value_dim=heads.value_dim,
+            is_tiled=heads.tiled,
+        )  # fmt: skip
+        writer.recurrent(
+            Op.DELTA, rule, q=(writer.mixed, 0), k=(writer.mixed, keys), v=(writer.mixed, 2 * keys),
+            a=(writer.projected, channels + values + count), b=(writer.projected, channels + values),
+            y=(writer.recurred, 0),
+        )  # fmt: skip
+        writer.norm_recurred(self.norm, self.eps, channels, heads.value_heads, heads.value_dim, gate_first=False)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
+        """Write the last projection: added to the stream, or written to another buffer."""
+        writer.linear(self.out, writer.recurred, target, factor=factor, adds=adds)
 
 
 class ScanHeads(NamedTuple):
@@ -141,21 +197,64 @@ class Mamba2:
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
-        assert state.conv is not None
-        assert state.matrix is not None
         heads, tokens = self.heads, len(x)
-        z, inputs, dt = self.in_proj(x).split(heads.parts, dim=1)
-        mixed = causal_conv(inputs, self.weight, self.bias, state.conv, step, silu=True)
-        columns = heads.groups * heads.state_size
-        values, b, c = mixed.split([heads.width, columns, columns], dim=1)
-        y = selective_scan(
-            values.view(tokens, heads.heads, heads.head_dim), dt,
-            b.view(tokens, heads.groups, heads.state_size), c.view(tokens, heads.groups, heads.state_size),
-            self.rate, self.dt_bias, self.skip, state.matrix, step, limits=self.limits,
-        )  # fmt: skip
+        projected = _projected(self, x, state, step)
+        y, z = self.recur(projected, state, step), projected.split(heads.parts, dim=1)[0]
         y, z = (each.view(tokens, heads.groups, -1) for each in (y, z))
         if self.norm is None:
             gated = y.mul_(F.silu(z.float()))
         else:
             gated = gated_norm(y, z, self.norm, self.eps, gate_first=self.gate_first)
         return self.out(gated.view(tokens, -1))
+
+    def recur(self, projected: Tensor, state: LayerState, step: StateStep) -> Tensor:
+        """Return [T, heads, head_dim]."""
+        assert state.conv is not None
+        assert state.matrix is not None
+        heads, tokens = self.heads, len(projected)
+        _, inputs, dt = projected.split(heads.parts, dim=1)
+        mixed = causal_conv(inputs, self.weight, self.bias, state.conv, step, silu=True)
+        columns = heads.groups * heads.state_size
+        values, b, c = mixed.split([heads.width, columns, columns], dim=1)
+        return selective_scan(
+            values.view(tokens, heads.heads, heads.head_dim), dt,
+            b.view(tokens, heads.groups, heads.state_size), c.view(tokens, heads.groups, heads.state_size),
+            self.rate, self.dt_bias, self.skip, state.matrix, step, limits=self.limits,
+        )  # fmt: skip
+
+    def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
+        """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
+        heads = self.heads
+        width, columns = heads.width, heads.groups * heads.state_size
+        writer.linear(self.in_proj, writer.stream, writer.projected, norm=norm)
+        writer.convolve(self.weight, self.bias, state, width, writer.mixed, is_silu=True)
+        writer.recurred.widen(width)
+        assert state.matrix is not None
+        scan = NativeSelectiveScan(
+            rate=writer.address(self.rate), dt_bias=writer.address(self.dt_bias), skip=writer.address(self.skip),
+            states=state.matrix.data_ptr(), heads=heads.heads, groups=heads.groups, head_dim=heads.head_dim,
+            state_size=heads.state_size, least=self.limits[0], most=self.limits[1],
+        )  # fmt: skip
+        writer.recurrent(
+            Op.SCAN, scan, x=(writer.mixed, 0), dt=(writer.projected, 2 * width + 2 * columns),
+            b=(writer.mixed, width), c=(writer.mixed, width + columns), y=(writer.recurred, 0),
+        )  # fmt: skip
+        if self.norm is None:
+            writer.multiply(writer.projected, 0, writer.recurred, 0, width, Activation.SILU)
+        else:
+            groups, gate_first = heads.groups, self.gate_first
+            writer.norm_recurred(self.norm, self.eps, 0, groups, width // groups, gate_first=gate_first)
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
+        """Write the last projection: added to the stream, or written to another buffer."""
+        writer.linear(self.out, writer.recurred, target, factor=factor, adds=adds)
+
+
+def _projected(
+    layer: ShortConv | GatedDeltaNet | Mamba2, x: Tensor, state: LayerState, step: StateStep
+) -> Tensor:  # fmt: skip
+    """Return the layer's projection of x, which a step with drafts keeps: its states come after the right ones."""
+    projected = layer.in_proj(x)
+    if step.drafted is not None:
+        step.drafted.keep(layer.recur, state, projected)
+    return projected

@@ -6,7 +6,7 @@
     module          any other, computed by a class of transformers: only the sizes of its states are known
 
 All recurrent layers of one model have the same sizes. Does not know: which layers are recurrent
-(ModelSpec.layer_kinds), weights, how states are kept (engine/state_pool.py).
+(ModelSpec.layer_kinds), weights, how states are kept (engine/memory/state_pool.py).
 """
 
 from __future__ import annotations

@@ -114,9 +114,11 @@ class FrontDoor:
         headers = dict(scope["headers"])
         peer = scope.get("client")
         self.proxies.apply(scope, headers)
-        request_id = _request_id(headers)
+        given = headers.get(b"x-request-id", b"")  # the caller's own, if it is safe to log
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["state"]["request_id"] = request_id.decode()
-        asking = self._asking_origin(scope, headers)
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        asking = origin if origin and is_api(scope["path"]) and self.origins.may_ask(origin) else ""
         cors = self.origins.headers(asking) if asking else []
         answer = _Answer(send, [*((name, request_id) for name in _id_headers(scope)), *cors])
         started_s = time.perf_counter()
@@ -130,10 +132,12 @@ class FrontDoor:
             with ExitStack() as held:
                 try:
                     self._check_name(scope, headers)
-                    if asking and _is_preflight(scope, headers):
+                    if asking and scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
                         await answer.send_empty(self.origins.preflight_headers(headers))
                         return
-                    self._check_guess(scope, key, is_guess=any((*shown, typed)))
+                    # Before everything that depends on the key: any other answer would tell an attacker about a guess.
+                    if any((*shown, typed)) and self.keys.is_locked and not is_open(normalize_path(scope["path"])):
+                        self.guesses.check(address_of(scope), key)
                     self._check_site(scope, headers, shows_key=shown_key is not None)
                     self._check_key(scope, key)
                     held.enter_context(self._counted(scope, key))
@@ -193,13 +197,6 @@ class FrontDoor:
                 f"Start with --allowed-hosts {_hostname(host)} to add it.",
             )
 
-    def _check_guess(self, scope: HTTPScope, key: Key | None, *, is_guess: bool) -> None:
-        """Raise `WrongKeys` after too many wrong keys. `is_guess`: the request sent a key, right or wrong. This check
-        runs before everything that depends on the key, because any other answer would tell an attacker about the guess.
-        """
-        if is_guess and self._needs_key(scope):
-            self.guesses.check(address_of(scope), key)
-
     def _check_site(self, scope: HTTPScope, headers: dict[bytes, bytes], *, shows_key: bool) -> None:
         """Raise `Forbidden` if a page of another site sends this request and may not."""
         origin, host = (headers.get(name, b"").decode("latin-1") for name in (b"origin", b"host"))
@@ -224,9 +221,6 @@ class FrontDoor:
         opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
         return opens and scope["method"] == "GET" and normalize_path(scope["path"]) in self.rules.linked
 
-    def _needs_key(self, scope: HTTPScope) -> bool:
-        return self.keys.is_locked and not is_open(normalize_path(scope["path"]))
-
     def _check_key(self, scope: HTTPScope, key: Key | None) -> None:
         """Raise if the request needs a key and has none, or if its key, or its user, lacks the scope."""
         if is_open(normalize_path(scope["path"])):
@@ -241,11 +235,6 @@ class FrontDoor:
         needed = self.rules.scope_of(scope["method"], scope["path"])
         if not key.may(needed):
             raise missing_scope(key, needed)
-
-    def _asking_origin(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> str:
-        """Return the origin of a page that may read API answers, including refusals; empty if there is none."""
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        return origin if origin and is_api(scope["path"]) and self.origins.may_ask(origin) else ""
 
     def _announced_bytes(self, headers: dict[bytes, bytes]) -> int:
         """Return the Content-Length, or 0 if it is above every limit: the router refuses such a request, and a retry
@@ -264,10 +253,6 @@ class FrontDoor:
             return True
         name = _hostname(host)
         return name in self.names or (not self.config.is_loopback and _is_ip(name))
-
-
-def _is_preflight(scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:
-    return scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
 
 
 class _Answer:
@@ -295,12 +280,6 @@ class _Answer:
 def _id_headers(scope: HTTPScope) -> list[bytes]:
     """Return the header names for the request id; Anthropic's clients look for one of their own."""
     return [b"x-request-id", b"request-id"] if speaks_anthropic(scope) else [b"x-request-id"]
-
-
-def _request_id(headers: dict[bytes, bytes]) -> bytes:
-    """Return the caller's own request id if it is safe to log, else a new one."""
-    given = headers.get(b"x-request-id", b"")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def _hostname(host: str) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from litestar import Request
+from litestar import Litestar, Request
 
 from localllm.config.settings import ServerConfig
+from localllm.mcp.servers import McpServers
 from localllm.web.access.keys import Key, Scope
 from localllm.web.errors import MissingScope
 
@@ -77,11 +78,6 @@ def prefix_owner_of(request: Request[Any, Any, Any]) -> str:
     return "" if server.share_prefix_cache else owner_of(request)
 
 
-def salted(prefix_owner: str, cache_salt: str | None) -> str | None:
-    """Return the cache salt that combines the owner with the request's own salt, which another client may know."""
-    return f"{prefix_owner}\0{cache_salt or ''}" if prefix_owner else cache_salt
-
-
 def source_of(request: Request[Any, Any, Any]) -> str:
     """Return where a request comes from, for display: API, unless a page has noted its own name with `set_source`."""
     source: str = request.scope["state"].get("source", "API")
@@ -110,3 +106,9 @@ def owner_of(request: Request[Any, Any, Any]) -> str:
     """
     key = key_of(request)
     return key.owner if key is not None and key.scope == "infer" else ""
+
+
+def mcp_of(app: Litestar) -> McpServers:
+    """Return the servers of tools of the application."""
+    servers: McpServers = app.state["mcp"]
+    return servers

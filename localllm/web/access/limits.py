@@ -25,7 +25,6 @@ MOST_CLIENTS = 10_000
 WRONG_KEYS_PER_MINUTE = 20
 """Per address. Enough for a person or a program with an old key; too few for guessing."""
 
-
 SMALL_BODY_BYTES = 64 * 1024
 """Bodies up to this size are not counted by `Bodies`."""
 

@@ -34,7 +34,10 @@ class Proxies:
             return
         client = scope.get("client")
         if client is None or not self._trusts(client[0]):
-            self._warn(client[0] if client else "-")
+            host = client[0] if client else "-"
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("X-Forwarded-For from %s is ignored; to trust this proxy: --trusted-proxies %s", host, host)
             return
         scheme = headers.get(b"x-forwarded-proto", b"").decode("latin-1").strip().lower()
         if scheme in ("http", "https"):
@@ -54,11 +57,6 @@ class Proxies:
             return False
         parsed = ipaddress.ip_address(address)
         return any(parsed in network for network in self._networks)
-
-    def _warn(self, host: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("X-Forwarded-For from %s is ignored; to trust this proxy: --trusted-proxies %s", host, host)
 
 
 def _address(text: str) -> str | None:

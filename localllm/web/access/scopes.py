@@ -2,7 +2,8 @@
 
 `infer` is for users of models: generate, embed, tokenize, list, watch. `admin` is for the owner of the machine: load,
 unload, download, delete. A route in no rule needs `infer` for API requests (GET and POST under /v1 and /api), else
-`admin`, so that a forgotten route is locked. The rules of the API are here; each page has its own in its `page.py`.
+`admin`, so that a forgotten route is locked. The rules of the API are here; each page has its own in its
+`__init__.py`.
 Does not know: keys, pages.
 """
 

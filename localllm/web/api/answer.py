@@ -1,35 +1,47 @@
 """Turn a translated request into its answer, whole or streamed; an encoder writes it in its dialect.
 
+An HTTP request's id may be chosen by its client, so that two requests may have the same one; the engine needs unique
+ids and makes its own. A log line has the first, the dashboard has the second, and `EngineIds` maps one to the other.
 Does not know: how a body is read, shapes of responses.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from litestar.response.base import ASGIResponse
 from litestar.types import Scope
 
-from localllm.engine.client import GenerationRequest
 from localllm.engine.outputs import GenerationEvent
-from localllm.engine.params import SamplingParams
-from localllm.engine.request import NO_OPTIONS, RequestOptions
-from localllm.engine.step import PromptEmbeds
-from localllm.errors import LocalLLMError, UnsupportedParameter
-from localllm.serving.served import ServedModel
-from localllm.text.answers.reader import AnswerReader
-from localllm.web.access.caller import salted
+from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import Choice, Generation, Progress, collect
+from localllm.serving.answers.off_loop import off_loop
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
-from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
-from localllm.web.api.generation import Choice, Generation, Progress, collect
-from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import as_local_error, request_id_of
 from localllm.web.shape import Shape
+
+MOST = 500
+
+
+class EngineIds:
+    """A dictionary that forgets the oldest entries. Used on the event loop only."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._ids: dict[str, str] = {}
+
+    def note(self, request_id: str, engine_id: str) -> None:
+        self._ids.pop(request_id, None)
+        self._ids[request_id] = engine_id
+        if len(self._ids) > self._most:
+            del self._ids[next(iter(self._ids))]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return (id of the HTTP request, id of the engine), oldest first."""
+        return list(self._ids.items())
 
 
 class Encoder(Protocol):
@@ -40,46 +52,6 @@ class Encoder(Protocol):
     def end(self, progress: Progress) -> bytes: ...
 
     def error(self, error: LocalLLMError) -> bytes: ...
-
-
-def generation_of(
-    model: ServedModel,
-    params: SamplingParams,
-    prompts: Sequence[Sequence[int]],
-    options: RequestOptions = NO_OPTIONS,
-    *,
-    new_reader: Callable[[], AnswerReader] | None = None,
-    embeds: Mapping[int, PromptEmbeds] | None = None,
-) -> Generation:
-    """Return the generation for these prompts. `embeds`: prompt index -> embeddings in place of the prompt's tokens."""
-    form = params.structured_outputs
-    if options.length_penalty is not None and form is not None and form.opened_by:
-        params = replace(params, structured_outputs=None)  # calls that are not enforced
-    elif options.length_penalty is not None and form is not None:
-        raise UnsupportedParameter(
-            f"{form.param!r} cannot be combined with a beam search.",
-            "A beam search does not support grammars.",
-            "Leave out one of the two.",
-            param=form.param,
-        )
-    model.require_queue_room(params.n * len(prompts))
-    salt = salted(model.prefix_owner, options.cache_salt)
-    given = embeds or {}
-    options = replace(
-        options,
-        cache_salt=salt,
-        owner=model.owner,
-        adapter=model.adapter,
-        source=model.source,
-        key_name=model.key_name,
-        is_background=model.is_background,
-    )
-    name = uuid.uuid4().hex
-    requests = [
-        GenerationRequest(f"{name}-{i}", token_ids, params, options, given.get(i))
-        for i, token_ids in enumerate(prompts)
-    ]
-    return Generation(model.generator, requests, new_reader)
 
 
 async def streamed(
@@ -93,7 +65,7 @@ async def streamed(
     events.
     """
     note_id(request, generation)
-    await generation.__aenter__()
+    await generation.open()
     events = stream(generation, encoder, request.scope)
     return EventStream(events, generation.aclose, warning_headers(warnings), framing)
 

@@ -15,8 +15,8 @@ from pathlib import PurePath
 
 from localllm.errors import RequestError, UnsupportedOption
 from localllm.machine.install_kind import how_to_install
+from localllm.serving.answers.off_loop import off_loop
 from localllm.units import format_bytes, format_count
-from localllm.web.api.off_loop import off_loop
 
 PAGE = "\f"
 """Between the pages of a text."""
@@ -128,7 +128,9 @@ def _pages_text(name: str, body: bytes) -> str:
             why = f"It has {format_count(len(reader.pages))} pages; at most {format_count(MAX_PDF_PAGES)} are allowed."
             raise FileTooLarge(f"{name} has too many pages.", why, "Attach a part of it.")
         for page in reader.pages:
-            text = _clean(page.extract_text())
+            # A damaged font leaves half characters and control characters.
+            text = page.extract_text().encode("utf-8", "replace").decode()
+            text = _CONTROLS.sub("", text).replace(PAGE, "\n").strip()
             texts.append(text)
             length += len(text)
             if length > MAX_FILE_BYTES:
@@ -144,8 +146,3 @@ def _pages_text(name: str, body: bytes) -> str:
     if not any(texts):
         raise UnreadableFile(f"{name} contains no text.", "Its pages are images, perhaps scans.", "Attach text.")
     return PAGE.join(texts)
-
-
-def _clean(text: str) -> str:
-    """Return the text of a page without what a damaged font leaves in it: half characters, and control characters."""
-    return _CONTROLS.sub("", text.encode("utf-8", "replace").decode()).replace(PAGE, "\n").strip()

@@ -16,11 +16,11 @@ from litestar.response.base import ASGIResponse
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
 from localllm.machine.memory import paused_collection
+from localllm.serving.answers.generation import observed
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
 from localllm.web.access.caller import is_background, key_name_of, owner_of, prefix_owner_of, source_of
-from localllm.web.api.generation import observed
 from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
 from localllm.web.shape import Shape
 

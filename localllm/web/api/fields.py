@@ -1,4 +1,5 @@
-"""The rules for request fields; each dialect fills them in with its own names.
+"""The rules for request fields; each dialect fills them in with its own names. Also the fields of llama.cpp's samplers,
+for every dialect whose clients send them.
 
 A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), a *hint* (accepted
 with a warning header: nothing here follows it; hints.py has the table of all dialects), *refused* by
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from localllm.errors import UnsupportedParameter
 
@@ -86,3 +89,20 @@ class FieldRules:
             elif not hint.neutral(value):
                 warnings.append(f"field {shown!r} has no effect: {hint.why}")
         return warnings
+
+
+class SamplerFields(msgspec.Struct, kw_only=True):
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None

@@ -2,7 +2,7 @@
 
 A hint asks for something that a model or this server may be unable to do, and that clients send to every model: effort,
 verbosity, a service tier. It is accepted in every dialect; where nothing follows it, the answer has a warning header.
-Everything else is a demand, which a dialect's `fields.py` and `schema.py` honour or refuse by name.
+Everything else is a demand, which a dialect's `schema.py` honours or refuses by name.
 Does not know: HTTP, messages.
 """
 
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import reasons
+from localllm.serving.answers.conversation import reasons
 from localllm.serving.served import ServedModel
 from localllm.web.api.fields import Hint, OneOf, one_of
 

@@ -16,12 +16,12 @@ from litestar import get
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
-from localllm.web.api.anthropic.models import anthropic_list, anthropic_object
+from localllm.web.api.anthropic.shapes import anthropic_list, anthropic_object
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.api.model_facts import ModelFacts, all_facts, facts_of
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.models import codex_object, model_objects, object_named
-from localllm.web.api.operation import Operation
+from localllm.web.api.openapi import Operation
 from localllm.web.api.own.hub import downloads_of
 from localllm.web.shape import Shape
 

@@ -1,8 +1,9 @@
 """GET /openapi.json: the OpenAPI document of the API, for programs that generate clients, tests or tools.
 
-The document is made from the routes of the application. The operation beside each handler (operation.py) has what the
-handler reads and answers; access/scopes.py has the required scope, errors.py the shape of errors. There is no
-interactive page: the common ones load scripts from the internet, and this server works without it.
+The document is made from the routes of the application. Beside each handler stands what it reads and answers:
+`@post(path, operation=Operation(...))`. The first paragraph of the handler's docstring is the operation's summary, the
+rest is its description. access/scopes.py has the required scope, errors.py the shape of errors. There is no interactive
+page: the common ones load scripts from the internet, and this server works without it.
 Does not know: any dialect's fields.
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,8 +27,37 @@ from localllm.version import __version__
 from localllm.web.access.scopes import is_open, scope_of
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.fields import FieldRules, ListOf, OneOf, Refused
-from localllm.web.api.operation import JSON, Operation, RequestBody
 from localllm.web.errors import AnthropicError, Dialect, OllamaError, OpenAIError, dialect_of
+
+TEXT, JSON, FORM = "text/plain", "application/json", "multipart/form-data"
+OF_MODELS = (404, 409, 502, 503, 507)  # model unknown, or its download, load or wake-up failed
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBody:
+    """A request body with its field rules. `inside`: fields whose objects, or lists of objects, have rules of their
+    own.
+    """
+
+    kind: type[msgspec.Struct]
+    rules: FieldRules | None = None  # None: fields that the struct does not have are refused
+    inside: Mapping[str, RequestBody] = field(default_factory=lambda: MappingProxyType({}))
+    example: Mapping[str, Any] | None = None
+    media_type: str = JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The request and the answers of one handler."""
+
+    answer: Any = None  # a type: JSON; a string: that media type; None: only the status
+    body: RequestBody | None = None
+    events: Any = None  # type of each streamed event or line, if the body may ask for a stream
+    query: type[msgspec.Struct] | None = None
+    also: Sequence[int] = ()  # further error statuses
+    success: Sequence[int] = (200,)
+    guide: str = ""  # page of docs/guides that explains the operation, without .md
+
 
 Schema = dict[str, Any]
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
@@ -184,7 +215,9 @@ class _Maker:
         for status in sorted(statuses):
             name = f"HEAD.{status}" if self.method == "HEAD" else f"{dialect}.{status}"
             content = {} if self.method == "HEAD" else {JSON: {"schema": reference("Error", ERRORS[dialect])}}
-            self.errors.setdefault(name, _response(_phrase(status), content))
+            self.errors.setdefault(
+                name, _response("Overloaded" if status == 529 else HTTPStatus(status).phrase, content)
+            )
             answers[str(status)] = {"$ref": f"#/components/responses/{name}"}
         return answers
 
@@ -211,10 +244,6 @@ def _response(description: str, content: Schema, *more: str) -> Schema:
     names = ("x-request-id", *more) if more else ("x-request-id", "retry-after")
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return {"description": description, "headers": headers} | ({"content": content} if content else {})
-
-
-def _phrase(status: int) -> str:
-    return "Overloaded" if status == 529 else HTTPStatus(status).phrase
 
 
 # Schemas ------------------------------------------------------------------------------------------------------------

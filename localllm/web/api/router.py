@@ -31,7 +31,7 @@ from localllm.errors import InvalidParameter
 from localllm.serving.entry import ModelEntry, ModelNotLoaded
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own import shapes
 from localllm.web.api.own.hub import remove_model
 from localllm.web.api.own.running import DEMO, ModelBody, model_body

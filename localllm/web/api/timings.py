@@ -1,16 +1,20 @@
-"""Timings in llama.cpp's format, for all dialects that have them.
+"""Parts of answers that several dialects have: timings in llama.cpp's format, logprobs of one position, shortened
+vectors.
 
 Does not know: where the numbers come from.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from localllm.engine.outputs import ExplainedMiss, Timings, Usage
 from localllm.engine.prompt_history import Reason
+from localllm.engine.step import TokenLogprobs
+from localllm.errors import InvalidParameter
+from localllm.text.tokenizer import Tokenizer
 from localllm.web.shape import Shape
 
 
@@ -62,7 +66,7 @@ class Timed(Protocol):
 
 def timings_object(progress: Timed) -> ApiTimings:
     """Return llama.cpp's timings. prompt_n counts computed tokens only, and predicted_n the tokens of all choices. With
-    several choices, the times and the rate are those of the longest one.
+    several choices, the times and the rate belong to the longest one.
     """
     usage, timings = progress.usage(), progress.timings
     prompt_n, rate = usage.prompt_tokens - usage.cached_tokens, progress.tokens_per_s
@@ -92,3 +96,37 @@ def _cache_miss(found: ExplainedMiss) -> ApiCacheMiss:
     if miss.reason == "changed":
         told.before, told.here = found.before, found.here
     return told
+
+
+FLOOR = -9999.0
+"""Replaces minus infinity, which JSON does not have."""
+
+
+def scored(entry: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the token at a position and then the likeliest ones, each with its text, bytes and logprob."""
+    found = []
+    for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
+        raw = tokenizer.token_bytes(token_id)
+        found.append(
+            {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": max(float(logprob), FLOOR)}
+        )
+    return found
+
+
+MAX_INPUTS = 2048
+"""Inputs per request, as in OpenAI's API."""
+
+
+def shortened(vector: list[float], dimensions: int | None) -> list[float]:
+    """Return the first `dimensions` numbers, normalised to length 1 (Matryoshka, arXiv:2205.13147)."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if not 0 < dimensions < len(vector):
+        raise InvalidParameter(
+            f"dimensions {dimensions} is out of range.",
+            f"Vectors of this model have {len(vector)} dimensions.",
+            param="dimensions",
+        )
+    part = vector[:dimensions]
+    length = sum(number * number for number in part) ** 0.5 or 1.0
+    return [number / length for number in part]

@@ -1,6 +1,6 @@
 """The tools that a request offers to the model, and its choice among them, in OpenAI's format and terms.
 
-Does not know: how calls are parsed (serving/chat.py), any dialect's words but OpenAI's, HTTP.
+Does not know: how calls are parsed (serving/answers/conversation.py), any dialect's words but OpenAI's, HTTP.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import NO_TOOLS, TOOL_CHOICE, Tools
+from localllm.serving.answers.conversation import NO_TOOLS, TOOL_CHOICE, Tools
 from localllm.serving.served import ServedModel
 from localllm.web.errors import InvalidType
 
 MAX_TOOLS = 512
-
-
 CHOICES = ("auto", "none", "required")
 
 

@@ -10,20 +10,13 @@ from __future__ import annotations
 from litestar import Litestar, Router
 
 from localllm.web.access.scopes import RouteRules
-from localllm.web.pages.chat import page as chat
-from localllm.web.pages.dashboard import page as dashboard
+from localllm.web.pages import chat, dashboard, library, logs, playground, settings, tune
 from localllm.web.pages.frame import handlers as frame
 from localllm.web.pages.frame.errors import handle_page_error, unrouted_page
-from localllm.web.pages.frame.forms import FormRequest
-from localllm.web.pages.frame.page import Page
+from localllm.web.pages.frame.forms import HEADERS, FormRequest, same_origin
+from localllm.web.pages.frame.navigation import Page
 from localllm.web.pages.frame.render import template_config
-from localllm.web.pages.frame.security import HEADERS
 from localllm.web.pages.frame.state import close_pages, open_pages
-from localllm.web.pages.library import page as library
-from localllm.web.pages.logs import page as logs
-from localllm.web.pages.playground import page as playground
-from localllm.web.pages.settings import page as settings
-from localllm.web.pages.tune import page as tune
 
 __all__ = ["PAGES", "mount", "routes", "rules", "template_config"]
 
@@ -44,6 +37,7 @@ def routes() -> list[Router]:
         Router(
             path="/",
             route_handlers=[*frame.HANDLERS, *(handler for page in PAGES for handler in page.handlers)],
+            guards=[same_origin],
             exception_handlers={Exception: handle_page_error},
             response_headers=HEADERS,
             request_class=FormRequest,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import attend_decodes
 from localllm.kernels.cpu.native.choice import usable_sets
 from localllm.kernels.cpu.native.library import Library, Pool, open_library, why_none
 from localllm.kernels.cpu.native.structures import (
@@ -31,7 +32,8 @@ from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.layer_norm import layer_norm_reference
 from localllm.kernels.moe.grouped_gemm import act_reference
 from localllm.kernels.moe.route import route
-from localllm.kernels.paged_attention import paged_attention, plan_attention
+from localllm.kernels.paged_attention import paged_attention_reference, plan_attention
+from localllm.kernels.paged_attention.twin import HostPlan, plan_on_host
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
 from localllm.models.layers.attention import Clip, HeadLayerNorm
@@ -197,7 +199,8 @@ class Case:
         self.positions, self.heads, self.fields = positions, heads, fields
         self.block_size, self.rotary_dim = block_size, head_dim if rotary_dim is None else rotary_dim
         width = (heads + 2 * kv_heads) * head_dim
-        self.x, self.y = torch.randn(MAX_ROWS, width), torch.zeros(MAX_ROWS, heads * head_dim)
+        rows = max(MAX_ROWS, len(positions))
+        self.x, self.y = torch.randn(rows, width), torch.zeros(rows, heads * head_dim)
         blocks_each = max(positions) // block_size + 1
         num_blocks = blocks_each * len(positions) + 3
         order = torch.randperm(num_blocks)[: blocks_each * len(positions)]
@@ -258,9 +261,26 @@ class Case:
         k, v = self.kv.k, self.kv.v
         if k.dtype in (torch.bfloat16, torch.float16):  # the twin would round queries and weights as well
             k, v = k.float(), v.float()
-        return paged_attention(
+        assert isinstance(plan, HostPlan)
+        return paged_attention_reference(
             q, k, v, plan, **{"scale": 0.2, **scoring}, k_scale=self.kv.k_scale, v_scale=self.kv.v_scale
         )  # fmt: skip
+
+    def attended(
+        self, pool: Pool, rows: slice = slice(None), *, window: int | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return attention of some rows, whose keys and values are in the cache, by a call of its own. Without a
+        rotation the queries are those of x."""
+        lengths = tuple(position + 1 for position in self.positions[rows])
+        plan = plan_on_host(self.tables[rows], [1] * len(lengths), lengths, len(lengths), self.kv.k.shape)
+        assert plan.decodes.native_rows is not None
+        queries, out = self.x[: len(self.positions), : self.y.shape[1]][rows], torch.full_like(self.y[rows], math.nan)
+        q = queries.unflatten(1, (self.heads, -1))
+        attend_decodes(
+            pool, q, self.kv, plan.decodes.native_rows, window, 0.2, softcap, sinks, alibi_slopes, out[: len(lengths)]
+        )
+        return out[: len(lengths)]
 
     def compare(self, pool: Pool, native_fields: dict[str, Any], twin_fields: dict[str, Any]) -> None:
         """Compare results and caches: bit by bit where a cache has more than 8 bits, and rounds alike."""
@@ -318,6 +338,38 @@ def test_blocks_before_the_window_are_not_read(pool: Pool) -> None:
     expected = case.native(pool, window=100).clone()
     case.tables[0, : (1100 - 99) // 16] = 1 << 30  # their addresses are not mapped
     assert torch.equal(case.native(pool, window=100), expected)
+
+
+MANY = [(7919 * row) % 700 for row in range(130)]
+SCORINGS: list[dict[str, Any]] = [{}, {"window": 99}, {"softcap": 3.0}, {"sinks": torch.tensor([0.5] * 6)}]
+
+
+@pytest.mark.parametrize("scoring", [*SCORINGS, {"alibi_slopes": torch.linspace(0.001, 0.01, 6)}], ids=" ".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_attention_of_any_number_of_rows(pool: Pool, dtype: torch.dtype, scoring: dict[str, Any]) -> None:
+    case = Case(MANY, dtype=dtype, rotary_dim=0)
+    expected = case.twin(**scoring)
+    close(case.attended(pool, **scoring), expected, 5e-5)
+
+
+def test_a_row_has_the_bits_that_it_has_alone_and_in_a_step(pool: Pool) -> None:
+    case = Case([1500, 3, 700, 0, 511, 512, 90, 31], rotary_dim=0)
+    steps = case.native(pool).clone()
+    assert torch.equal(case.attended(pool), steps)
+    for row in range(len(case.positions)):
+        assert torch.equal(case.attended(pool, slice(row, row + 1)), steps[row : row + 1])
+
+
+def test_rows_whose_results_are_larger_than_what_is_computed_at_a_time(pool: Pool) -> None:
+    """16 rows of about 8,000 tokens, 16 pieces of 4 KV heads each, with 8 x 514 floats: four million floats, of which a
+    million are kept at a time. All rows read the same two blocks."""
+    case = Case([30] * 16, heads=32, kv_heads=4, head_dim=512, rotary_dim=0)
+    case.tables = case.tables[:, torch.arange(512) % 2].contiguous()
+    case.positions = [8191 - 16 * row for row in range(16)]
+    expected = case.twin()
+    whole = case.attended(pool)
+    close(whole, expected, 5e-5)
+    assert torch.equal(case.attended(pool, slice(5, 6)), whole[5:6])
 
 
 def test_softcap_sinks_and_slopes(pool: Pool) -> None:

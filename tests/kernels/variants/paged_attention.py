@@ -21,7 +21,7 @@ def attention(
     entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
     format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
     one_loop: bool = False, queries: int = 1, has_positions: bool = False, raw: bool = False, norm: bool = False,
-    **budget: Any,
+    first_key: int = 0, **budget: Any,
 ) -> Variant:  # fmt: skip
     """archs share the settings of the first. queries: of a decode row. has_positions: of a prefill row. raw: heads that
     the kernel rotates and stores, and norms with `norm`."""
@@ -38,7 +38,7 @@ def attention(
     constants: dict[str, Any] = {
         "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size,
         "BLOCK_M": launch.block_m, "TILE": launch.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
-        "TMA": launch.tma, "ONE_LOOP": one_loop, "STAGES": launch.num_stages,
+        "TMA": launch.tma, "ONE_LOOP": one_loop, "STAGES": launch.num_stages, "FIRST_KEY": first_key,
         "QUERIES": queries, "TILE_QUERIES": at_once, "positions": None,
         "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts,
         "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
@@ -134,6 +134,8 @@ VARIANTS = [
         mma="HMMA", forbidden=("F2F", "I2F"),
     ),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
+    attention("decode", "8B, 4 queries of a drafter", 4, 128, 90, queries=4, first_key=1, mma="HMMA"),
+    attention("prefill", "8B, of a drafter", 4, 128, 90, first_key=1),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
     attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8, min_shared=2 * 2 * 8),
     attention("decode", "8B, 8 queries, small shared memory", 4, 128, 120, queries=8, min_shared=2 * 2 * 8),

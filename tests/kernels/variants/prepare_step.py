@@ -18,7 +18,7 @@ _SIZES = {
     "block_tables_group_stride": "i32", "block_tables_stride": "i32", "slot_mapping_stride": "i32",
 }  # fmt: skip
 
-_WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32", "counters_ptr": "*i32"}
+_WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32", "counters_ptr": "*i32", "ahead": "i32"}
 _WHOLE = (64, 0, 4, 1, 66, 32, 8)  # as Splitting: a model's layers, or its full ones
 _WINDOWED = (64, 1024, 4, 1, 66, 5, 8)
 

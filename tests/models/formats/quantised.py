@@ -53,11 +53,14 @@ class Saved:
             model.load_state_dict(before, strict=False)
 
 
-def save_quantised(source: Path, path: Path, config: Mapping[str, Any], store: Store) -> Saved:
+def save_quantised(source: Path, path: Path, config: Mapping[str, Any], store: Store, *, head: bool = False) -> Saved:
+    """Write a copy of `source` with its matrices as `store` makes them; the head only if `head` is set."""
     shutil.copytree(source, path)
     tensors, meant = load_file(path / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(MATRICES)]:
         stem = name.removesuffix(".weight")
+        if stem == "lm_head" and not head:
+            continue
         if (stored := store(stem, tensors[name].float())) is not None:
             del tensors[name]
             tensors |= {f"{stem}.{ending}": tensor.contiguous().clone() for ending, tensor in stored[0].items()}
@@ -68,8 +71,10 @@ def save_quantised(source: Path, path: Path, config: Mapping[str, Any], store: S
 
 
 def set_quantization(path: Path, config: Mapping[str, Any] | None) -> None:
+    """Write the config of a quantised checkpoint, or remove it."""
     file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    whole = {**json.loads(file.read_text()), "quantization_config": config}
+    file.write_text(json.dumps({key: value for key, value in whole.items() if key != "quantization_config" or value}))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.formats.quantised import Store, e2m1, in_order, rounded, shuffled, to_int32
+from tests.models.formats.quantised import Store, Stored, e2m1, in_order, rounded, shuffled, to_int32
 
 # AWQ ------------------------------------------------------------------------------------------------------------------
 
@@ -25,9 +25,9 @@ def awq_words(codes: Tensor) -> Tensor:
     return to_int32(sum(codes[:, AWQ_ORDER[i] :: 8] << (4 * i) for i in range(8)))
 
 
-def awq(group: int, *, zeros: bool = True, skip: str = "lm_head") -> Store:
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if skip in stem:
+def awq(group: int, *, zeros: bool = True, skip: str = "") -> Store:
+    def store(stem: str, weight: Tensor) -> Stored | None:
+        if skip and skip in stem:
             return None
         codes, zero, scales, meant = rounded(weight, in_order(weight.shape[1], group), 4, sym=not zeros)
         tensors = {"qweight": awq_words(codes.t()), "scales": scales.t()}
@@ -57,12 +57,10 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return to_int32(torch.stack((first, second, third), dim=-1).flatten(1))
 
 
-def gptq(bits: int, group: int, *, sym: bool = False, order: str = "", v2: bool = False, head: bool = False) -> Store:
+def gptq(bits: int, group: int, *, sym: bool = False, order: str = "", v2: bool = False) -> Store:
     """order: "" none; "layer": one for the parts of a layer; "part": each its own."""
 
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head" and not head:
-            return None
+    def store(stem: str, weight: Tensor) -> Stored:
         columns = weight.shape[1]
         seed = columns if order == "layer" else sum(stem.encode())
         g_idx = shuffled(columns, group, seed) if order else in_order(columns, group)
@@ -96,12 +94,10 @@ def fp8_values(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return values, values.float() * scale
 
 
-def per_tensor(*, static: str = "", shape: tuple[int, ...] = (), head: bool = False) -> Store:
+def per_tensor(*, static: str = "", shape: tuple[int, ...] = ()) -> Store:
     """static: what the scale of x is called."""
 
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head" and not head:
-            return None
+    def store(stem: str, weight: Tensor) -> Stored:
         scale = weight.abs().max() / 448
         values, meant = fp8_values(weight, scale.expand_as(weight))
         tensors = {"weight": values, "weight_scale": scale.reshape(shape)}
@@ -110,18 +106,14 @@ def per_tensor(*, static: str = "", shape: tuple[int, ...] = (), head: bool = Fa
     return store
 
 
-def per_output(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
+def per_output(stem: str, weight: Tensor) -> Stored:
     scale = weight.abs().amax(1, keepdim=True) / 448
     values, meant = fp8_values(weight, scale.expand_as(weight))
     return {"weight": values, "weight_scale": scale}, meant
 
 
 def per_block(size: int = 128, kind: torch.dtype = torch.float32) -> Store:
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
+    def store(stem: str, weight: Tensor) -> Stored:
         rows, columns = weight.shape
         scale = (
             torch.stack([torch.stack([b.abs().max() for b in band.split(size, 1)]) for band in weight.split(size)])
@@ -158,9 +150,7 @@ NF4: dict[str, Any] = {
 def four_bits(kind: str, *, double: bool, block: int = 64) -> Store:
     table = torch.tensor(TABLES[kind])
 
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
+    def store(stem: str, weight: Tensor) -> Stored:
         blocks = weight.reshape(-1, block)
         scale = blocks.abs().amax(1)
         state: dict[str, Any] = {
@@ -191,9 +181,7 @@ def four_bits(kind: str, *, double: bool, block: int = 64) -> Store:
     return store
 
 
-def eight_bits(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
+def eight_bits(stem: str, weight: Tensor) -> Stored:
     most = weight.abs().amax(1)
     values = (weight * 127 / most[:, None]).round().to(torch.int8)
     tensors = {"weight": values, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -220,11 +208,11 @@ def ints(bits: int, group: int, *, symmetric: bool = True, **more: Any) -> dict[
     return {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy, **more}
 
 
-def packed(bits: int, group: int, *, symmetric: bool = True, order: str = "", skip: str = "lm_head") -> Store:
+def packed(bits: int, group: int, *, symmetric: bool = True, order: str = "", skip: str = "") -> Store:
     """pack-quantized; order: "" none, "layer" one g_idx for the parts of a layer, "part" each its own, "unused"."""
 
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if skip in stem:
+    def store(stem: str, weight: Tensor) -> Stored | None:
+        if skip and skip in stem:
             return None
         columns = weight.shape[1]
         seed = columns if order == "layer" else sum(stem.encode())
@@ -245,9 +233,7 @@ def packed(bits: int, group: int, *, symmetric: bool = True, order: str = "", sk
 def plain(bits: int, group: int = -1, *, symmetric: bool = True, static: bool = False, tensor: bool = False) -> Store:
     """int-quantized: two's complement in bytes."""
 
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
+    def store(stem: str, weight: Tensor) -> Stored:
         shape = weight.shape
         flat = weight.reshape(1, -1) if tensor else weight
         codes, zeros, scales, meant = rounded(flat, in_order(flat.shape[1], group), bits, sym=symmetric)
@@ -265,9 +251,7 @@ def plain(bits: int, group: int = -1, *, symmetric: bool = True, static: bool = 
 
 
 def ct_fp8(strategy: str, *, static: bool = False) -> Store:
-    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if stem == "lm_head":
-            return None
+    def store(stem: str, weight: Tensor) -> Stored:
         if strategy == "block":
             rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
             scale = torch.stack(
@@ -290,9 +274,7 @@ def ct_fp8(strategy: str, *, static: bool = False) -> Store:
     return store
 
 
-def ct_nvfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
+def ct_nvfp4(stem: str, weight: Tensor) -> Stored:
     rows = weight.shape[0]
     whole = 448 * 6 / weight.abs().max()
     scale = (weight.view(rows, -1, 16).abs().amax(2) / 6 * whole).to(E4M3)
@@ -303,9 +285,7 @@ def ct_nvfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | No
     return tensors, meant
 
 
-def ct_mxfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
+def ct_mxfp4(stem: str, weight: Tensor) -> Stored:
     rows = weight.shape[0]
     exponent = (weight.view(rows, -1, 32).abs().amax(2) / 6).log2().ceil()
     codes, values = e2m1((weight.view(rows, -1, 32) / exponent.exp2()[..., None]).view(rows, -1))
@@ -317,17 +297,13 @@ def ct_mxfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | No
 # Model Optimizer ------------------------------------------------------------------------------------------------------
 
 
-def modelopt_fp8(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
+def modelopt_fp8(stem: str, weight: Tensor) -> Stored:
     scale = weight.abs().max() / 448
     values = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.02)}, values.float() * scale
 
 
-def modelopt_nvfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    if stem == "lm_head":
-        return None
+def modelopt_nvfp4(stem: str, weight: Tensor) -> Stored:
     rows, whole = weight.shape[0], weight.abs().max() / (448 * 6)
     scale = (weight.view(rows, -1, 16).abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
     step = (scale.float() * whole)[..., None]

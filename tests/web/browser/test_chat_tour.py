@@ -21,7 +21,7 @@ from localllm.config.mcp_servers import McpServer
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.pages.chat.replies import claims
+from localllm.web.pages.chat.replies import prompt
 from tests.text.templates import CHATML
 from tests.web import live_server
 from tests.web.browser.harness import Finger, Hand, Keyboard, Mouse, Tour
@@ -65,7 +65,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServ
         said = StructuredOutputsParams(choice=[texts.pop(0)])
         return GenerationRequest(name, token_ids, replace(params, structured_outputs=said), **others)
 
-    monkeypatch.setattr(claims, "GenerationRequest", saying)
+    monkeypatch.setattr(prompt, "GenerationRequest", saying)
     model = fake_model(tmp_path / "tiny", PacedRunner(), chat_template=CHATML)
     asked = replace(settings(ui=True), file=tmp_path / "config.toml")
     clock = McpServer("clock", sys.executable, ("-m", "mcp_server_time", "--local-timezone", "UTC"))

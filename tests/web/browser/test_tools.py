@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.web.pages.chat.replies import claims
+from localllm.web.pages.chat.replies import prompt
 from tests.mcp.programs import hostile
 from tests.web.browser.looks import opened, overflow, small_targets
 from tests.web.live_server import LiveServer
@@ -24,7 +24,7 @@ def tooled(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     """A server whose model calls a tool, calls it again, and then answers."""
     with tool_servers(tmp_path_factory) as start:
         server = start(hostile("plain", name="files"))
-        script = Script().direct(monkeypatch, claims, server)
+        script = Script().direct(monkeypatch, prompt, server)
         script.says(called(), "The tool was **called**.", called(), "And once more, by itself.")
         yield server
 

@@ -31,7 +31,11 @@ NEEDED = {
 
 def chosen_set() -> tuple[str, str]:
     """Return (the instruction set whose library is used, ""), or ("", why there is none)."""
-    return choose(os.environ.get(VARIABLE, ""), usable_sets(), _compiled_sets())
+    return choose(
+        os.environ.get(VARIABLE, ""),
+        usable_sets(),
+        [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()],
+    )
 
 
 def why_unusable(name: str) -> str:
@@ -93,7 +97,3 @@ def _torch_sees(name: str) -> bool:
     if name == "avx2":
         return torch.cpu._is_avx2_supported()
     return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
-
-
-def _compiled_sets() -> list[str]:
-    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]

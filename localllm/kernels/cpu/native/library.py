@@ -3,6 +3,7 @@
     library = native()                  None: everything runs through torch; why_none() says why
     y = library.linear(matrix, x)       for any number of rows
     library.run_step(operations, rows)  a decode step, for up to MAX_ROWS rows
+    library.attend(attention, rows, q, y)   attention of one query of each of any number of rows
 
 One file for each instruction set is in this folder. The best one that the processor has the instructions for is opened.
 It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.choice import chosen_set, compile_again
-from localllm.kernels.cpu.native.self_check import is_recurrence_right, wrong_kind
+from localllm.kernels.cpu.native.self_check import is_attention_right, is_recurrence_right, wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
     GROUP,
@@ -76,6 +77,23 @@ class Pool:
         assert 1 <= num_rows <= min(MAX_ROWS, len(rows)), num_rows
         done = self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
         _require_memory(done, f"a step of {num_rows} rows")
+
+    def attend(self, attention: NativeAttention, rows: Tensor, queries: Tensor, out: Tensor) -> None:
+        """Write the attention of rows of one token each, whose keys and values are in the cache, to `out`.
+
+        rows: [n, 3] int64, NativeRow as numbers. queries: [n, heads * head_dim] fp32, normed and rotated; out: of the
+        same shape and type. Raises MemoryError.
+        """
+        assert rows.shape == (len(queries), 3)
+        assert rows.is_contiguous()
+        assert queries.shape == out.shape == (len(rows), attention.heads * attention.head_dim)
+        assert queries.dtype == out.dtype == torch.float32
+        assert queries.stride(1) == out.stride(1) == 1
+        done = self._functions.localllm_attend(
+            self._pool, attention, ctypes.cast(rows.data_ptr(), ctypes.POINTER(NativeRow)), len(rows),
+            queries.data_ptr(), queries.stride(0), out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        _require_memory(done, f"the attention of {len(rows)} rows")
 
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Return x W^T + bias [T, N] fp32, in `out` if given. x [T, K] fp32.
@@ -196,6 +214,10 @@ class Library:
         """Do `Pool.run_step` in the process's threads for steps."""
         self._pool(borrows=False).run_step(operations, rows, num_rows)
 
+    def attend(self, attention: NativeAttention, rows: Tensor, queries: Tensor, out: Tensor) -> None:
+        """Do `Pool.attend` in torch's threads."""
+        self._pool(borrows=True).attend(attention, rows, queries, out)
+
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Do `Pool.linear` in torch's threads."""
         return self._pool(borrows=True).linear(matrix, x, out, is_fine=is_fine)
@@ -259,6 +281,7 @@ def _gomp_parallel() -> int | None:
 def _declare(functions: ctypes.CDLL) -> None:
     """Set the types of arguments and results. Raises AttributeError if a function is missing."""
     matrix, pool, number = ctypes.POINTER(NativeMatrix), c_void_p, c_int64
+    attention = ctypes.POINTER(NativeAttention)
     operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
     state_rows = ctypes.POINTER(NativeStateRows)
     recurrent = [(name, number, [pool, ctypes.POINTER(kind), state_rows]) for kind, name in _RECURRENT.items()]
@@ -267,6 +290,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
         ("localllm_run_step", number, [pool, operations, number, rows, number]),
+        ("localllm_attend", number, [pool, attention, rows, number, c_void_p, number, c_void_p, number]),
         ("localllm_linear", number, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
@@ -303,9 +327,11 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     pool = Pool(functions, 1)
     try:
         wrong = wrong_kind(pool)
-        recurs = is_recurrence_right(pool)
+        attends, recurs = is_attention_right(pool), is_recurrence_right(pool)
     finally:
         pool.close()
     if wrong is not None:
         return f"A product with {wrong.name} weights gave wrong results."
+    if not attends:
+        return "An attention gave wrong results."
     return "" if recurs else "The gated delta rule gave wrong results."

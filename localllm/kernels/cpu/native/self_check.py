@@ -1,5 +1,5 @@
-"""A small product of each kind of weights, held against its definition in matrix.h, and the gated delta rule.
-Takes less than a millisecond.
+"""A small product of each kind of weights, held against its definition in matrix.h, an attention, and the gated delta
+rule. Takes less than a millisecond.
 Does not know: the library (it gets something that multiplies).
 """
 
@@ -16,6 +16,7 @@ from localllm.kernels.cpu.native.structures import (
     GROUP,
     OUTPUTS,
     Kind,
+    NativeAttention,
     NativeGatedDelta,
     NativeMatrix,
     NativeStateRows,
@@ -33,6 +34,8 @@ Values = NDArray[np.float32]
 class Multiplies(Protocol):
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor: ...
 
+    def attend(self, attention: NativeAttention, rows: Tensor, queries: Tensor, out: Tensor) -> None: ...
+
     def run_recurrent(self, operation: Recurrent, rows: NativeStateRows) -> None: ...
 
 
@@ -44,6 +47,27 @@ def wrong_kind(pool: Multiplies) -> Kind | None:
         if not _is_right(pool, kind, x, random):
             return kind
     return None
+
+
+def is_attention_right(pool: Multiplies) -> bool:
+    """Return whether two heads of 20 values over the same keys, of 3 and of 19 tokens in blocks of 16, give a softmax's
+    mean of the values."""
+    random = np.random.default_rng(7)
+    keys, values = random.standard_normal((2, 32, 20), np.float32)
+    queries, table = random.standard_normal((2, 2, 20), np.float32), np.array([0, 1], np.int32)
+    attention = NativeAttention(
+        k=keys.ctypes.data, v=values.ctypes.data, num_blocks=2, block_size=16, heads=2, kv_heads=1, head_dim=20,
+        scale=0.2, growth_period=1,
+    )  # fmt: skip
+    lengths, out = (3, 19), torch.empty(2, 40)
+    rows = torch.tensor([[table.ctypes.data, length - 1, 0] for length in lengths])
+    pool.attend(attention, rows, torch.from_numpy(queries.reshape(2, 40)), out)
+    for row, length in enumerate(lengths):
+        weights = np.exp(queries[row] @ keys[:length].T * 0.2)
+        expected = weights / weights.sum(1, keepdims=True) @ values[:length]
+        if not np.abs(out[row].numpy() - expected.ravel()).max() <= TOLERANCE * np.abs(expected).max():
+            return False
+    return True
 
 
 def is_recurrence_right(pool: Multiplies) -> bool:

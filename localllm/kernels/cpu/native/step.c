@@ -390,24 +390,31 @@ static void run_store(Step* step, int64_t operation, int64_t piece, int64_t thre
               piece % attention->kv_heads, step->memory->locals[thread].attention);
 }
 
+// Run piece number `piece` of an attention, in which row number r has `pieces` of each KV head from piece `start` on. Who
+// ends the last piece of a KV head joins them.
+static void attend_part(
+    Memory* memory, const Attention* attention, const StepRow* row, int64_t r, int64_t start, int64_t pieces,
+    int64_t piece, const float* x, int64_t stores, int64_t thread, float* y) {
+  const int64_t size = attention_result_floats(attention), head = (piece - start) / pieces;
+  attend_piece(attention, row, x, head, (piece - start) % pieces, stores, memory->locals[thread].attention,
+               memory->results + piece * size);
+  _Atomic int64_t* left = &memory->left[r * attention->kv_heads + head];
+  if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;
+  atomic_store_explicit(left, 0, memory_order_relaxed);
+  join_pieces(attention, head, pieces, memory->results + (start + head * pieces) * size, y);
+}
+
 // The pieces of an operation are those of the first row's first KV head, then of its second, ..., then of the next row.
 static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
   const Attention* attention = o->attention;
-  const int64_t size = attention_result_floats(attention);
   int64_t row = 0, start = 0, pieces = attention_pieces(attention, step->rows[0].position);
   while (piece >= start + attention->kv_heads * pieces) {
     start += attention->kv_heads * pieces;
     pieces = attention_pieces(attention, step->rows[++row].position);
   }
-  const int64_t head = (piece - start) / pieces, part = (piece - start) % pieces;
-  Memory* memory = step->memory;
-  attend_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride, head, part, !step->stores_first, memory->locals[thread].attention,
-               memory->results + piece * size);
-  _Atomic int64_t* left = &memory->left[row * attention->kv_heads + head];
-  if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;
-  atomic_store_explicit(left, 0, memory_order_relaxed);
-  join_pieces(attention, head, pieces, memory->results + (start + head * pieces) * size, o->y + row * o->y_stride);
+  attend_part(step->memory, attention, &step->rows[attention->group * MAX_ROWS + row], row, start, pieces, piece,
+              o->x + row * o->x_stride, !step->stores_first, thread, o->y + row * o->y_stride);
 }
 
 // A mixture of experts --------------------------------------------------------------------------------------------------
@@ -705,6 +712,75 @@ int64_t localllm_run_step(
   Step step = {memory_of(pool), operations, rows, num_rows, has_request_with_several_rows(rows, num_rows)};
   const int is_there = want_memory(&step, count);
   if (is_there) run_job(pool, &(Job){&step, PHASES * count, count_step_pieces, run_step_piece});
+  unlock_pool(pool);
+  return is_there;
+}
+
+// Attention of any number of rows ------------------------------------------------------------------------------------
+
+enum {
+  ATTENDED = 64,              // rows at a time, at most
+  ATTENDED_FLOATS = 1 << 20  // of their pieces' results, unless a single row has more
+};
+
+typedef struct {
+  Memory* memory;
+  const Attention* attention;
+  const StepRow* rows;
+  const float* x;
+  float* y;
+  int64_t x_stride, y_stride, count;
+  int64_t starts[ATTENDED + 1];  // the first piece of each row, and the end
+} Attending;
+
+static int64_t count_attended_pieces(void* context, int64_t operation) {
+  const Attending* a = context;
+  (void)operation;
+  return a->starts[a->count];
+}
+
+static void run_attended_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  const Attending* a = context;
+  int64_t row = 0, end = a->count;
+  (void)operation;
+  while (row + 1 < end) {
+    const int64_t middle = (row + end) / 2;
+    if (a->starts[middle] <= piece) {
+      row = middle;
+    } else {
+      end = middle;
+    }
+  }
+  const int64_t start = a->starts[row], pieces = (a->starts[row + 1] - start) / a->attention->kv_heads;
+  attend_part(a->memory, a->attention, &a->rows[row], row, start, pieces, piece, a->x + row * a->x_stride, 0, thread,
+              a->y + row * a->y_stride);
+}
+
+// Take as many of `count` rows as go together, at least one.
+static void take_rows(Attending* a, int64_t count) {
+  const int64_t size = attention_result_floats(a->attention);
+  a->count = 0;
+  do {
+    const int64_t pieces = a->attention->kv_heads * attention_pieces(a->attention, a->rows[a->count].position);
+    a->starts[a->count + 1] = a->starts[a->count] + pieces;
+    if (a->count && a->starts[a->count + 1] * size > ATTENDED_FLOATS) break;
+    a->count++;
+  } while (a->count < count && a->count < ATTENDED);
+}
+
+int64_t localllm_attend(
+    Pool* pool, const Attention* attention, const StepRow* rows, int64_t count, const float* x, int64_t x_stride,
+    float* y, int64_t y_stride) {
+  lock_pool(pool);
+  Attending a = {memory_of(pool), attention, rows, x, y, x_stride, y_stride, 0, {0}};
+  int is_there = a.memory != NULL;
+  while (is_there && count) {
+    take_rows(&a, count);
+    is_there = want_attention(a.memory, attention, a.starts[a.count], a.count);
+    if (!is_there) break;
+    run_job(pool, &(Job){&a, 1, count_attended_pieces, run_attended_piece});
+    count -= a.count, a.rows += a.count, a.x += a.count * x_stride, a.y += a.count * y_stride;
+  }
   unlock_pool(pool);
   return is_there;
 }

@@ -132,6 +132,13 @@ typedef struct {
 // and has done nothing, if memory runs out.
 int64_t localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
 
+// y [count, heads * head_dim] = attention of any number of rows of one token each, whose keys and values are in the cache:
+// only reads it. x [count, heads * head_dim] holds the queries, before the attention's norm and rotation if it has them.
+// A row's result has the bits that it has in a step. Returns 0 if memory runs out.
+int64_t localllm_attend(
+    Pool*, const Attention* attention, const StepRow* rows, int64_t count, const float* x, int64_t x_stride, float* y,
+    int64_t y_stride);
+
 // y [rows, N] = x [rows, K] W^T + bias, for any number of rows. is_fine: 15-bit codes of the activations, else 8-bit
 // ones, except for rows with outliers. Returns 0 if memory runs out.
 int64_t localllm_linear(

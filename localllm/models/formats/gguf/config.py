@@ -173,13 +173,9 @@ def _quantization(metadata: Metadata, checkpoint: GGUFTensors) -> Fields | None:
     types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
     if not types.keys() - FLOATS.keys():
         return None
-    return {"quant_method": "gguf", "label": _label(metadata, types), "types": dict(types.most_common())}
-
-
-def _label(metadata: Metadata, types: Counter[str]) -> str:
     stated = metadata.values.get("general.file_type")
     name = FILE_TYPES.get(stated) if type(stated) is int else None
-    return name or types.most_common(1)[0][0]
+    return {"quant_method": "gguf", "label": name or types.most_common(1)[0][0], "types": dict(types.most_common())}
 
 
 def _dtype(config: Fields, checkpoint: GGUFTensors) -> str:

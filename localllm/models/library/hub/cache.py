@@ -144,12 +144,16 @@ def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None 
     freed = sum(path.lstat().st_size for path in gone if not path.is_symlink())  # on disks without links
     for path in gone:
         path.unlink()
-    _remove_empty(snapshot)
+    for parent, _, _ in os.walk(snapshot, topdown=False):
+        if not os.listdir(parent):
+            os.rmdir(parent)
     freed += _remove_unused(folder, blobs)
     if not any(_pointers(folder / "snapshots")) and (names is None or not _partials(folder)):
         freed += _remove_all(repo_id, folder).freed_bytes
     elif not snapshot.exists():
-        _forget_refs(folder, commit)
+        for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
+            if ref.read_text(encoding="utf-8").strip() == commit:
+                ref.unlink()
     return RemovalResult(f"{repo_id}@{commit[:12]}", freed)
 
 
@@ -189,20 +193,8 @@ def _remove_unused(folder: Path, blobs: set[Path]) -> int:
     return freed
 
 
-def _forget_refs(folder: Path, commit: str) -> None:
-    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
-        if ref.read_text(encoding="utf-8").strip() == commit:
-            ref.unlink()
-
-
 def _pointers(folder: Path) -> Iterator[Path]:
     """Yield the files and links below a folder, dead links included."""
     for parent, _, names in os.walk(folder):
         for name in names:
             yield Path(parent) / name
-
-
-def _remove_empty(folder: Path) -> None:
-    for parent, _, _ in os.walk(folder, topdown=False):
-        if not os.listdir(parent):
-            os.rmdir(parent)

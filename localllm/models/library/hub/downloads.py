@@ -64,7 +64,9 @@ class Downloads:
             if entry is None:
                 entry = _Entry(str(next(self._ids)), plan)
                 self._entries[entry.id] = entry
-                self._forget_old()
+                over = [entry.id for entry in self._entries.values() if entry.status().is_over]
+                for id in over[:-KEPT]:
+                    del self._entries[id]
             entry.begin(self._slots, plan)
         return entry.status()
 
@@ -116,11 +118,6 @@ class Downloads:
             if id not in self._entries:
                 raise ModelNotFound(f"There is no download {id!r}.", param="id")
             return self._entries[id]
-
-    def _forget_old(self) -> None:
-        over = [entry.id for entry in self._entries.values() if entry.status().is_over]
-        for id in over[:-KEPT]:
-            del self._entries[id]
 
 
 def _identity(plan: DownloadPlan) -> tuple[str, str, tuple[str, ...]]:

@@ -1,9 +1,10 @@
 """Download one file into the cache: resume it, verify its hash, then give it its final name.
 
 Bytes go to blobs/HASH.incomplete, which survives an interruption, a cancel and a killed process; the next attempt
-requests only the rest. (huggingface_hub itself restarts such a file from 1.0 on.) A file gets its final name only when
-its size and hash match the hub's: sha256 for large files, git's sha1 for small ones. huggingface_hub then makes the
-link in the snapshot, and downloads nothing as the blob exists.
+requests only the rest. A file gets its final name only when its size and hash match the hub's: sha256 for large files,
+git's sha1 for small ones. huggingface_hub then makes the link in the snapshot, and downloads nothing: the blob exists.
+It cannot download the bytes itself: version 2.4 writes to a file with a random name, so that a killed download begins
+again at zero and leaves that file behind, and it compares sizes, not hashes.
 Does not know: which files, in which order, who watches.
 """
 

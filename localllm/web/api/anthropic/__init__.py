@@ -1,7 +1,7 @@
 """Anthropic's dialect: messages, and counting their tokens.
 
-`fields` has the rules for every request field, `schema` parses bodies, `conversation` and `tools` translate them,
-`answer` translates back.
+`schema` parses bodies and has the rules for every request field, `conversation` translates them, `answer` translates
+back.
 """
 
 from __future__ import annotations

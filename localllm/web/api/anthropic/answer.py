@@ -14,16 +14,14 @@ from litestar.types import Scope
 
 from localllm.engine.outputs import GenerationEvent, Usage
 from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import Choice, Progress, parts_of
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.anthropic import shapes
 from localllm.web.api.disconnect import Framing
-from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.errors import anthropic_error
 from localllm.web.shape import event_bytes
 
 to_json = msgspec.json.encode
-
-
 PING = event_bytes(shapes.Ping())
 FRAMING = Framing("text/event-stream", PING)
 

@@ -12,24 +12,75 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import CONTINUE, Conversation
+from localllm.serving.answers.conversation import CONTINUE, NO_TOOLS, ChatRequest, Conversation, Tools, sampling_params
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.documents import read_documents
-from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
 from localllm.web.api.anthropic.schema import (
+    CHOICE_RULES,
+    OUTPUT_RULES,
+    THINKING_RULES,
+    TOOL_RULES,
     AnthropicThinking,
     Content,
     CountBody,
     InputMessage,
     MessagesBody,
     OutputConfig,
+    Tool,
+    ToolChoice,
 )
-from localllm.web.api.anthropic.tools import tools_of
-from localllm.web.api.conversation import ChatRequest, sampling_params
 from localllm.web.api.hints import effort_switch, no_effect, thinking_budget, thinking_switch
 from localllm.web.api.pictures import UNREAD, picture_part, readable
 from localllm.web.api.reading import read_object, text_field, wrong_type
+from localllm.web.api.tools import checked, function_tool, only, require_known_format
+from localllm.web.errors import MissingParameter
+
+HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+"""Beginnings of the types of tools that a hosted service runs; a date follows."""
+
+
+def is_hosted(kind: object) -> bool:
+    return isinstance(kind, str) and kind.startswith(HOSTED)
+
+
+def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
+    """Return the tools of a body, and warnings. Raises `RequestError` if a tool or the choice is invalid."""
+    offered, warnings = [], list[str]()
+    named = (body.tool_choice or {}).get("name")
+    left_out = [tool for tool in body.tools or () if is_hosted(tool.get("type")) and tool.get("name") != named]
+    if left_out:
+        kinds = ", ".join(str(tool["type"]) for tool in left_out)
+        warnings.append(f"tools that this server does not run are left out: {kinds}")
+    for i, tool in enumerate(body.tools or ()):
+        if tool not in left_out:
+            read, more = _tool(tool, f"tools[{i}]")
+            offered.append(read)
+            warnings += more
+    choice, more = read_object(body.tool_choice or {"type": "auto"}, ToolChoice, CHOICE_RULES, "tool_choice.")
+    tools = _chosen(checked(offered, "tools"), choice, parallel=not choice.disable_parallel_tool_use)
+    if tools.offered:
+        require_known_format(model, "tools")
+    return tools, [*warnings, *more]
+
+
+def _chosen(offered: Any, choice: ToolChoice, *, parallel: bool) -> Tools:
+    """Apply the choice; `none` leaves the tools out of the prompt as well."""
+    if choice.type == "none":
+        return NO_TOOLS
+    if choice.type == "tool":
+        if choice.name is None:
+            raise MissingParameter("Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
+        return Tools(offered, only(offered, [choice.name], "tool_choice.name"), must=True, parallel=False)
+    if choice.type == "any" and not offered:
+        raise InvalidParameter("tool_choice is 'any', but the request has no tools.", param="tool_choice")
+    return Tools(offered, offered, must=choice.type == "any", parallel=parallel)
+
+
+def _tool(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    tool, warnings = read_object(given, Tool, TOOL_RULES, f"{where}.")
+    return function_tool(tool.name, tool.description, tool.input_schema, where), warnings
+
 
 Message = dict[str, Any]
 

@@ -9,17 +9,28 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
+from localllm.serving.answers.conversation import ChatRequest
 from localllm.serving.served import ServedModel
 from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic import shapes
 from localllm.web.api.anthropic.answer import FRAMING, AnthropicHead, MessageEvents, message_object
 from localllm.web.api.anthropic.conversation import chat_request, params_of
-from localllm.web.api.anthropic.fields import CHOICE_RULES, OUTPUT_RULES, RULES, THINKING_RULES, TOOL_RULES
-from localllm.web.api.anthropic.schema import AnthropicThinking, CountBody, MessagesBody, OutputConfig, Tool, ToolChoice
-from localllm.web.api.conversation import ChatRequest
+from localllm.web.api.anthropic.schema import (
+    CHOICE_RULES,
+    OUTPUT_RULES,
+    RULES,
+    THINKING_RULES,
+    TOOL_RULES,
+    AnthropicThinking,
+    CountBody,
+    MessagesBody,
+    OutputConfig,
+    Tool,
+    ToolChoice,
+)
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 
 INSIDE = {

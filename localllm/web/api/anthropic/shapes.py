@@ -1,12 +1,14 @@
-"""Answers of the Anthropic dialect, as they are sent.
+"""Answers of the Anthropic dialect, as they are sent, and models as its clients read them.
 
-Does not know: where the values come from.
+Does not know: HTTP, where an answer's values come from.
 """
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Literal
 
+from localllm.web.api.model_facts import ModelFacts
 from localllm.web.shape import Shape
 
 
@@ -133,3 +135,24 @@ class AnthropicModels(Shape):
 
 class TokenCount(Shape):
     input_tokens: int
+
+
+def anthropic_object(model: ModelFacts) -> AnthropicModel:
+    card = model.entry.card if model.entry is not None else None
+    created = datetime.fromtimestamp(card.created_s if card is not None else 0, UTC)
+    can = {"image_input": model.abilities.vision, "thinking": model.abilities.reasoning}
+    return AnthropicModel(
+        type="model",
+        id=model.name,
+        display_name=model.name,
+        created_at=created.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        max_input_tokens=model.context,
+        max_tokens=model.context,
+        capabilities={name: {"supported": has} for name, has in can.items()},
+    )
+
+
+def anthropic_list(models: list[ModelFacts]) -> AnthropicModels:
+    objects = [anthropic_object(each) for each in models]
+    first, last = (objects[0].id, objects[-1].id) if objects else (None, None)
+    return AnthropicModels(objects, has_more=False, first_id=first, last_id=last)

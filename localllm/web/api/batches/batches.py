@@ -18,7 +18,7 @@ from localllm.web.api.batches.files import PageQuery, lifetime_of, paged, worker
 from localllm.web.api.batches.records import BatchRecord, new_batch_id
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_body, json_response, warning_headers
 from localllm.web.api.fields import FieldRules
-from localllm.web.api.operation import Operation, RequestBody
+from localllm.web.api.openapi import Operation, RequestBody
 from localllm.web.api.reading import read, read_query
 
 MAX_PAGE = 100

@@ -19,7 +19,7 @@ from localllm.web.api.batches import shapes
 from localllm.web.api.batches.file_store import KEPT_S, FileInUse
 from localllm.web.api.batches.worker import BatchWorker
 from localllm.web.api.exchange import ApiRequest, json_response
-from localllm.web.api.operation import FORM, Operation, RequestBody
+from localllm.web.api.openapi import FORM, Operation, RequestBody
 from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, UnsupportedMediaType
 

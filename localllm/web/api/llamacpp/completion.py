@@ -1,4 +1,4 @@
-"""POST /completion, llama.cpp's own route: continue a text, in its fields and events."""
+"""POST /completion, llama.cpp's own route: continue a text, in its fields and events; and GET /props."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from litestar import post
+from litestar import get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.engine.outputs import GenerationEvent
@@ -16,18 +16,20 @@ from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.engine.request import RequestOptions
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ContextTooLong, InvalidParameter, LocalLLMError
+from localllm.serving.answers.conversation import encode, sampling_params, within_context
+from localllm.serving.answers.generation import Choice, Progress, generation_of, parts_of
+from localllm.serving.entry import ModelLoading
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.answer import generation_of, streamed, whole
-from localllm.web.api.conversation import encode, sampling_params, within_context
-from localllm.web.api.exchange import ApiRequest, json_body, served_model
-from localllm.web.api.generation import Choice, Progress, parts_of
-from localllm.web.api.llamacpp import shapes
+from localllm.version import __version__
+from localllm.web.api.answer import streamed, whole
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, manager_of, served_model
+from localllm.web.api.llamacpp import schema as shapes
 from localllm.web.api.llamacpp.schema import RULES, LlamaBody
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
-from localllm.web.api.reading import read
-from localllm.web.api.scored import scored
-from localllm.web.api.timings import timings_object
+from localllm.web.api.model_facts import facts_of
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
+from localllm.web.api.reading import ModelQuery, read
+from localllm.web.api.timings import scored, timings_object
 from localllm.web.errors import openai_error
 from localllm.web.shape import event_bytes
 
@@ -162,3 +164,36 @@ def settings_of(params: SamplingParams, model: ServedModel) -> dict[str, Any]:
     named = {info.spellings.get(DIALECT, name): getattr(params, name) for name, info in SAMPLING_PARAMS.items()}
     shown = {name: value for name, value in named.items() if isinstance(value, int | float | str)}
     return {"n_ctx": model.plan.max_model_len, **shown, "n_predict": params.max_tokens or TO_THE_END}
+
+
+@get("/props", operation=Operation(shapes.LlamaProps, query=ModelQuery, also=OF_MODELS))
+async def props(request: ApiRequest) -> ASGIResponse:
+    """Describe a model: its context, its chat template and its defaults. Nothing is loaded.
+
+    llama.cpp has the same route. Without `model` in the query it describes the model that a request without a name
+    would get.
+    """
+    manager, name = manager_of(request), request.query_params.get("model")
+    if not name:
+        if (default := manager.default) is None:
+            raise ModelLoading("The model is loading.", hint="Try again in a moment.")
+        name = default.name
+    model = await facts_of(manager, name)
+    served = model.entry.served if model.entry is not None else None
+    special = served.tokenizer.special_tokens if served is not None else {}
+    answer = shapes.LlamaProps(
+        default_generation_settings=shapes.LlamaSettings(
+            model.context, settings_of(served.default_params, served) if served is not None else {}
+        ),
+        total_slots=served.plan.max_num_seqs if served is not None else 1,
+        model_alias=model.name,
+        model_path=str(model.path or ""),
+        modalities={"vision": model.abilities.vision, "audio": False},
+        chat_template=model.abilities.template,
+        chat_template_caps={"supports_tools": model.abilities.tools, "supports_tool_calls": model.abilities.tools},
+        bos_token=special.get("bos_token", ""),
+        eos_token=special.get("eos_token", ""),
+        build_info=f"localllm {__version__}",
+        is_sleeping=model.entry is not None and model.entry.state == "sleeping",
+    )
+    return json_response(answer)

@@ -1,4 +1,4 @@
-"""The body of llama.cpp's POST /completion: the honoured fields, and the rules of the others.
+"""llama.cpp's own routes: the fields of a body, the rules of all others, and answers as they are sent.
 
 Does not know: the model, sampling rules, HTTP beyond the body.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.web.api.fields import FieldRules, Refused, empty
+from msgspec import UNSET, UnsetType
+
+from localllm.web.api.fields import FieldRules, Refused, SamplerFields, empty
 from localllm.web.api.hints import hints_of
-from localllm.web.api.sampler_fields import SamplerFields
+from localllm.web.api.timings import ApiTimings
+from localllm.web.shape import Shape
 
 
 class LlamaBody(SamplerFields, kw_only=True):
@@ -45,3 +48,41 @@ RULES = FieldRules(
         "lora": Refused("Name an adapter as the model.", empty),
     },
 )
+
+
+class LlamaCompletion(Shape, kw_only=True):
+    """An answer, or a piece of one. Fields from `model` on are present only in the last piece."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    stop: bool
+    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: str | UnsetType = UNSET  # eos, word or limit
+    stopping_word: str | UnsetType = UNSET
+    generation_settings: dict[str, Any] | UnsetType = UNSET
+    timings: ApiTimings | UnsetType = UNSET
+
+
+class LlamaSettings(Shape):
+    n_ctx: int | None
+    params: dict[str, Any]
+
+
+class LlamaProps(Shape):
+    default_generation_settings: LlamaSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str
+    chat_template_caps: dict[str, bool]
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool

@@ -1,7 +1,7 @@
 """Ollama's dialect: chat, generate, embed, and its calls about models.
 
-`fields` has the rules for every request field, `schema` parses bodies, `options` and `messages` translate them, `lines`
-translates events back; `chat`, `embed`, `models` and `pull` have the handlers.
+`schema` parses bodies and has the rules for every request field, `conversation` translates them, `lines` translates
+events back; `chat`, `embed` and `models` have the handlers.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.web.api.ollama.chat import chat, generate
 from localllm.web.api.ollama.embed import embed, embeddings
-from localllm.web.api.ollama.models import blobs, copy, create, delete_model, ps, push, show, tags
-from localllm.web.api.ollama.pull import pull
+from localllm.web.api.ollama.models import blobs, copy, create, delete_model, ps, pull, push, show, tags
 
 
 def routes() -> list[ControllerRouterHandler]:

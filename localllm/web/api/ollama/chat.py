@@ -11,12 +11,22 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import CONTINUE, NO_TOOLS, Conversation
+from localllm.serving.answers.conversation import (
+    CONTINUE,
+    NO_TOOLS,
+    ChatRequest,
+    Conversation,
+    encode,
+    ended,
+    fill_in_of,
+    infill_token_ids,
+    within_context,
+)
+from localllm.serving.answers.generation import generation_of
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
-from localllm.web.api.answer import generation_of, streamed, whole
-from localllm.web.api.conversation import ChatRequest, encode, within_context
+from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import (
     ApiRequest,
     json_response,
@@ -25,32 +35,35 @@ from localllm.web.api.exchange import (
     served_model,
     warning_headers,
 )
-from localllm.web.api.infilling import ended, fill_in_of, infill_token_ids
 from localllm.web.api.ollama import shapes
-from localllm.web.api.ollama.body import INSIDE, read_body
-from localllm.web.api.ollama.fields import CHAT_RULES, GENERATE_RULES
-from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
-from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages, with_pictures
-from localllm.web.api.ollama.models import plain_name
-from localllm.web.api.ollama.options import (
+from localllm.web.api.ollama.conversation import (
     capped_context,
+    is_to_be_continued,
     params_of,
+    plain_messages,
     read_options,
     structured_outputs,
     think_switches,
     tools_of,
     with_logprobs,
+    with_pictures,
 )
+from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
+from localllm.web.api.ollama.models import plain_name
 from localllm.web.api.ollama.schema import (
+    CHAT_RULES,
+    GENERATE_RULES,
+    INSIDE,
     AskBody,
     EmbedBody,
     OllamaChatBody,
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
     Options,
+    read_body,
 )
 from localllm.web.api.ollama.shapes import OllamaMessage
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.pictures import readable
 from localllm.web.errors import MissingParameter
 

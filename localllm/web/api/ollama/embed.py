@@ -10,14 +10,12 @@ from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.ollama import shapes
-from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.chat import asked_model
-from localllm.web.api.ollama.fields import NO_RULES
+from localllm.web.api.ollama.conversation import read_options
 from localllm.web.api.ollama.lines import RequestClock
-from localllm.web.api.ollama.options import read_options
-from localllm.web.api.ollama.schema import EmbedBody, OllamaEmbeddingsBody
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
-from localllm.web.api.vectors import MAX_INPUTS, shortened
+from localllm.web.api.ollama.schema import INSIDE, NO_RULES, EmbedBody, OllamaEmbeddingsBody, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
+from localllm.web.api.timings import MAX_INPUTS, shortened
 
 
 @post(

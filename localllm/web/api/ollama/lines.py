@@ -17,13 +17,13 @@ from msgspec import UNSET, UnsetType
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import Choice, Progress, parts_of
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.answers.whole import ToolCall
 from localllm.text.tokenizer import Tokenizer
 from localllm.web.api.disconnect import Framing
-from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.api.ollama.shapes import ChatLine, GenerateLine, OllamaCall, OllamaCalledFunction, OllamaMessage
-from localllm.web.api.scored import scored
+from localllm.web.api.timings import scored
 from localllm.web.errors import ollama_error
 from localllm.web.shape import Shape
 

@@ -1,13 +1,14 @@
-"""Ollama's calls about models: list, show, list loaded ones; copy and delete; unsupported calls.
+"""Ollama's calls about models: list, show, list loaded ones; download with progress as lines of JSON; copy and delete;
+unsupported calls.
 
-Does not know: how models are loaded and unloaded (serving/manager.py), how they are downloaded (pull.py).
+Does not know: how models are loaded and unloaded (serving/manager.py), how files are downloaded (models/library/hub).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +18,19 @@ from litestar.response.base import ASGIResponse
 from msgspec.structs import asdict
 
 from localllm.engine.params import SAMPLING_PARAMS
-from localllm.errors import RequestError
+from localllm.errors import DownloadCancelled, RequestError, UnsupportedParameter
 from localllm.models.formats.gguf.file_names import quant_of
+from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.serving.entry import ModelEntry, ModelUnusable
+from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
 from localllm.web.api.model_facts import facts_of
 from localllm.web.api.ollama import shapes
-from localllm.web.api.ollama.body import read_body
-from localllm.web.api.ollama.fields import NO_RULES
-from localllm.web.api.ollama.lines import timestamp
-from localllm.web.api.ollama.schema import CopyBody, OllamaModelBody, ShowBody
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
-from localllm.web.api.own.hub import copy_model, remove_model
-from localllm.web.errors import MissingParameter
+from localllm.web.api.ollama.lines import LINES, line, timestamp
+from localllm.web.api.ollama.schema import NO_RULES, CopyBody, OllamaModelBody, OllamaPullBody, ShowBody, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
+from localllm.web.api.own.hub import copy_model, downloads_of, remove_model, require_online
+from localllm.web.errors import MissingParameter, as_local_error, ollama_error
 
 if TYPE_CHECKING:
     from localllm.models.library.catalog import ResolvedModel
@@ -227,7 +228,7 @@ def _listed(
 def _details(path: Path | None, spec: ModelSpec | None) -> shapes.Details:
     """Return details that need no file access; for a model that was never loaded there are few."""
     is_gguf = path is not None and path.is_file()
-    family = _family(spec) if spec is not None else ""
+    family = spec.architecture.removesuffix("ForCausalLM").lower() if spec is not None else ""
     quant = quant_of(path.name) if path is not None and is_gguf else ""
     if not quant and spec is not None:
         quant = str((spec.quantization or {}).get("quant_method", spec.dtype)).upper()
@@ -241,9 +242,80 @@ def _details(path: Path | None, spec: ModelSpec | None) -> shapes.Details:
     )
 
 
-def _family(spec: ModelSpec) -> str:
-    return spec.architecture.removesuffix("ForCausalLM").lower()
-
-
 def _modified(path: Path | None) -> str:
     return timestamp(path.stat().st_mtime if path is not None and path.exists() else 0)
+
+
+LOOK_EVERY_S = 0.1
+
+
+@post(
+    "/api/pull",
+    status_code=200,
+    operation=Operation(
+        shapes.Pulled,
+        RequestBody(OllamaPullBody, NO_RULES, example={"model": "demo"}),
+        shapes.OllamaProgress,
+        also=OF_MODELS,
+    ),
+)
+async def pull(request: ApiRequest) -> ASGIResponse:
+    """Download a model from the Hugging Face hub.
+
+    If the client leaves, a download that it started is stopped; downloaded bytes are kept.
+    """
+    body, warnings = await read_body(request, OllamaPullBody, NO_RULES)
+    if body.insecure:
+        raise UnsupportedParameter(
+            "'insecure' is not supported.", "The hub is always contacted over TLS.", param="insecure"
+        )
+    name = required_name(body)
+    require_online(request)
+    downloads = downloads_of(request)
+    running = {each.id for each in downloads.list() if not each.is_over}
+    status = await asyncio.to_thread(downloads.start, name)
+
+    async def stop() -> None:
+        if status.id not in running:
+            await asyncio.to_thread(downloads.cancel, status.id)
+
+    headers = warning_headers(warnings)
+    if body.stream is False:
+        try:
+            await unless_disconnected(request.receive, _finished(downloads, status))
+        finally:
+            await stop()
+        return json_response(shapes.Pulled("success"), headers)
+    return EventStream(_lines(request, downloads, status), stop, headers, LINES)
+
+
+async def _lines(request: ApiRequest, downloads: Downloads, status: DownloadStatus) -> AsyncGenerator[bytes, None]:
+    try:
+        yield line(shapes.OllamaProgress("pulling manifest"))
+        async for news in _watched(downloads, status):
+            digest, progress = news.plan.commit, news.progress
+            yield line(
+                shapes.OllamaProgress(f"pulling {digest[:12]}", digest, progress.bytes_total, progress.bytes_done)
+            )
+        yield line(shapes.OllamaProgress("verifying sha256 digest")) + line(shapes.Pulled("success"))
+    except Exception as error:
+        yield line(ollama_error(as_local_error(error, request.scope)))
+
+
+async def _finished(downloads: Downloads, status: DownloadStatus) -> None:
+    async for _ in _watched(downloads, status):
+        pass
+
+
+async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerator[DownloadStatus, None]:
+    """Yield the status whenever it changes, until the download is done. Raises the error that stopped it."""
+    while True:
+        status = downloads.get(status.id)
+        yield status
+        if status.is_over:
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
+    if status.error is not None:
+        raise status.error
+    if status.state != "done":
+        raise DownloadCancelled(f"The download of {status.plan.name} was cancelled.", hint="Pull again to resume.")

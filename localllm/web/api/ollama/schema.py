@@ -1,15 +1,54 @@
-"""Request bodies: the honoured fields and their types.
+"""Request bodies: the honoured fields with their types, the rules of every other field and option that clients send,
+and how a body is parsed: JSON is accepted without a content type, as Ollama does.
 
-Does not know: the model, sampling rules, HTTP.
+Does not know: how the rules are applied (api/fields.py), the model, messages and options (conversation.py).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
-from localllm.web.api.sampler_fields import SamplerFields
+from localllm.web.api.exchange import ApiRequest, Body, json_body
+from localllm.web.api.fields import FieldRules, Refused, SamplerFields, empty, one_of
+from localllm.web.api.hints import hints_of
+from localllm.web.api.openapi import RequestBody
+from localllm.web.api.reading import read
+
+RULES = FieldRules(
+    hints=hints_of("ollama"),
+    refused={
+        "images": Refused("A picture belongs to a message: send messages[].images.", empty),
+        "template": Refused("A request may not bring its own template.", empty),
+        "context": Refused("Send the conversation to /api/chat.", empty),
+        "width": Refused("Supported output: text.", one_of(0)),
+        "height": Refused("Supported output: text.", one_of(0)),
+        "steps": Refused("Supported output: text.", one_of(0)),
+    },
+)
+"""Rules of chat and generate."""
+
+CHAT_RULES = replace(RULES, refused={**RULES.refused, "suffix": Refused("Use /api/generate with a suffix.", empty)})
+"""Of chat."""
+GENERATE_RULES = replace(
+    RULES,
+    refused={name: rule for name, rule in RULES.refused.items() if name != "images"}
+    | {"tools": Refused("Use /api/chat to call tools.", empty)},
+)
+"""Of generate."""
+
+OPTION_RULES = FieldRules(
+    hints=hints_of("ollama", "options."),
+    refused={
+        "tfs_z": Refused("Tail-free sampling is not supported.", one_of(1, 1.0)),
+    },
+)  # fmt: skip
+"""Rules of `options`."""
+
+NO_RULES = FieldRules()
+"""Rules of the calls about models and vectors, which have few fields and honour them all."""
 
 
 class Options(SamplerFields, kw_only=True):
@@ -99,3 +138,11 @@ class ShowBody(OllamaModelBody, kw_only=True):
 class OllamaPullBody(OllamaModelBody, kw_only=True):
     stream: bool | None = None
     insecure: bool | None = None  # only false is allowed
+
+
+INSIDE = {"options": RequestBody(Options, OPTION_RULES)}
+
+
+async def read_body(request: ApiRequest, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
+    """Return the parsed body and its warnings. Raises the `RequestError` that names the wrong field."""
+    return await read(await json_body(request, may_be_untyped=True), kind, rules)

@@ -1,8 +1,8 @@
 """OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, infilling, embeddings,
 reranking, models.
 
-`fields` has the rules for every request field, `schema` parses bodies, `params` and `prompts` translate them into one
-`GenerationRequest` per prompt, `chunks` and `bodies` translate events back.
+`schema` parses bodies and has the rules for every request field, `params` and `prompts` translate them into one
+`GenerationRequest` per prompt, `answer` translates events back.
 """
 
 from __future__ import annotations

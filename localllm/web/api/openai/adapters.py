@@ -1,6 +1,6 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload LoRA adapters while the server runs.
 
-Requests and answers are those of vLLM. An adapter is a model of its own: requests name it as their model.
+Requests and answers have vLLM's format. An adapter is a model of its own: requests name it as their model.
 Does not know: how an adapter is loaded (adapters.py).
 """
 
@@ -11,7 +11,7 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, manager_of, struct_body
-from localllm.web.api.operation import OF_MODELS, TEXT, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, TEXT, Operation, RequestBody
 from localllm.web.errors import MissingParameter
 
 

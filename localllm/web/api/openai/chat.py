@@ -9,24 +9,26 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
-from localllm.serving.chat import Conversation
+from localllm.serving.answers.conversation import ChatRequest, Conversation, Tools
 from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai import shapes
-from localllm.web.api.openai.beams import without_effect
-from localllm.web.api.openai.bodies import chat_response
-from localllm.web.api.openai.chunks import ChatChunks, new_head
-from localllm.web.api.openai.fields import CHAT_RULES
+from localllm.web.api.openai.answer import ChatChunks, chat_response, new_head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import chat_params, request_options
-from localllm.web.api.openai.prediction import with_prediction
+from localllm.web.api.openai.params import chat_params, request_options, with_prediction, without_effect
 from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
-from localllm.web.api.openai.schema import ChatBody, read_body
-from localllm.web.api.openai.tools import tools_of
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openai.schema import CHAT_RULES, ChatBody, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.pictures import readable
+from localllm.web.api.tools import chosen, read_tool
+
+
+def tools_of(body: ChatBody, model: ServedModel) -> Tools:
+    """Return the tools of a body. Raises `RequestError` if a tool or the choice is invalid."""
+    offered = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    return chosen(offered, body.tool_choice, body.parallel_tool_calls, model)
+
 
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
 CHAT = RequestBody(ChatBody, CHAT_RULES, example=EXAMPLE)

@@ -6,19 +6,17 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong
-from localllm.web.api.answer import generation_of, streamed, whole
+from localllm.serving.answers.conversation import ended, fill_in_of
+from localllm.serving.answers.generation import generation_of
+from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
-from localllm.web.api.infilling import ended, fill_in_of
 from localllm.web.api.openai import shapes
-from localllm.web.api.openai.beams import without_effect
-from localllm.web.api.openai.bodies import completion_response
-from localllm.web.api.openai.chunks import CompletionChunks, new_head
-from localllm.web.api.openai.fields import RULES
+from localllm.web.api.openai.answer import CompletionChunks, completion_response, new_head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import completion_params, request_options
+from localllm.web.api.openai.params import completion_params, request_options, without_effect
 from localllm.web.api.openai.prompts import completion_prompts
-from localllm.web.api.openai.schema import CompletionBody, read_body
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openai.schema import RULES, CompletionBody, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 
 BODY = RequestBody(CompletionBody, RULES, example={"prompt": "The sky is", "max_tokens": 16})
 

@@ -12,13 +12,12 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.pooling_client import Text
 from localllm.errors import InvalidParameter
-from localllm.web.api.conversation import require_readable
+from localllm.serving.answers.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai import shapes
-from localllm.web.api.openai.fields import RULES
-from localllm.web.api.openai.schema import read_body
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
-from localllm.web.api.vectors import MAX_INPUTS, shortened
+from localllm.web.api.openai.schema import RULES, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
+from localllm.web.api.timings import MAX_INPUTS, shortened
 from localllm.web.errors import InvalidType
 
 

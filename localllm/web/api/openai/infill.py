@@ -12,18 +12,17 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.outputs import GenerationEvent
 from localllm.errors import InvalidParameter, LocalLLMError
+from localllm.serving.answers.conversation import ended, fill_in_of, infill_token_ids
+from localllm.serving.answers.generation import Choice, Progress, generation_of
 from localllm.serving.served import ServedModel
 from localllm.text.fill_in import ExtraFile
-from localllm.web.api.answer import generation_of, streamed, whole
+from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
 from localllm.web.api.fields import FieldRules, Hint, Refused, one_of
-from localllm.web.api.generation import Choice, Progress
-from localllm.web.api.infilling import ended, fill_in_of, infill_token_ids
 from localllm.web.api.openai import shapes
-from localllm.web.api.openai.fields import HARMLESS, HINTS, REFUSED
 from localllm.web.api.openai.params import completion_params, request_options
-from localllm.web.api.openai.schema import CompletionBody
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openai.schema import HARMLESS, HINTS, REFUSED, CompletionBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 from localllm.web.api.timings import timings_object
 from localllm.web.errors import openai_error

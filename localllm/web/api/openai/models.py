@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from localllm.models.formats.gguf.file_names import quant_of
 from localllm.models.library.hub.downloads import DownloadStatus
-from localllm.serving.served import ModelCard
 from localllm.web.api.model_facts import ModelFacts
 from localllm.web.api.openai import shapes
 
@@ -62,8 +61,9 @@ def model_object(model: ModelFacts) -> shapes.OpenAIModel:
         found.context_length = UNSET if model.context is None else model.context
     if card is not None:
         found.created, found.max_model_len = int(card.created_s), card.plan.max_model_len
+        named = quant_of(card.path.name) if card.path.suffix == ".gguf" else ""
         found.meta = {
-            "quant": _quant(card),
+            "quant": named or (card.spec.quantization or {}).get("quant_method"),
             "size": card.plan.weights_bytes,
             "n_vocab": card.spec.vocab_size,
             "n_embd": card.spec.hidden_size,
@@ -71,12 +71,6 @@ def model_object(model: ModelFacts) -> shapes.OpenAIModel:
             "dtype": str(card.plan.dtype),
         }
     return found
-
-
-def _quant(card: ModelCard) -> str | None:
-    """Return the quantisation as in the file's name or the checkpoint's config."""
-    named = quant_of(card.path.name) if card.path.suffix == ".gguf" else ""
-    return named or (card.spec.quantization or {}).get("quant_method")
 
 
 def adapter_objects(model: ModelFacts) -> list[shapes.OpenAIModel]:

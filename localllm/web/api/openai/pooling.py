@@ -17,14 +17,13 @@ from litestar.response.base import ASGIResponse
 from localllm.engine.pooling_client import Answers, Text
 from localllm.errors import InvalidParameter
 from localllm.models.encoders.recipe import Want
+from localllm.serving.answers.conversation import require_readable
 from localllm.serving.served import ServedModel
-from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.embeddings import input_texts, vector_encoder
-from localllm.web.api.openai.fields import RULES
-from localllm.web.api.openai.schema import read_body
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openai.schema import RULES, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.errors import MissingParameter
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")

@@ -13,11 +13,10 @@ from typing import Any
 
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.serving.answers.conversation import encode_all, fill_in_of, infill_token_ids, truncate
+from localllm.serving.answers.off_loop import off_loop
 from localllm.serving.served import ServedModel
-from localllm.web.api.conversation import encode_all, truncate
 from localllm.web.api.hints import THINKING_SWITCHES, effort_switch, thinking_switch
-from localllm.web.api.infilling import fill_in_of, infill_token_ids
-from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter
 

@@ -6,17 +6,15 @@ from litestar import get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong, InvalidParameter
-from localllm.serving.chat import Conversation
+from localllm.serving.answers.conversation import Conversation, chat_token_ids, encode, most_chars
+from localllm.serving.answers.off_loop import off_loop
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
-from localllm.web.api.conversation import chat_token_ids, encode, most_chars
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
-from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai import shapes
-from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.prompts import template_switches
-from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openai.schema import RULES, ChatBody, DetokenizeBody, TokenizeBody, read_body
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.pictures import readable
 from localllm.web.api.reading import ModelQuery
 from localllm.web.errors import MissingParameter

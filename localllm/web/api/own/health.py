@@ -12,7 +12,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.errors import EngineError, LocalLLMError
 from localllm.version import __version__
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
-from localllm.web.api.operation import TEXT, Operation
+from localllm.web.api.openapi import TEXT, Operation
 from localllm.web.api.own import shapes
 from localllm.web.watchdog import ServerReport, Watchdog, worst
 

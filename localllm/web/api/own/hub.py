@@ -27,7 +27,7 @@ from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.pull import plan_facts, progress_facts
 from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own import shapes
 from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, openai_error

@@ -30,7 +30,7 @@ from localllm.web.api.exchange import (
     manager_of,
     struct_body,
 )
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own import shapes
 from localllm.web.errors import MissingParameter
 

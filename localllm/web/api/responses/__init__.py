@@ -1,7 +1,7 @@
 """OpenAI's responses API: items in, items out, stored for a while in memory.
 
-`fields` has the rules for every request field, `schema` parses bodies, `items` reads input items and turns them into
-messages, `params` translates the other fields, `output` and `answer` translate back, `store` stores responses.
+`schema` parses bodies and has the rules for every request field, `items` reads input items and turns them into
+messages, `asked` translates the other fields, `output` and `answer` translate back, `stored` stores responses.
 """
 
 from __future__ import annotations

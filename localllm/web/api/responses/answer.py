@@ -15,8 +15,8 @@ from msgspec import UNSET
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import Choice, Progress
 from localllm.text.answers.parts import Content
-from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.output import NO_CALLS, OutputItems

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import TOOL_CHOICE
+from localllm.serving.answers.conversation import TOOL_CHOICE
 from localllm.web.api.reading import text_field, wrong_type
 from localllm.web.api.tools import function_tool
 

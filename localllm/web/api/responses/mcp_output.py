@@ -18,6 +18,7 @@ from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.mcp_items import arguments_of
 from localllm.web.api.responses.mcp_tools import McpTool
 from localllm.web.api.responses.output import NO_CALLS, OutputItems
+from localllm.web.shape import Shape
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class McpOutput(OutputItems):
         self.items.append(item)
         return self.event(shapes.ItemAdded, output_index=len(self.items) - 1, item=item)
 
-    def _event_of(self, kind: Callable[..., shapes.AnyEvent], item: Item) -> bytes:
+    def _event_of(self, kind: Callable[..., Shape], item: Item) -> bytes:
         return self.event(kind, item_id=item["id"], output_index=self._index(item))
 
     def _done(self, item: Item) -> bytes:

@@ -18,15 +18,14 @@ from typing import Any
 import msgspec
 
 from localllm.engine.outputs import ExplainedMiss, Timings, Usage, most_missed
-from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import McpServers
-from localllm.mcp.values import Outcome
-from localllm.serving.chat import Tools
-from localllm.web.access.caller import owner_of
-from localllm.web.access.tools import MAX_CUTS, MAX_ROUNDS, mcp_of
+from localllm.mcp.values import Outcome, bounded, limit_for
+from localllm.serving.answers.conversation import Tools
+from localllm.serving.answers.generation import Generation, Progress
+from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS
+from localllm.web.access.caller import mcp_of, owner_of
 from localllm.web.api.answer import note_id
 from localllm.web.api.exchange import ApiRequest
-from localllm.web.api.generation import Generation, Progress
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead
 from localllm.web.api.responses.asked import Asked
@@ -175,7 +174,8 @@ class McpRounds:
         chat = asked.chat.within_context(len(asked.token_ids), asked.model)
         generation = chat.generation(asked.model, asked.token_ids)
         note_id(self._request, generation)
-        self._generation = await generation.__aenter__()
+        await generation.open()
+        self._generation = generation
         self._totals.rounds.append(generation.progress)
         return generation
 

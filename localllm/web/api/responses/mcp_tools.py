@@ -17,10 +17,9 @@ import msgspec
 
 from localllm.config.mcp_servers import McpServer
 from localllm.errors import InvalidParameter, RequestError
-from localllm.mcp.naming import function_names
-from localllm.mcp.values import Listing, ServerTool
-from localllm.web.access.caller import owner_of, require
-from localllm.web.access.tools import Decisions, may_use, mcp_of
+from localllm.mcp.values import Listing, ServerTool, function_names
+from localllm.serving.answers.tool_calls import ConsentPolicy, Decisions, may_use
+from localllm.web.access.caller import mcp_of, owner_of, require
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.fields import FieldRules, ListOf, Refused
 from localllm.web.api.hints import hints_of
@@ -145,13 +144,10 @@ async def mcp_offer(request: ApiRequest, tools: Sequence[Mapping[str, Any]], tak
     servers = mcp_of(request.app)
     listings = await asyncio.gather(*(servers.tools(each.server.name) for each in terms))
     decisions: Decisions = request.app.state["tool_decisions"]
-    of_admin = await decisions("")
-    always = {(each.server, each.tool, each.digest) for each in of_admin if each.choice == "always"}
-    of_both = [*of_admin, *(await decisions(owner_of(request)))]
-    never = {(each.server, each.tool) for each in of_both if each.choice == "never"}
+    of_admin, own = ConsentPolicy(await decisions("")), ConsentPolicy(await decisions(owner_of(request)))
     found: list[McpTool] = []
     for each, listing in zip(terms, listings, strict=True):
-        offered, left_out = _offered(each, listing, always, never)
+        offered, left_out = _offered(each, listing, of_admin, own)
         found += offered
         if left_out:
             warnings.append(f"{each.where}: tools that are not allowed here are left out: {', '.join(left_out)}")
@@ -223,9 +219,9 @@ def _names(given: ToolFilter | None, param: str) -> list[str] | None:
 
 
 def _offered(
-    terms: _Terms, listing: Listing, always: Collection[tuple[str, str, str]], never: Collection[tuple[str, str]]
+    terms: _Terms, listing: Listing, of_admin: ConsentPolicy, own: ConsentPolicy
 ) -> tuple[list[McpTool], list[str]]:
-    """Return the tools that are offered, and the names of those that are left out."""
+    """Return the offered tools, and the names of the tools that are left out."""
     server = terms.server
     if missing := [name for name in terms.named if listing.find(name) is None]:
         raise InvalidParameter(
@@ -237,9 +233,10 @@ def _offered(
     for tool in listing.tools:
         if terms.wanted is not None and tool.name not in terms.wanted:
             continue
-        asks, key = terms.asks(tool.name), (tool.server, tool.name)
-        runs = server.api == "run" or (*key, tool.digest) in always
-        if key not in never and (runs or (asks and server.api == "ask")):
+        asks, key = terms.asks(tool.name), (tool.server, tool.name, tool.digest)
+        choice = of_admin.choice(*key)
+        runs = server.api == "run" or choice == "always"
+        if "never" not in (choice, own.choice(*key)) and (runs or (asks and server.api == "ask")):
             offered.append(McpTool(tool, asks))
         else:
             left_out.append(tool.name)

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.client_tools import input_of
-from localllm.web.api.responses.item_shapes import OutputText, ReasoningText
 from localllm.web.api.responses.items import Item, new_id
-from localllm.web.shape import event_bytes
+from localllm.web.api.responses.shapes import OutputText, ReasoningText
+from localllm.web.shape import Shape, event_bytes
 
 to_json = msgspec.json.encode
 NO_CALLS: Mapping[str, Item] = MappingProxyType({})
@@ -29,8 +29,8 @@ class _Kind:
     """The properties of one type of item."""
 
     prefix: str  # prefix of its ids
-    delta: Callable[..., shapes.TextEvent]  # the events of its text
-    done: Callable[..., shapes.TextEvent]
+    delta: Callable[..., Shape]  # the events of its text
+    done: Callable[..., Shape]
     fields: Item  # fields beside its text
     part: shapes.TextPart | None = None  # its only part; None for a call, which has arguments instead
     extra: dict[str, list[Any]] = field(default_factory=dict)  # further fields of the events of its text
@@ -79,7 +79,7 @@ class OutputItems:
         self._new_id, self._kinds_of_calls = new_id, calls
         self._next_number = 0
 
-    def event(self, kind: Callable[..., shapes.AnyEvent], **fields: Any) -> bytes:
+    def event(self, kind: Callable[..., Shape], **fields: Any) -> bytes:
         return event_bytes(kind(**fields, sequence_number=self._number()))
 
     def say(self, part: Part) -> bytes:

@@ -7,18 +7,24 @@ from collections.abc import Sequence
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.serving.answers.generation import Choice
 from localllm.web.access.caller import is_background, owner_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.disconnect import EVENTS, EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
-from localllm.web.api.generation import Choice
-from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead, whole_response
 from localllm.web.api.responses.asked import Asked, read_asked
-from localllm.web.api.responses.fields import REASONING_RULES, RULES, TEXT_RULES
 from localllm.web.api.responses.mcp_rounds import McpRounds, Totals
-from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
+from localllm.web.api.responses.schema import (
+    REASONING_RULES,
+    RULES,
+    TEXT_RULES,
+    ResponseReasoning,
+    ResponsesBody,
+    TextConfig,
+)
 from localllm.web.api.responses.stored import store_of
 
 BODY = RequestBody(

@@ -1,17 +1,162 @@
-"""Answers of OpenAI's responses API, as they are sent.
+"""Items, answers and events of OpenAI's responses API, as they are sent.
 
 Does not know: where the values come from.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import reduce
+from operator import or_
+from typing import Any, Literal, cast
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
-from localllm.web.api.responses.item_shapes import Item, OutputText, ReasoningText
 from localllm.web.api.timings import ApiTimings
 from localllm.web.shape import Shape
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(Shape, tag="input_text"):
+    text: str
+
+
+class OutputText(Shape, tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any] | UnsetType = UNSET  # logprobs of the output tokens
+
+
+class ReasoningText(Shape, tag="reasoning_text"):
+    text: str
+
+
+class InputImage(Shape, tag="input_image"):
+    image_url: str
+    detail: str | None
+
+
+class MessageItem(Shape, tag="message"):
+    id: str
+    status: Status
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[InputText | OutputText | InputImage]
+
+
+class ReasoningItem(Shape, tag="reasoning"):
+    id: str
+    status: Status
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class CallItem(Shape, tag="function_call", kw_only=True):
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallOutputItem(Shape, tag="function_call_output"):
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText | InputImage]
+
+
+class CustomCallItem(Shape, tag="custom_tool_call"):
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomOutputItem(Shape, tag="custom_tool_call_output"):
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText | InputImage]
+
+
+class ShellCallItem(Shape, tag="local_shell_call"):
+    id: str
+    status: Status
+    call_id: str
+    action: dict[str, Any]
+
+
+class ShellOutputItem(Shape, tag="local_shell_call_output"):
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText | InputImage]
+
+
+class WebSearchItem(Shape, tag="web_search_call"):
+    id: str
+
+
+class CompactionItem(Shape, tag="compaction"):
+    id: str
+
+
+class McpTool(Shape):
+    name: str
+    description: str | None
+    input_schema: dict[str, Any]
+    annotations: None
+
+
+class McpListItem(Shape, tag="mcp_list_tools"):
+    id: str
+    server_label: str
+    tools: list[McpTool]
+    error: str | None
+
+
+class McpProtocolError(Shape, tag="mcp_protocol_error"):
+    code: int
+    message: str
+
+
+class McpToolError(Shape, tag="mcp_tool_execution_error"):
+    content: list[Any]
+
+
+class McpCallItem(Shape, tag="mcp_call"):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"]
+    server_label: str
+    name: str
+    arguments: str
+    approval_request_id: str | None
+    output: str | None
+    error: McpProtocolError | McpToolError | None
+
+
+class McpRequestItem(Shape, tag="mcp_approval_request"):
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+
+
+class McpAnswerItem(Shape, tag="mcp_approval_response"):
+    id: str
+    approval_request_id: str
+    approve: bool
+    reason: str | None
+
+
+Item = (
+    MessageItem | ReasoningItem | CallItem | CallOutputItem | CustomCallItem | CustomOutputItem | ShellCallItem
+    | ShellOutputItem | WebSearchItem | CompactionItem
+    | McpListItem | McpCallItem | McpRequestItem | McpAnswerItem
+)  # fmt: skip
 
 
 class InputDetails(Shape):
@@ -83,38 +228,10 @@ class ResponseEvent(Shape):
     sequence_number: int
 
 
-class Created(ResponseEvent, tag="response.created"):
-    pass
-
-
-class InProgress(ResponseEvent, tag="response.in_progress"):
-    pass
-
-
-class Completed(ResponseEvent, tag="response.completed"):
-    pass
-
-
-class Incomplete(ResponseEvent, tag="response.incomplete"):
-    pass
-
-
-class Failed(ResponseEvent, tag="response.failed"):
-    pass
-
-
 class ItemEvent(Shape):
     output_index: int
     item: Item
     sequence_number: int
-
-
-class ItemAdded(ItemEvent, tag="response.output_item.added"):
-    pass
-
-
-class ItemDone(ItemEvent, tag="response.output_item.done"):
-    pass
 
 
 class ItemPlace(Shape):
@@ -132,14 +249,6 @@ TextPart = OutputText | ReasoningText
 class PartEvent(PartPlace):
     part: TextPart
     sequence_number: int
-
-
-class PartAdded(PartEvent, tag="response.content_part.added"):
-    pass
-
-
-class PartDone(PartEvent, tag="response.content_part.done"):
-    pass
 
 
 class ResponseTextDelta(PartPlace, tag="response.output_text.delta"):
@@ -164,18 +273,13 @@ class ReasoningDone(PartPlace, tag="response.reasoning_text.done"):
     sequence_number: int
 
 
-class ArgumentsDelta(ItemPlace, tag="response.function_call_arguments.delta"):
+class ItemDelta(ItemPlace):
     delta: str
     sequence_number: int
 
 
-class ArgumentsDone(ItemPlace, tag="response.function_call_arguments.done"):
+class ArgumentsEvent(ItemPlace):
     arguments: str
-    sequence_number: int
-
-
-class CustomInputDelta(ItemPlace, tag="response.custom_tool_call_input.delta"):
-    delta: str
     sequence_number: int
 
 
@@ -184,48 +288,42 @@ class CustomInputDone(ItemPlace, tag="response.custom_tool_call_input.done"):
     sequence_number: int
 
 
-class McpArgumentsDelta(ItemPlace, tag="response.mcp_call_arguments.delta"):
-    delta: str
-    sequence_number: int
-
-
-class McpArgumentsDone(ItemPlace, tag="response.mcp_call_arguments.done"):
-    arguments: str
-    sequence_number: int
-
-
 class McpEvent(ItemPlace):
     sequence_number: int
 
 
-class McpCallInProgress(McpEvent, tag="response.mcp_call.in_progress"):
-    pass
+def _event(name: str, base: type[Shape], kind: str) -> type[Shape]:
+    """Return the class of an event that differs from its base by its type alone."""
+    made = msgspec.defstruct(name, [], bases=(base,), tag=f"response.{kind}", module=__name__)
+    return cast("type[Shape]", made)
 
 
-class McpCallCompleted(McpEvent, tag="response.mcp_call.completed"):
-    pass
-
-
-class McpCallFailed(McpEvent, tag="response.mcp_call.failed"):
-    pass
-
-
-class McpListInProgress(McpEvent, tag="response.mcp_list_tools.in_progress"):
-    pass
-
-
-class McpListCompleted(McpEvent, tag="response.mcp_list_tools.completed"):
-    pass
-
-
-TextEvent = (
-    ResponseTextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
-    | CustomInputDelta | CustomInputDone | McpArgumentsDelta | McpArgumentsDone
+Created = _event("Created", ResponseEvent, "created")
+InProgress = _event("InProgress", ResponseEvent, "in_progress")
+Completed = _event("Completed", ResponseEvent, "completed")
+Incomplete = _event("Incomplete", ResponseEvent, "incomplete")
+Failed = _event("Failed", ResponseEvent, "failed")
+ItemAdded = _event("ItemAdded", ItemEvent, "output_item.added")
+ItemDone = _event("ItemDone", ItemEvent, "output_item.done")
+PartAdded = _event("PartAdded", PartEvent, "content_part.added")
+PartDone = _event("PartDone", PartEvent, "content_part.done")
+ArgumentsDelta = _event("ArgumentsDelta", ItemDelta, "function_call_arguments.delta")
+ArgumentsDone = _event("ArgumentsDone", ArgumentsEvent, "function_call_arguments.done")
+CustomInputDelta = _event("CustomInputDelta", ItemDelta, "custom_tool_call_input.delta")
+McpArgumentsDelta = _event("McpArgumentsDelta", ItemDelta, "mcp_call_arguments.delta")
+McpArgumentsDone = _event("McpArgumentsDone", ArgumentsEvent, "mcp_call_arguments.done")
+McpCallInProgress = _event("McpCallInProgress", McpEvent, "mcp_call.in_progress")
+McpCallCompleted = _event("McpCallCompleted", McpEvent, "mcp_call.completed")
+McpCallFailed = _event("McpCallFailed", McpEvent, "mcp_call.failed")
+McpListInProgress = _event("McpListInProgress", McpEvent, "mcp_list_tools.in_progress")
+McpListCompleted = _event("McpListCompleted", McpEvent, "mcp_list_tools.completed")
+EVENTS = (
+    Created, InProgress, Completed, Incomplete, Failed, ItemAdded, ItemDone, PartAdded, PartDone,
+    ResponseTextDelta, TextDone, ReasoningDelta, ReasoningDone, ArgumentsDelta, ArgumentsDone,
+    CustomInputDelta, CustomInputDone, McpArgumentsDelta, McpArgumentsDone,
+    McpCallInProgress, McpCallCompleted, McpCallFailed, McpListInProgress, McpListCompleted,
 )  # fmt: skip
-AnyEvent = (
-    Created | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | TextEvent | McpCallInProgress | McpCallCompleted | McpCallFailed | McpListInProgress | McpListCompleted
-)  # fmt: skip
+AnyEvent: Any = reduce(or_, EVENTS)
 
 
 class ResponseInputTokens(Shape):

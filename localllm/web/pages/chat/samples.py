@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from localllm.web.pages.chat import tool_samples
+from dataclasses import replace
+
+from localllm.web.pages.chat.composer import model_picker as picker
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.markdown.render import code_block, render_markdown
 from localllm.web.pages.chat.offer import views as o
 from localllm.web.pages.chat.projects import views as j
 from localllm.web.pages.chat.prompts import views as p
 from localllm.web.pages.chat.sidebar import views as c
-from localllm.web.pages.chat.sidebar import views as k
 from localllm.web.pages.chat.store.records import ChatTotals
-from localllm.web.pages.chat.thread import views as m
+from localllm.web.pages.chat.thread import messages as m
 from localllm.web.pages.chat.thread import views as v
+from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.chat.transfer import export as sh
 from localllm.web.pages.frame import views
 
@@ -37,33 +39,33 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 
 
 def samples(shell: views.Shell) -> list[views.View]:
-    actions = v.MessageActions("/c/sample/m/1", "user")
-    versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
+    actions = m.MessageActions("/c/sample/m/1", "user")
+    versions = m.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
     more = (("Read", "1,204 tokens, 85% of it from the prefix cache"),)
-    figures = v.ReplyFigures(("0.21 s to first word", "62.1 tok/s", "318 tokens"), details=more)
-    user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
-    reply = v.ChatMessage(
+    figures = m.ReplyFigures(("0.21 s to first word", "62.1 tok/s", "318 tokens"), details=more)
+    user = m.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
+    reply = m.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
     )
-    writing = v.ChatMessage("sample-3", "assistant", model="demo", open=v.OpenBlock("sample-3", "text", "It keeps the"))
-    failed = v.ChatMessage(
+    writing = m.ChatMessage("sample-3", "assistant", model="demo", open=m.OpenBlock("sample-3", "text", "It keeps the"))
+    failed = m.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
-    searched = v.ChatMessage("sample-20", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
-    called = v.ChatMessage(
+    searched = m.ChatMessage("sample-20", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
+    called = m.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
     )
-    answered = v.ChatMessage("sample-10", "user", "get_weather: 21 °C", results=(result(),))
-    thinks = v.ChatMessage(
+    answered = m.ChatMessage("sample-10", "user", "get_weather: 21 °C", results=(result(),))
+    thinks = m.ChatMessage(
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
-        open=v.OpenBlock("sample-11"),
+        open=m.OpenBlock("sample-11"),
     )  # fmt: skip
-    with_file = v.ChatMessage(
-        "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
+    with_file = m.ChatMessage(
+        "sample-12", "user", "What does it do?", files=(w.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
-    edit = v.EditForm("sample-6", "/c/sample/m/6", "/c/sample/m/6", "What is it?")
-    stop = v.ComposerAction("/c/sample/m/sample/stop")
-    full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
+    edit = m.EditForm("sample-6", "/c/sample/m/6", "/c/sample/m/6", "What is it?")
+    stop = w.ComposerAction("/c/sample/m/sample/stop")
+    full = m.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
         *(called, answered, thinks, with_file, searched),
@@ -76,21 +78,21 @@ def samples(shell: views.Shell) -> list[views.View]:
         versions,
         *ways(reply, writing),
         edit,
-        v.ChatMessage("sample-6", "user", edit=edit),
-        v.OpenBlock("sample-5", "code", "def f():\n    return"),
-        v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
+        m.ChatMessage("sample-6", "user", edit=edit),
+        m.OpenBlock("sample-5", "code", "def f():\n    return"),
+        m.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.ComposerAction(),
+        w.ComposerAction(),
         stop,
         sampling(),
-        v.Composer("", sampling(), v.ComposerAction(), "Hello", views.ErrorNotice("The message is empty.")),
-        v.Composer(
+        w.Composer("", sampling(), w.ComposerAction(), "Hello", views.ErrorNotice("The message is empty.")),
+        w.Composer(
             "",
-            v.Sampling(),
+            w.Sampling(),
             stop,
-            models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
+            models=picker.ModelChoices(choices()),
         ),
-        v.ModelChoices(),
+        picker.ModelChoices(),
         *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
@@ -98,41 +100,45 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.Examples(("What is paged attention?",)),
         *offers(),
         o.Announcement("Qwen3.5 2B is ready."),
-        v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
+        m.MessageList((m.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
-        v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
+        v.ChatUpdate(full, w.ComposerAction(), head(), "Version 2 of 3", undo()),
         v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
         *progress(),
-        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        m.ReplyFinished(reply, w.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
         *library(),
         *pages(shell, full),
     ]
 
 
-def not_read(user: v.ChatMessage) -> list[views.View]:
+def choices() -> tuple[picker.ModelChoice, ...]:
+    return picker.ModelChoice("demo", True), picker.ModelChoice("org/big", False, "not loaded")
+
+
+def not_read(user: m.ChatMessage) -> list[views.View]:
     """Return samples of messages that the model does not read, or reads in another place."""
-    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
-    unsent = v.ChatMessage(
+    left_out = m.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = m.ChatMessage(
         "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
     )
-    summary = v.ChatMessage(
+    summary = m.ChatMessage(
         "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
     )
     return [
         *(unsent, summary),
-        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+        m.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
     ]
 
 
 def progress() -> list[views.View]:
     """Return samples of the live updates of a reply."""
     return [
-        v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
-        v.ReplyProgress("sample-3", appended=" words"),
-        v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
-        v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
-        v.ReplyProgress("sample-11", thinking_appended=" and"),
+        m.ReplyProgress("sample-3", "<p>A block.</p>", True, m.OpenBlock("sample-3", "text", "The next")),
+        m.ReplyProgress("sample-3", appended=" words"),
+        m.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
+        m.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=m.OpenBlock("sample-11-thinking")),
+        m.ReplyProgress("sample-11", thinking_appended=" and"),
     ]
 
 
@@ -156,54 +162,54 @@ def offers() -> list[o.OfferCard | o.OfferRoom]:
 
 
 def thought(message_id: str = "sample-9", *, thinks: bool = False) -> m.ReasoningView:
-    rest = v.OpenBlock(f"{message_id}-thinking", "text", "So $21$") if thinks else None
+    rest = m.OpenBlock(f"{message_id}-thinking", "text", "So $21$") if thinks else None
     return m.ReasoningView(message_id, render_markdown("The user wants the *weather*. $E = mc^2$"), 4.2, 312, rest)
 
 
-def call() -> m.ToolCallCard:
-    return m.ToolCallCard("get_weather", code_block('{\n  "city": "Paris"\n}', "json"))
+def call() -> t.ToolCallCard:
+    return t.ToolCallCard("get_weather", code_block('{\n  "city": "Paris"\n}', "json"))
 
 
-def form() -> m.ResultForm:
-    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ((0, "get_weather"),))
+def form() -> t.ResultForm:
+    return t.ResultForm("/c/sample/m/sample-9", "sample-9", ((0, "get_weather"),))
 
 
-def result() -> m.ToolResult:
-    return m.ToolResult("get_weather", "21 °C, clear")
+def result() -> t.ToolResult:
+    return t.ToolResult("get_weather", "21 °C, clear")
 
 
-def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
+def ways(reply: m.ChatMessage, writing: m.ChatMessage) -> list[views.View]:
     """Return samples of what a message's menu opens, and of two replies to compare."""
-    names = (v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
-    compared = v.ComparedReplies((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
+    names = choices()
+    compared = m.ComparedReplies((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
     refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
     return [
         compared,
-        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
-        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
-        v.ChatMessage("sample-21", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
-        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
-        v.OtherModel("/c/sample/m/2", names, "org/big"),
-        v.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
-        v.OtherModel("/c/sample/m/2", names[:1], ""),
-        v.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
-        v.Outline(()),
+        m.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
+        m.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
+        m.ChatMessage("sample-21", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
+        m.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
+        m.OtherModel("/c/sample/m/2", names, "org/big"),
+        m.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
+        m.OtherModel("/c/sample/m/2", names[:1], ""),
+        m.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
+        m.Outline(()),
     ]
 
 
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
-    chip = m.AttachmentChip("notes.py", 412, 131, "a1")
-    long = m.AttachmentChip("paper.pdf", 1_412_000, 353_000, "a2", is_estimate=True, searched=True)
+    chip = w.AttachmentChip("notes.py", 412, 131, "a1")
+    long = w.AttachmentChip("paper.pdf", 1_412_000, 353_000, "a2", is_estimate=True, searched=True)
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
-        m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
-        m.Attachments((chip,), 131, 4096),
-        m.Attachments((chip, long), 131, 4096),
-        m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
-        m.AttachmentChip("paper.pdf", 1_412_000, searched=True, is_missing=True),
+        t.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
+        w.Attachments((chip,), 131, 4096),
+        w.Attachments((chip, long), 131, 4096),
+        w.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        w.AttachmentChip("paper.pdf", 1_412_000, searched=True, is_missing=True),
         *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
-        m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
+        w.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
 
 
@@ -212,8 +218,8 @@ def sources() -> m.Sources:
     return m.Sources("From paper.pdf, p. 3", (passage,))
 
 
-def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
-    composer = v.Composer("", sampling(), v.ComposerAction(), begins="abcdefgh12345678")
+def pages(shell: views.Shell, messages: m.MessageList) -> list[views.View]:
+    composer = w.Composer("", sampling(), w.ComposerAction(), begins="abcdefgh12345678")
     aside = views.ErrorNotice("The chats in chats.db were damaged. They were set aside as chats.db.broken-1.")
     return [
         v.ChatPage(
@@ -235,7 +241,7 @@ def around() -> list[views.View]:
     """Return samples of the views beside the messages."""
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
-        *tool_samples.samples(),
+        *of_tools(),
         head(),
         *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
@@ -271,7 +277,7 @@ def around() -> list[views.View]:
 
 def shared() -> list[views.View]:
     """Return a chat that is saved as a file, and its messages."""
-    chip, answer = m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"), render_markdown(MARKDOWN)
+    chip, answer = w.AttachmentChip("notes.py", 412, None, "", "x = 1\n"), render_markdown(MARKDOWN)
     messages = (
         sh.SharedMessage("user", "You", "What is it?", files=(chip,)),
         sh.SharedMessage("assistant", "demo", answer, "<p>Hm.</p>", (result(),), sources=sources(), error="It failed."),
@@ -315,8 +321,8 @@ def library() -> list[views.View]:
     translate = p.PromptRow("Translate", "/prompts/1", "Translate into {{language}}: …", asks=True)
     rows = (translate, p.PromptRow("Exact", "/prompts/2", notes=("the system prompt", "temperature")))
     file = j.PinnedFile("1", "notes.md", 412, "# Notes\n")
-    commands = (k.PaletteEntry(0, "New chat", "/"), k.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
-    chats = (k.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
+    commands = (c.PaletteEntry(0, "New chat", "/"), c.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
+    chats = (c.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
     return [
         form,
         p.SettingsForm(),
@@ -328,7 +334,7 @@ def library() -> list[views.View]:
         p.PromptList(rows),
         p.PromptList(is_empty=True),
         p.PromptList(),
-        p.PromptUsed("Exact", "Hello", sampling(), v.ModelChoices((v.ModelChoice("demo", True),))),
+        p.PromptUsed("Exact", "Hello", sampling(), picker.ModelChoices((picker.ModelChoice("demo", True),))),
         p.PromptUsed("Translate", "Translate into French: tree"),
         j.ProjectList((j.ProjectRow("Kernels", "/projects/p", 12),)),
         j.ProjectList((), "x" * 61, wrong),
@@ -336,8 +342,8 @@ def library() -> list[views.View]:
             "/projects/p", "Kernels", "/?project=p", 12, (chat_row(),), (file,), 131, 64, "Kernels", form, wrong
         ),
         j.ProjectPage("/projects/p", "Empty", "/?project=p", typed_name="Empty"),
-        k.Palette((k.PaletteGroup("Go to", commands), k.PaletteGroup("Chats", chats))),
-        k.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
+        c.Palette((c.PaletteGroup("Go to", commands), c.PaletteGroup("Chats", chats))),
+        c.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
     ]
 
 
@@ -352,12 +358,12 @@ def chat_list() -> c.ChatList:
     return c.ChatList((c.ChatGroup("Pinned", (found,)), project, c.ChatGroup("Today", rows)), has_more=True)
 
 
-def sampling() -> v.Sampling:
+def sampling() -> w.Sampling:
     fields = (
-        v.SettingField(
+        w.SettingField(
             "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
         ),
-        v.SettingField(
+        w.SettingField(
             "max_tokens",
             "Longest reply, tokens",
             "whole",
@@ -370,10 +376,10 @@ def sampling() -> v.Sampling:
             True,
             True,
         ),
-        v.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
+        w.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
     wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
-    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong, num_set=2, wrong="max_tokens")
+    return w.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong, num_set=2, wrong="max_tokens")
 
 
 def beside_the_text() -> list[views.View]:
@@ -384,17 +390,54 @@ def beside_the_text() -> list[views.View]:
     )  # fmt: skip
     long = w.Refusal("Too long by 12,965 tokens.", "This message needs 15,013 tokens.", "/chat", file_tokens=1900)
     progress = w.LoadProgress("org/big", 0.4, "weights 0.4 of 0.6 GiB")
-    load = v.ComposerAction(load=progress, load_url="/live/chat/model?model=org%2Fbig")
+    load = w.ComposerAction(load=progress, load_url="/live/chat/model?model=org%2Fbig")
     return [
-        *(full, long, progress, load, v.ComposerAction(over_tokens=12965)),
-        w.FitUpdate(v.ComposerAction(over_tokens=125), full, w.ContextMeter(2173, 2048), True),
-        w.FitUpdate(v.ComposerAction()),
+        *(full, long, progress, load, w.ComposerAction(over_tokens=12965)),
+        w.FitUpdate(w.ComposerAction(over_tokens=125), full, w.ContextMeter(2173, 2048), True),
+        w.FitUpdate(w.ComposerAction()),
         *(w.BehaviourChip("Speak like a pirate.", "/c/sample?behaviour=1#system"), w.BehaviourChip()),
         w.SummaryOrigin("What is paged attention?", "/c/sample"),
         w.ModelPicked(load),
         w.ModelPicked(
-            v.ComposerAction(), v.Sampling(), w.ThinkingChoice(True), v.ModelChoices(), views.ErrorNotice("Too large.")
+            w.ComposerAction(),
+            w.Sampling(),
+            w.ThinkingChoice(True),
+            picker.ModelChoices(),
+            views.ErrorNotice("Too large."),
         ),
         *(w.ThinkingChoice(True, "off"), w.ThinkingChoice()),
-        w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), v.Sampling(is_open=True)),
+        w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), w.Sampling(is_open=True)),
+    ]
+
+
+def of_tools() -> list[views.View]:
+    html = code_block('{\n  "path": "notes/todo.md"\n}', "json")
+    card = t.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-24/calls/0")
+    reply = m.ChatMessage("sample-24", "assistant", model="demo", calls=(card,))
+    form = t.ResultForm("/c/sample/m/sample-25", "sample-25", ((0, "read_file"),), is_folded=True)
+    failed = views.ErrorNotice("time did not start.", "The program 'uvx' is not on this machine.", "Install it.")
+    consents = t.ConsentList(
+        (
+            t.ConsentRow("files", "read_file", "always", "2026-01-02"),
+            t.ConsentRow("files", "delete_file", "never", "2026-01-02"),
+        ),
+        "/chats/tools",
+    )
+    rows = (t.ToolRow("read_file", "Read a text file."), t.ToolRow("delete_file", "Delete a file."))
+    servers = (t.UsableServer("files", "running", rows), t.UsableServer("time", "failed", error=failed))
+    return [
+        card,
+        replace(card, note="The tool has changed since you allowed it."),
+        replace(card, state="running"),
+        replace(card, state="done", text="<b>milk</b>"),
+        t.ToolNotes(("The tools of time are left out. time did not start.",)),
+        replace(form, message_id="sample-26"),
+        replace(form, message_id="sample-27", calls=(), is_folded=False, goes_on=True, error=failed),
+        m.CallsProgress(reply, "The call waits for your answer"),
+        t.ToolServers((t.ServerChoice("files", True), t.ServerChoice("time", False, "time did not start."))),
+        t.ToolServers((t.ServerChoice("notes", True),), "demo cannot call tools."),
+        consents,
+        t.ConsentList(()),
+        t.ToolsPanel(servers, consents),
+        t.ToolsPanel((), t.ConsentList(())),
     ]

@@ -14,7 +14,7 @@ from litestar import Litestar, Request
 
 from localllm.mcp.servers import McpServers
 from localllm.serving.model_offer import ModelOffer
-from localllm.web.access.tools import mcp_of
+from localllm.web.access.caller import mcp_of
 from localllm.web.pages.chat.composer.model_picker import ModelPicker
 from localllm.web.pages.chat.files.attachments import PendingAttachments
 from localllm.web.pages.chat.replies.active import ActiveReplies

@@ -1,6 +1,6 @@
 """The dashboard's handlers, and its live stream.
 
-Does not know: how a tile is filled (presenters.py) or rendered (templates).
+Does not know: how a tile is filled (views.py) or rendered (templates).
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import EngineStopped
 from localllm.serving.served import ServedModel
-from localllm.web.pages.dashboard import presenters, request_handlers
+from localllm.web.pages.dashboard import request_handlers, views
 from localllm.web.pages.dashboard.machine import MachineMonitor
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS
-from localllm.web.pages.dashboard.request_presenters import Viewer
-from localllm.web.pages.dashboard.shown import DashboardQuery, loaded_models, model_choices, shown
-from localllm.web.pages.dashboard.views import Dashboard, DashboardLink, DashboardPage
+from localllm.web.pages.dashboard.request_views import Viewer
+from localllm.web.pages.dashboard.shown import DashboardLink, DashboardQuery, loaded_models, model_choices, shown
+from localllm.web.pages.dashboard.views import Dashboard, DashboardPage
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import shows_loading, update_event
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, once_per_app, pages_state
 
 
@@ -50,7 +49,7 @@ async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
     return live_stream(request, events)
 
 
-@post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
+@post("/dashboard/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False)
 def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     """Cancel a request, also one of another client."""
     for model in _serving(request):
@@ -58,7 +57,7 @@ def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     return _back(request, "")
 
 
-@post("/dashboard/requests/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
+@post("/dashboard/requests/cancel", status_code=200, sync_to_thread=False)
 def cancel_all(request: Request[Any, Any, Any]) -> Response[Any]:
     """Cancel every request of the model that the dashboard shows."""
     seen = shown(request)
@@ -125,7 +124,7 @@ async def _dashboard(seen: DashboardQuery, monitor: MachineMonitor, tick: Tick) 
     viewer = Viewer(seen.names_keys, seen.base_url, seen.query())
     return tick.cached(
         f"dashboard {seen.variant}",
-        lambda: presenters.dashboard(stats, tick, served, machine, past, seen.span, viewer),
+        lambda: views.dashboard(stats, tick, served, machine, past, seen.span, viewer),
     )
 
 

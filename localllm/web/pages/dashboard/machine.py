@@ -1,6 +1,7 @@
-"""The load of this machine: processor, memory, GPUs. Read at most once a second, and only on request.
+"""The load of this machine: processor, memory, GPUs, read at most once a second and only on request. The ranks of a
+model that runs on several devices.
 
-Does not know: the engine, templates.
+Does not know: HTTP, the engine's requests.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 import psutil
 
-log = logging.getLogger(__name__)
+from localllm.engine.step import RankStats, RunnerStats
+from localllm.units import format_bytes, format_count, format_seconds
+from localllm.web.pages.frame.views import Fact, Gauge, Segment, View, stacked, view
 
+log = logging.getLogger(__name__)
 MIN_AGE_S = 1.0
 T = TypeVar("T")
 
@@ -144,3 +149,126 @@ def _or_none(read: Callable[[], T]) -> T | None:
         return read()
     except pynvml.NVMLError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class GPUUse:
+    """The utilisation and memory of one GPU."""
+
+    index: int
+    name: str
+    utilization: Gauge
+    memory: tuple[Segment, ...]
+    facts: tuple[Fact, ...]
+
+
+@view("dashboard/_machine_use.html")
+class MachineUse(View):
+    """CPU, memory and GPUs right now."""
+
+    gauges: tuple[Gauge, ...]
+    facts: tuple[Fact, ...] = ()
+    gpus: tuple[GPUUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankTile:
+    """One rank: its device, memory by part, and step time."""
+
+    number: int
+    device: str
+    is_up: bool
+    memory: tuple[Segment, ...]
+    held: str  # memory of all parts, of the whole device
+    facts: tuple[Fact, ...]
+    last_words: str  # why the last lost process of this rank was lost
+
+
+@dataclass(frozen=True, slots=True)
+class StageTile:
+    """The ranks of one pipeline stage."""
+
+    number: int
+    ranks: tuple[RankTile, ...]
+    bubble_ratio: float | None  # share of the time in which the stage computed nothing; None: unknown, or one stage
+
+
+@view("dashboard/_ranks.html")
+class Ranks(View):
+    """The ranks of a model on several devices; hidden if the model runs in the server's process."""
+
+    stages: tuple[StageTile, ...] = ()
+    num_ranks: int = 0
+    num_lost: int = 0
+
+
+def machine_use(machine: MachineReading) -> MachineUse:
+    used, total = machine.memory_used_bytes, machine.memory_total_bytes
+    gauges = (
+        Gauge("CPU", machine.cpu, f"{machine.cpu:.0%} of {machine.cores} cores"),
+        Gauge("Memory", used / total if total else 0.0, f"{format_bytes(used)} of {format_bytes(total)}"),
+    )
+    facts = (Fact("This server", format_bytes(machine.process_bytes), "resident memory"),)
+    return MachineUse(gauges, facts, tuple(_gpu(index, gpu) for index, gpu in enumerate(machine.gpus)))
+
+
+def _gpu(index: int, gpu: GPUReading) -> GPUUse:
+    others = max(0, gpu.used_bytes - gpu.process_bytes)
+    parts = (
+        ("This server", "used", gpu.process_bytes),
+        ("Others", "queue", others),
+        ("Free", "idle", max(0, gpu.total_bytes - gpu.process_bytes - others)),
+    )
+    facts = (
+        ("Clock", f"{gpu.sm_clock_mhz} MHz" if gpu.sm_clock_mhz is not None else ""),
+        ("Temperature", f"{gpu.temperature_c} °C" if gpu.temperature_c is not None else ""),
+        ("Power", f"{gpu.power_w:.0f} W" if gpu.power_w is not None else ""),
+    )
+    return GPUUse(
+        index=index,
+        name=gpu.name,
+        utilization=Gauge("Busy", gpu.utilization, f"{gpu.utilization:.0%}"),
+        memory=stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts]),
+        facts=tuple(Fact(name, value) for name, value in facts if value),
+    )
+
+
+def ranks(runner: RunnerStats) -> Ranks:
+    """Return the tile of all ranks; it has no stages if the model runs in the server's process."""
+    bubbles = runner.bubble_ratios()
+    grouped = {stage: tuple(map(_rank, members)) for stage, members in groupby(runner.ranks, lambda rank: rank.stage)}
+    stages = [StageTile(stage, tiles, bubbles.get(stage)) for stage, tiles in grouped.items()]
+    return Ranks(tuple(stages), len(runner.ranks), sum(not rank.is_up for rank in runner.ranks))
+
+
+def _rank(rank: RankStats) -> RankTile:
+    size = f" of {format_bytes(rank.device_bytes)}" if rank.device_bytes else ""
+    return RankTile(
+        number=rank.rank,
+        device=", ".join(filter(None, (rank.device, rank.device_name))),
+        is_up=rank.is_up,
+        memory=_memory(rank),
+        held=format_bytes(rank.memory.held_bytes) + size,
+        facts=tuple(_facts(rank)),
+        last_words=rank.last_words,
+    )
+
+
+def _memory(rank: RankStats) -> tuple[Segment, ...]:
+    memory = rank.memory
+    parts = [
+        ("Weights", "weights", memory.weights_bytes),
+        ("KV cache", "used", memory.kv_bytes),
+        ("Activations", "prefill", memory.activation_bytes),
+        ("Other", "queue", memory.other_bytes),
+    ]
+    return stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts], rank.device_bytes)
+
+
+def _facts(rank: RankStats) -> Iterator[Fact]:
+    yield Fact("Step", format_seconds(rank.step_s))
+    yield Fact("Lag", f"{format_count(rank.lag_steps)} {'step' if rank.lag_steps == 1 else 'steps'}")
+    if rank.busy_ratio is not None:
+        yield Fact("Computing", f"{rank.busy_ratio:.0%}")
+    if rank.restarts:
+        yield Fact("Restarts", format_count(rank.restarts), rank.last_words if rank.is_up else "")

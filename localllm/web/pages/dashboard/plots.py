@@ -12,11 +12,49 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from localllm.web.pages.dashboard.views import PoolCell, Sparkline, StepColumn
+from localllm.web.pages.frame.views import View, view
+
+
+@view("dashboard/_sparkline.html")
+class Sparkline(View):
+    """The history of a value. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
+
+    title: str
+    span: str  # the period from the left edge to now
+    lines: tuple[str, ...]  # one "x,y x,y ..." per line
+    areas: tuple[str, ...]  # SVG path data of the area below each line
+    now: str
+    low: str
+    high: str
+    samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the plot as text
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCell:
+    """One cell of the pool map."""
+
+    x: int
+    y: int
+    kind: str  # seq-0 to seq-5, used, cached, free
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumn:
+    """One step in the plot of the last steps, in a 120 by 40 box: the prefill bar is on top of the decode bar."""
+
+    x: float
+    width: float
+    decode_y: float
+    decode_height: float
+    prefill_y: float
+    prefill_height: float
+
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
+
 POINTS = 240
 """Most points of a sparkline."""
+
 ROWS = 10
 """Rows of the table with the same values."""
 

@@ -1,13 +1,13 @@
 """The dashboard's data by request and as files: pages of requests, CSV, JSON.
 
-Does not know: how a row is filled (request_presenters.py) or rendered (templates).
+Does not know: how a row is filled (request_views.py) or rendered (templates).
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, fields, replace
 from typing import Any
 
@@ -19,9 +19,14 @@ from localllm.engine.client import EngineClient
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.errors import EngineStopped
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.dashboard.request_presenters import Viewer, finished_requests, live_requests, request_page
+from localllm.web.pages.dashboard.request_views import (
+    RequestsPage,
+    Viewer,
+    finished_requests,
+    live_requests,
+    request_page,
+)
 from localllm.web.pages.dashboard.shown import shown
-from localllm.web.pages.dashboard.views import RequestsPage
 from localllm.web.pages.frame.errors import UnknownRequest
 from localllm.web.pages.frame.sampler import Sample
 from localllm.web.pages.frame.state import html, pages_state
@@ -115,13 +120,11 @@ def _csv(kind: type[Any], lines: Iterable[Any]) -> Response[str]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in fields(kind))
-    writer.writerows(_without_formulas(astuple(line)) for line in lines)
+    writer.writerows(  # a client chooses its request's id; a spreadsheet must not read it as a formula
+        [f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell for cell in astuple(line)]
+        for line in lines
+    )
     return Response(text.getvalue(), media_type="text/csv", headers=_FRESH)
-
-
-def _without_formulas(cells: Sequence[Any]) -> list[Any]:
-    """Return cells that a spreadsheet cannot read as formulas, because a client chooses its request's id."""
-    return [f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell for cell in cells]
 
 
 HANDLERS = (requests_page, one_request, minute_csv, hour_csv, steps_csv, requests_csv, stats_json)

@@ -9,16 +9,14 @@ from localllm.engine.outputs import ExplainedMiss
 from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.stats import NO_SPECULATION, RequestTimeline, SpeculationStats, StepComposition
 from localllm.engine.step import RankMemory, RankStats, RunnerStats
+from localllm.web.pages.dashboard import machine, request_views, shown
 from localllm.web.pages.dashboard import views as v
-from localllm.web.pages.dashboard.draft_presenter import drafts
-from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
-from localllm.web.pages.dashboard.machine_presenter import machine_use
+from localllm.web.pages.dashboard.machine import GPUReading, MachineReading, machine_use, ranks
 from localllm.web.pages.dashboard.plots import pool_map, sparkline
-from localllm.web.pages.dashboard.presenters import steps
-from localllm.web.pages.dashboard.rank_presenters import ranks
-from localllm.web.pages.dashboard.request_presenters import cache_miss, request_page
+from localllm.web.pages.dashboard.request_views import cache_miss, request_page
+from localllm.web.pages.dashboard.views import drafts, steps
 from localllm.web.pages.frame import views
-from localllm.web.pages.frame.bars import stacked
+from localllm.web.pages.frame.views import stacked
 
 
 def samples(shell: views.Shell) -> list[views.View]:
@@ -30,13 +28,16 @@ def samples(shell: views.Shell) -> list[views.View]:
     ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop",
                          miss_reason="changed", miss_position=768, num_missed_tokens=31)  # fmt: skip
     miss = ExplainedMiss(CacheMiss("changed", 768, 31, "77aa"), 0.4, "Today is ", "Tuesday.\nBe", "Monday.\nBe")
-    row = v.RequestRow("4f2a91c0e1b2", "chat", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/", "120 of 161")
-    waiting = v.RequestRow("0c12a7b3d4e5", "laptop", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
-    ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall, "120 of 161",
+    row = request_views.RequestRow(
+        "4f2a91c0e1b2", "chat", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/", "120 of 161"
+    )
+    waiting = request_views.RequestRow("0c12a7b3d4e5", "laptop", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
+    ended = request_views.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall,
+                                      "120 of 161",
                           31, 0.4)  # fmt: skip
-    aborted = v.FinishedRow("77abb1c2d3e4", "playground", "/", "abort", 812, 0, 0, None, None, 0.4, ())
+    aborted = request_views.FinishedRow("77abb1c2d3e4", "playground", "/", "abort", 812, 0, 0, None, None, 0.4, ())
     facts = (views.Fact("Preemptions", "2", "requests that gave their blocks back"), views.Fact("Up", "12 min 4 s"))
-    choices = (v.DashboardLink("1 min", "/", True), v.DashboardLink("1 h", "/", False))
+    choices = (shown.DashboardLink("1 min", "/", True), shown.DashboardLink("1 h", "/", False))
     return [
         _headline(),
         _headline().sparkline,
@@ -52,12 +53,12 @@ def samples(shell: views.Shell) -> list[views.View]:
         drafts(_SPECULATION._replace(last_width=0, last_reason="cost"), NO_SPECULATION._replace(num_decode_rows=1)),
         drafts(SpeculationStats(is_on=True), None),
         drafts(SpeculationStats(why_off="the model is split over several ranks"), None),
-        v.LiveRequests((row, waiting), hidden=3, count=5, cancel_url="/"),
-        v.LiveRequests(()),
-        v.LiveRequests((), curl="curl http://127.0.0.1:8000/v1/chat/completions -d '{}'"),
-        v.FinishedRequests((ended, aborted), 3.4, hidden=42),
-        v.FinishedRequests((), 0.0),
-        v.MachineUse(
+        request_views.LiveRequests((row, waiting), hidden=3, count=5, cancel_url="/"),
+        request_views.LiveRequests(()),
+        request_views.LiveRequests((), curl="curl http://127.0.0.1:8000/v1/chat/completions -d '{}'"),
+        request_views.FinishedRequests((ended, aborted), 3.4, hidden=42),
+        request_views.FinishedRequests((), 0.0),
+        machine.MachineUse(
             (views.Gauge("CPU", 0.42, "42% of 8 cores"), views.Gauge("Memory", 0.95, "15.2 GiB of 16.0 GiB")), facts
         ),
         machine_use(MachineReading(0.42, 8, 2**34, 2**35, 2**31, (_GPU, replace(_GPU, power_w=None)))),
@@ -69,10 +70,12 @@ def samples(shell: views.Shell) -> list[views.View]:
             shell,
             _board(),
             spans=choices,
-            models=(v.DashboardLink("demo", "/", True), v.DashboardLink("big", "/", False)),
+            models=(shown.DashboardLink("demo", "/", True), shown.DashboardLink("big", "/", False)),
         ),
         v.DashboardPage(shell, None, views.Loading("demo")),
-        v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),
+        request_views.RequestsPage(
+            shell, request_views.LiveRequests((row, waiting)), request_views.FinishedRequests((ended, aborted), 3.4)
+        ),
         request_page(shell, line, 1.7e9 + 2),
         request_page(shell, ended_line, 1.7e9 + 9, found=miss),
         *[
@@ -85,11 +88,9 @@ def samples(shell: views.Shell) -> list[views.View]:
 
 _GPU = GPUReading("NVIDIA RTX 4090", 0.87, 20 * 2**30, 24 * 2**30, 18 * 2**30, 2520, 64, 380.0)
 
-
 _SPECULATION = SpeculationStats(
     True, "", 131, 530, 412, (131, 120, 99, 62), 131, 543, 7, (("no drafts", 14), ("prompt", 6))
 )
-
 
 _RANK = RankStats(
     0,
@@ -133,17 +134,17 @@ def _kv_usage() -> v.KVUsage:
 
 
 def _board() -> v.Dashboard:
-    empty = v.MachineUse((), ())
+    empty = machine.MachineUse((), ())
     return v.Dashboard(
         (_headline(),),
-        v.Ranks(),
+        machine.Ranks(),
         _kv_usage(),
         steps((), 0),
         v.Latency((), "since start"),
         v.Counters(0.0, 0, 0, ()),
         drafts(_SPECULATION, None),
-        v.LiveRequests(()),
-        v.FinishedRequests((), 0.0),
+        request_views.LiveRequests(()),
+        request_views.FinishedRequests((), 0.0),
         empty,
         v.ModelFacts("demo", (), ()),
     )

@@ -3,7 +3,7 @@
 If one model is loaded, the dashboard shows it, and its last hour is always recorded. Of several models it shows the one
 that `?model=` names, else the one that was used last when the page was opened. Each has a sampler of its own, which
 records from the first time that its dashboard is opened.
-Does not know: how a tile is filled (presenters.py).
+Does not know: how a tile is filled (views.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from localllm.errors import InvalidParameter
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
-from localllm.web.pages.dashboard.views import DashboardLink
 from localllm.web.pages.frame.sampler import Sampler
 from localllm.web.pages.frame.state import PagesState, pages_state
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardLink:
+    """A link to the same dashboard with another model or another time range."""
+
+    title: str
+    url: str
+    is_shown: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,48 +1,57 @@
-"""Views of the dashboard."""
+"""The dashboard: its tiles and the functions that fill them from the engine's statistics.
+
+Does not know: routes, templates.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from localllm.web.pages.frame.views import Fact, Gauge, Loading, Segment, Shell, View
+from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, EngineStats, Histogram, SpeculationStats, StepComposition
+from localllm.models.spec.model_spec import main_group
+from localllm.units import format_bytes, format_count, format_seconds
+from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, Ranks, machine_use, ranks
+from localllm.web.pages.dashboard.plots import (
+    MINUTE,
+    PoolCell,
+    Span,
+    Sparkline,
+    StepColumn,
+    colours,
+    pool_map,
+    sparkline,
+    step_columns,
+)
+from localllm.web.pages.dashboard.request_views import (
+    FinishedRequests,
+    LiveRequests,
+    Viewer,
+    finished_requests,
+    first_request,
+    live_requests,
+)
+from localllm.web.pages.dashboard.shown import DashboardLink
+from localllm.web.pages.frame.sampler import Sample, Tick
+from localllm.web.pages.frame.views import Fact, Loading, Segment, Shell, View, stacked, view
+
+if TYPE_CHECKING:
+    from localllm.serving.served import ServedModel
 
 
-@dataclass(frozen=True, slots=True)
-class Sparkline(View):
-    """The history of a value. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
-
-    template: ClassVar[str] = "dashboard/_sparkline.html"
-    title: str
-    span: str  # the period from the left edge to now
-    lines: tuple[str, ...]  # one "x,y x,y ..." per line
-    areas: tuple[str, ...]  # SVG path data of the area below each line
-    now: str
-    low: str
-    high: str
-    samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the plot as text
-
-
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_headline.html")
 class Headline(View):
     """A value with its history."""
 
-    template: ClassVar[str] = "dashboard/_headline.html"
     id: str
     title: str
     value: str
     unit: str
     note: str
     sparkline: Sparkline
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCell:
-    """One cell of the pool map."""
-
-    x: int
-    y: int
-    kind: str  # seq-0 to seq-5, used, cached, free
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +66,10 @@ class GroupUsage:
     blocks_per_cell: int
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_kv_usage.html")
 class KVUsage(View):
     """The use of the KV cache, by request."""
 
-    template: ClassVar[str] = "dashboard/_kv_usage.html"
     used_share: float  # 0 to 1
     sparkline: Sparkline
     block_size: int
@@ -79,18 +87,6 @@ class KVUsage(View):
 
 
 @dataclass(frozen=True, slots=True)
-class StepColumn:
-    """One step in the plot of the last steps, in a 120 by 40 box: the prefill bar is on top of the decode bar."""
-
-    x: float
-    width: float
-    decode_y: float
-    decode_height: float
-    prefill_y: float
-    prefill_height: float
-
-
-@dataclass(frozen=True, slots=True)
 class StepRow:
     """A step of the plot, as text."""
 
@@ -101,11 +97,10 @@ class StepRow:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_steps.html")
 class RecentSteps(View):
     """The batches of the last steps, and the time breakdown of the newest."""
 
-    template: ClassVar[str] = "dashboard/_steps.html"
     step_id: int
     num_steps: int
     prefill_tokens: int
@@ -130,31 +125,28 @@ class LatencyRow:
     p95_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_latency.html")
 class Latency(View):
     """Latencies of the last minute, or since the start if the last minute had no requests."""
 
-    template: ClassVar[str] = "dashboard/_latency.html"
     rows: tuple[LatencyRow, ...]
     span: str  # "last minute" or "since start"
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_counters.html")
 class Counters(View):
     """Prefix cache, preemptions and how requests ended, since the start."""
 
-    template: ClassVar[str] = "dashboard/_counters.html"
     prefix_hit_rate: float  # 0 to 1
     prefix_hits: int
     prefix_queries: int
     facts: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_drafts.html")
 class Drafts(View):
     """Figures of speculation in the last minute, or since the start if nothing was generated in that minute."""
 
-    template: ClassVar[str] = "dashboard/_drafts.html"
     why_off: str = ""  # why there are no drafts at all; empty: there may be some
     tokens_per_step: str = ""  # of one request
     accepted: int = 0
@@ -168,137 +160,20 @@ class Drafts(View):
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """A request that is running or waiting."""
-
-    id: str
-    source: str  # chat, playground, API, or a key's name
-    url: str
-    state: str
-    colour: str  # colour class of the request in the block map
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    blocks: int
-    tokens_per_s: float | None
-    age_s: float
-    cancel_url: str
-    drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRequests(View):
-    """Requests that are running or waiting."""
-
-    template: ClassVar[str] = "dashboard/_live_requests.html"
-    rows: tuple[RequestRow, ...]
-    hidden: int = 0  # further requests that are not listed
-    count: int = 0  # all of them
-    cancel_url: str = ""  # cancels all of them
-    curl: str = ""  # a command that sends a first request; empty: there have been requests
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """A finished request. All rows share one time scale for their segments."""
-
-    id: str
-    source: str
-    url: str
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    ttft_s: float | None
-    tokens_per_s: float | None
-    total_s: float
-    segments: tuple[Segment, ...]
-    drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
-    missed_tokens: int = 0  # computed again, although an earlier request had computed them
-    missed_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequests(View):
-    """The last finished requests, with a breakdown of their time."""
-
-    template: ClassVar[str] = "dashboard/_finished_requests.html"
-    rows: tuple[FinishedRow, ...]
-    scale_s: float
-    hidden: int = 0  # further requests that are known but not listed
-    all_url: str = "/dashboard/requests"
-
-
-@dataclass(frozen=True, slots=True)
-class GPUUse:
-    """The utilisation and memory of one GPU."""
-
-    index: int
-    name: str
-    utilization: Gauge
-    memory: tuple[Segment, ...]
-    facts: tuple[Fact, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MachineUse(View):
-    """CPU, memory and GPUs right now."""
-
-    template: ClassVar[str] = "dashboard/_machine_use.html"
-    gauges: tuple[Gauge, ...]
-    facts: tuple[Fact, ...] = ()
-    gpus: tuple[GPUUse, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RankTile:
-    """One rank: its device, memory by part, and step time."""
-
-    number: int
-    device: str
-    is_up: bool
-    memory: tuple[Segment, ...]
-    held: str  # memory of all parts, of the whole device
-    facts: tuple[Fact, ...]
-    last_words: str  # why the last lost process of this rank was lost
-
-
-@dataclass(frozen=True, slots=True)
-class StageTile:
-    """The ranks of one pipeline stage."""
-
-    number: int
-    ranks: tuple[RankTile, ...]
-    bubble_ratio: float | None  # share of the time in which the stage computed nothing; None: unknown, or one stage
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks(View):
-    """The ranks of a model on several devices; hidden if the model runs in the server's process."""
-
-    template: ClassVar[str] = "dashboard/_ranks.html"
-    stages: tuple[StageTile, ...] = ()
-    num_ranks: int = 0
-    num_lost: int = 0
-
-
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_model_facts.html")
 class ModelFacts(View):
     """The model and its memory plan."""
 
-    template: ClassVar[str] = "dashboard/_model_facts.html"
     name: str
     memory: tuple[Segment, ...]
     facts: tuple[Fact, ...]
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@view("dashboard/_board.html")
 class Dashboard(View):
     """Every tile. The live stream sends the tiles that changed."""
 
-    template: ClassVar[str] = "dashboard/_board.html"
     headlines: tuple[Headline, ...]
     ranks: Ranks
     kv_usage: KVUsage
@@ -312,20 +187,10 @@ class Dashboard(View):
     model: ModelFacts
 
 
-@dataclass(frozen=True, slots=True)
-class DashboardLink:
-    """A link to the same dashboard with another model or another time range."""
-
-    title: str
-    url: str
-    is_shown: bool
-
-
-@dataclass(frozen=True, slots=True)
+@view("dashboard/page.html")
 class DashboardPage(View):
     """`/dashboard`."""
 
-    template: ClassVar[str] = "dashboard/page.html"
     shell: Shell
     dashboard: Dashboard | None = None
     loading: Loading | None = None
@@ -334,48 +199,298 @@ class DashboardPage(View):
     query: str = ""  # of this dashboard, for the files to download
 
 
-@dataclass(frozen=True, slots=True)
-class RequestsPage(View):
-    """`/dashboard/requests`: those that live, and all finished ones that are known."""
-
-    template: ClassVar[str] = "dashboard/requests.html"
-    shell: Shell
-    live: LiveRequests
-    finished: FinishedRequests
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEvent:
-    """Something that happened to a request."""
-
-    name: str
-    at: str  # the clock's time
-    after_s: float  # since its arrival
-
-
-@dataclass(frozen=True, slots=True)
-class CacheMissCard(View):
-    """The reason why the prefix cache did not hold more of a prompt, and the texts where it left an earlier one."""
-
-    template: ClassVar[str] = "dashboard/_cache_miss.html"
-    why: str
-    before: str = ""  # the text in both prompts,
-    here: str = ""  # what follows in this prompt,
-    earlier: str = ""  # and in the earlier one
-    earlier_url: str = ""  # page of the earlier request; empty: no texts
-    hides_text: bool = False  # the request is not the viewer's
+def drafts(stats: SpeculationStats, minute_ago: SpeculationStats | None) -> Drafts:
+    """Return the figures of the last minute; if nothing was generated in it, of the whole run."""
+    if not stats.is_on:
+        return Drafts(why_off=stats.why_off or NO_SPECULATION.why_off)
+    recent = minute_ago is not None and stats.num_decode_rows > minute_ago.num_decode_rows
+    seen = stats.since(minute_ago) if recent and minute_ago is not None else stats
+    reason = OFF_REASONS.get(stats.last_reason, stats.last_reason)
+    return Drafts(
+        tokens_per_step=f"{seen.tokens_per_row:.1f}" if seen.num_decode_rows else "–",
+        accepted=seen.num_accepted_tokens,
+        drafted=seen.num_draft_tokens,
+        facts=(
+            Fact("Width of the last step", format_count(stats.last_width), reason or "drafts of a request, at most"),
+            *_steps_without(seen),
+        ),
+        span="last minute" if recent else "since start",
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPage(View):
-    """`/dashboard/requests/{id}`: where the time of one request went."""
+def _steps_without(seen: SpeculationStats) -> tuple[Fact, ...]:
+    """Return how many steps generated without drafts, by reason, the most frequent first."""
+    counts = sorted([(count, reason) for reason, count in seen.off_steps if count], reverse=True)
+    if not counts:
+        return ()
+    reasons = "; ".join(f"{format_count(count)}: {OFF_REASONS.get(reason, reason)}" for count, reason in counts)
+    return (Fact("Steps without drafts", format_count(sum(count for count, _ in counts)), reasons),)
 
-    template: ClassVar[str] = "dashboard/request.html"
-    shell: Shell
-    id: str
-    state: str
-    segments: tuple[Segment, ...]
-    moments: tuple[TimelineEvent, ...]
-    facts: tuple[Fact, ...]
-    miss: CacheMissCard | None = None  # None: the cache held all that it could, or the request still waits
-    cancel_url: str = ""
+
+def dashboard(
+    stats: EngineStats,
+    tick: Tick,
+    served: ServedModel,
+    machine: MachineReading,
+    past: Sequence[Sample],
+    span: Span,
+    viewer: Viewer,
+) -> Dashboard:
+    """Return all tiles of one snapshot; `past` has the samples for the headlines' plots."""
+    has_waited = stats.ttft.count or stats.requests or stats.recent
+    return Dashboard(
+        headlines=headlines(stats, tick.minute_ago, past, span),
+        ranks=ranks(stats.runner),
+        kv_usage=kv_usage(stats, past, span),
+        steps=steps(stats.steps, stats.num_steps),
+        latency=latency(stats, tick.minute_ago),
+        counters=counters(stats),
+        drafts=drafts(stats.speculation, None if tick.minute_ago is None else tick.minute_ago.speculation),
+        live_requests=live_requests(stats, viewer, curl="" if has_waited else first_request(served.name, viewer)),
+        finished_requests=finished_requests(stats.recent, viewer),
+        machine=machine_use(machine),
+        model=model_facts(served),
+    )
+
+
+def headlines(
+    stats: EngineStats, minute_ago: EngineStats | None, samples: Sequence[Sample], span: Span = MINUTE
+) -> tuple[Headline, ...]:
+    """Return the four main values, with their history. The time that people wait comes first."""
+
+    def history(read: Callable[[Sample], float]) -> list[tuple[float, float]]:
+        return [(sample.taken_s, read(sample)) for sample in samples]
+
+    plot = partial(sparkline, span=span)
+    generation = history(lambda sample: sample.decode_tokens_per_s)
+    prompt = history(lambda sample: sample.prefill_tokens_per_s)
+    running = history(lambda sample: sample.num_running + sample.num_waiting)
+    return (
+        _waiting(stats, minute_ago, plot("Time to first token", _waits(samples), format_seconds)),
+        Headline(
+            "generation",
+            "Generation speed",
+            _short(stats.decode_tokens_per_s),
+            "tok/s",
+            f"{format_count(stats.generation_tokens)} tokens since start",
+            plot("Generated tokens per second", generation, _short),
+        ),
+        Headline(
+            "requests",
+            "Requests",
+            str(stats.num_running),
+            "running",
+            f"{stats.num_waiting} waiting, at most {stats.max_num_seqs} running at once",
+            plot("Requests running or waiting", running, lambda value: f"{value:.0f}"),
+        ),
+        Headline(
+            "prompt",
+            "Prompt speed",
+            _short(stats.prefill_tokens_per_s),
+            "tok/s",
+            f"{format_count(stats.prompt_tokens)} computed, {format_count(stats.prompt_tokens_cached)} from cache",
+            plot("Prompt tokens per second", prompt, _short),
+        ),
+    )
+
+
+def _waiting(stats: EngineStats, minute_ago: EngineStats | None, plot: Sparkline) -> Headline:
+    """Return the median time to first token of the last minute; without requests in it, of the whole run."""
+    recent = minute_ago if minute_ago is not None and stats.ttft.count > minute_ago.ttft.count else None
+    ttft = stats.ttft.since(recent.ttft) if recent is not None else stats.ttft
+    median, most = ttft.quantile(0.5), ttft.quantile(0.95)
+    if median is None or most is None:
+        return Headline("waiting", "Time to first token", "–", "", "No request yet", plot)
+    value, _, unit = format_seconds(median).rpartition(" ")
+    since = "last minute" if recent is not None else "since start"
+    note = f"half wait less; 19 of 20 at most {format_seconds(most)}, {since}"
+    return Headline("waiting", "Time to first token", value, unit, note, plot)
+
+
+def _waits(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """Return the mean time to first token of the requests that had theirs between two samples; until the next ones have
+    theirs, that of the last ones.
+    """
+    waits: list[tuple[float, float]] = []
+    for before, sample in pairwise(samples):
+        count = sample.first_tokens - before.first_tokens
+        if count > 0:
+            waits.append((sample.taken_s, (sample.ttft_total_s - before.ttft_total_s) / count))
+        elif waits:
+            waits.append((sample.taken_s, waits[-1][1]))
+    return waits
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}"
+
+
+def kv_usage(stats: EngineStats, samples: Sequence[Sample] = (), span: Span = MINUTE) -> KVUsage:
+    history = [(sample.taken_s, 100 * sample.kv_usage) for sample in samples]
+    block, used, cached, free = stats.block_size, stats.used_blocks, stats.cached_blocks, stats.free_blocks
+    colour_of = colours([request.request_id for request in stats.requests])
+    owners = [(colour_of[request.request_id], request.num_blocks) for request in stats.requests]
+    cells, columns, rows, blocks_per_cell = pool_map(used, cached, free, owners)
+    main = main_group(tuple(group.window for group in stats.kv_groups)) if stats.kv_groups else 0
+    return KVUsage(
+        used_share=stats.kv_usage,
+        sparkline=sparkline(
+            "Share of the KV cache in use", history, lambda part: f"{part:.0f} %", top=100.0, span=span
+        ),
+        block_size=block,
+        used_tokens=used * block - stats.wasted_token_slots,
+        total_tokens=stats.total_blocks * block,
+        reusable_tokens=cached * block,
+        wasted_token_slots=stats.wasted_token_slots,
+        segments=_blocks(used, cached, free),
+        cells=cells,
+        columns=columns,
+        rows=rows,
+        blocks_per_cell=blocks_per_cell,
+        others=tuple(_group_usage(stats, index) for index in range(len(stats.kv_groups)) if index != main),
+        state_places=_state_places(stats),
+    )
+
+
+def _group_usage(stats: EngineStats, index: int) -> GroupUsage:
+    """Return the use of one KV group."""
+    group, colour_of = stats.kv_groups[index], colours([request.request_id for request in stats.requests])
+    owners = [(colour_of[each.request_id], each.held_blocks[index]) for each in stats.requests if each.held_blocks]
+    used, cached, free = group.used_blocks, group.cached_blocks, group.free_blocks
+    return GroupUsage(group.window, _blocks(used, cached, free), *pool_map(used, cached, free, owners))
+
+
+def _blocks(used: int, cached: int, free: int) -> tuple[Segment, ...]:
+    parts = [("In use", "used", used), ("Reusable", "cached", cached), ("Free", "free", free)]
+    return stacked([(name, kind, n, f"{format_count(n)} blocks") for name, kind, n in parts])
+
+
+def _state_places(stats: EngineStats) -> str:
+    used, checkpoints, total = map(format_count, (stats.used_places, stats.checkpoint_places, stats.total_places))
+    return f"{used} in use, {checkpoints} checkpoints, of {total}" if stats.total_places else ""
+
+
+def steps(recent: Sequence[StepComposition], num_steps: int) -> RecentSteps:
+    newest = recent[-1] if recent else StepComposition()
+    times = [
+        ("Schedule", "queue", newest.schedule_s),
+        ("Forward", "decode", newest.forward_s),
+        ("Sample", "prefill", newest.sample_s),
+        ("Update", "cached", newest.update_s),
+    ]
+    return RecentSteps(
+        step_id=newest.step_id,
+        num_steps=num_steps,
+        prefill_tokens=newest.prefill_tokens,
+        decode_tokens=newest.decode_tokens,
+        prefill_requests=newest.prefill_requests,
+        decode_requests=newest.decode_requests,
+        budget_tokens=newest.budget_tokens,
+        columns=step_columns([(step.prefill_tokens, step.decode_tokens) for step in recent]),
+        rows=tuple(_step_row(step) for step in reversed(recent[-10:])),
+        most_tokens=max((step.prefill_tokens + step.decode_tokens for step in recent), default=0),
+        times=stacked([(name, kind, spent, format_seconds(spent)) for name, kind, spent in times]),
+        total_s=sum(spent for _, _, spent in times),
+    )
+
+
+def _step_row(step: StepComposition) -> StepRow:
+    return StepRow(
+        step.step_id,
+        step.prefill_tokens,
+        step.decode_tokens,
+        step.prefill_requests + step.decode_requests,
+        step.schedule_s + step.forward_s + step.sample_s + step.update_s,
+    )
+
+
+def latency(stats: EngineStats, minute_ago: EngineStats | None) -> Latency:
+    """Return the quantiles of the last minute; if it had no requests, of the whole run."""
+    recent = minute_ago is not None and stats.ttft.count > minute_ago.ttft.count
+    rows = (
+        ("TTFT", "From arrival to the first token", "ttft"),
+        ("Between tokens", "From one token to the next of the same request", "inter_token"),
+        ("Queue", "From arrival to the first step", "queue"),
+        ("Whole request", "From arrival to the last token", "e2e"),
+    )
+
+    def row(name: str, title: str, attribute: str) -> LatencyRow:
+        histogram: Histogram = getattr(stats, attribute)
+        if recent and minute_ago is not None:
+            histogram = histogram.since(getattr(minute_ago, attribute))
+        return LatencyRow(name, title, histogram.quantile(0.5), histogram.quantile(0.95))
+
+    return Latency(tuple(row(*entry) for entry in rows), "last minute" if recent else "since start")
+
+
+def counters(stats: EngineStats) -> Counters:
+    ends = ", ".join(f"{count} {reason}" for reason, count in sorted(stats.finished.items()) if count)
+    return Counters(
+        prefix_hit_rate=stats.prefix_hit_rate,
+        prefix_hits=stats.prefix_cache_hits,
+        prefix_queries=stats.prefix_cache_queries,
+        facts=(
+            Fact(
+                "Preemptions",
+                format_count(stats.num_preemptions),
+                f"{format_count(stats.recomputed_tokens)} tokens recomputed",
+            ),
+            Fact("Finished", format_count(sum(stats.finished.values())), ends),
+            *_state_facts(stats),
+            Fact("Failed steps", format_count(stats.num_failed_steps)),
+            *_overlap_facts(stats),
+            Fact("Up", format_seconds(stats.uptime_s)),
+        ),
+    )
+
+
+def _overlap_facts(stats: EngineStats) -> tuple[Fact, ...]:
+    """Return how often steps ran one after the other although two may overlap; empty if they never overlap here."""
+    if stats.async_depth < 2:
+        return ()
+    note = "the next one starts before the last has ended"
+    alone = f"; {format_count(stats.degraded_steps)} waited for it" if stats.degraded_steps else ""
+    return (Fact("Overlapping steps", str(stats.async_depth), f"{note}{alone}"),)
+
+
+def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
+    """Return how many tokens were in the prefix cache in vain, if the model has recurrent states."""
+    if not stats.total_places:
+        return ()
+    return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
+
+
+def model_facts(served: ServedModel) -> ModelFacts:
+    """Return the checkpoint's facts and the memory plan."""
+    spec, plan = served.spec, served.plan
+    planned = [
+        ("Weights", "weights", plan.weights_bytes),
+        ("KV cache", "used", plan.kv_bytes),
+        *([("Recurrent states", "cached", plan.state_bytes)] if plan.num_places else []),
+        ("Activations", "prefill", plan.activation_bytes),
+        ("Reserve", "queue", plan.reserve_bytes),
+        ("Unused", "idle", plan.unused_bytes),
+    ]
+    return ModelFacts(
+        name=served.name,
+        memory=stacked([(name, kind, size, format_bytes(size)) for name, kind, size in planned]),
+        facts=(
+            Fact("Architecture", spec.architecture, f"{spec.num_layers} layers, hidden size {spec.hidden_size}"),
+            Fact(
+                "Attention heads",
+                f"{spec.num_heads}",
+                f"{spec.num_kv_heads} key/value heads, head size {spec.head_dim}",
+            ),
+            Fact("Vocabulary", format_count(spec.vocab_size)),
+            Fact("Device", plan.place, str(plan.dtype).removeprefix("torch.")),
+            Fact(
+                "Context",
+                f"{format_count(plan.max_model_len)} tokens",
+                f"{'supported up to' if spec.context_limit else 'trained for'} {format_count(spec.max_position)}",
+            ),
+            Fact(
+                "Step", f"{format_count(plan.max_num_batched_tokens)} tokens", f"{plan.max_num_seqs} requests at most"
+            ),
+        ),
+        notes=tuple(plan.notes),
+    )

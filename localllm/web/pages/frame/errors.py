@@ -15,10 +15,9 @@ from litestar.types import Scope
 
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.errors import MethodNotAllowed, MissingScope, UnknownRoute, as_local_error, drop_frames
-from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.forms import HEADERS, is_scripted
 from localllm.web.pages.frame.navigation import entry_of, shell
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import HEADERS
 from localllm.web.pages.frame.views import ErrorNotice, ErrorPage, StatusPill
 
 MOST_PATH_CHARS = 200

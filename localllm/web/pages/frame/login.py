@@ -19,7 +19,6 @@ from localllm.web.access.auth import SESSION_COOKIE, address_of, session_key, se
 from localllm.web.access.keys import KeyRing
 from localllm.web.access.sessions import SESSION_S
 from localllm.web.pages.frame.navigation import own_path, shell
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
 
@@ -54,7 +53,7 @@ def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(_page(request, following))
 
 
-@post("/login", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/login", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
     """Start a session for a valid key, else show the form again. After many wrong keys from an address, refuse for a
     while.
@@ -70,7 +69,7 @@ async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(following, status_code=303, cookies=[session_cookie(request, session, SESSION_S)])
 
 
-@post("/logout", guards=[same_origin], status_code=303, sync_to_thread=True)
+@post("/logout", status_code=303, sync_to_thread=True)
 def log_out(request: Request[Any, Any, Any]) -> Redirect:
     """End the session, in this browser and wherever its cookie was copied to."""
     keys: KeyRing = request.app.state.key_ring

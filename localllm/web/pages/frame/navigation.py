@@ -1,21 +1,40 @@
-"""The frame around every page: the navigation bar, the status pill in the header, the theme.
+"""The description of a page, and the frame around every page: the navigation bar, the status pill in the header, the
+theme.
 
-Does not know: which pages there are, what they show, where the pill's figures come from.
+Each page has one `Page` in the `__init__.py` of its folder; `web/pages/__init__.py` lists them.
+Does not know: the pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from litestar import Request, post
+from litestar import Litestar, Request, post
 from litestar.datastructures import Cookie
+from litestar.handlers import HTTPRouteHandler
 from litestar.response import Redirect
 
 from localllm.web.access.auth import session_key
 from localllm.web.access.keys import KeyRing
-from localllm.web.pages.frame.security import same_origin
+from localllm.web.access.scopes import RouteRules
 from localllm.web.pages.frame.views import THEMES, NavEntry, Shell, StatusPill, Theme
+
+Hook = Callable[[Litestar], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page. Its templates, style sheets, scripts and samples are found by their place in its folder."""
+
+    entry: NavEntry  # `entry.key` is the name of the folder
+    handlers: Sequence[HTTPRouteHandler]
+    rules: RouteRules  # a route in none of the rules needs the scope admin
+    on_startup: tuple[Hook, ...] = ()
+    on_shutdown: tuple[Hook, ...] = ()
+
 
 THEME_COOKIE = "localllm_theme"
 A_YEAR_S = 365 * 24 * 3600
@@ -49,7 +68,7 @@ def theme_of(request: Request[Any, Any, Any]) -> Theme:
     return next((theme for theme in THEMES if theme == chosen), "auto")
 
 
-@post("/theme", guards=[same_origin], status_code=303)
+@post("/theme", status_code=303)
 async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
     """Set the theme (light, dark, same as the system), then return to the page."""
     form = await request.form()

@@ -16,7 +16,7 @@ from litestar import Request, get
 from litestar.response import Response
 
 from localllm.web.pages.frame import views as v
-from localllm.web.pages.frame.page import Page
+from localllm.web.pages.frame.navigation import Page
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.static import static_files

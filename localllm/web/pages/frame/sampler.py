@@ -5,8 +5,8 @@
     await sampler.stop()
 
 An average of five seconds is recorded all the time, so that a page that opens later can show the last hour; one costs
-microseconds. While a page is open the task takes a snapshot twice a second, keeps those of the last minute, and gives
-the same `Tick` to every open page.
+microseconds. While a page is open the task takes a snapshot twice a second, keeps the snapshots of the last minute,
+and gives the same `Tick` to every open page.
 Does not know: templates, plots.
 """
 

@@ -15,8 +15,8 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
+from localllm.serving.answers.generation import salted
 from localllm.serving.suggestions import Suggestions
-from localllm.web.access.caller import salted
 from localllm.web.pages.frame import status
 from localllm.web.pages.frame.navigation import shell
 from localllm.web.pages.frame.render import render

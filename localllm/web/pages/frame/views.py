@@ -7,13 +7,18 @@ them with the filters of `render.py`. Each page has its own in its `views.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar, dataclass_transform
 
 State = Literal["loading", "ready", "busy", "error", "idle"]
 Theme = Literal["auto", "light", "dark"]
+
 THEMES: dict[Theme, str] = {"auto": "System", "light": "Light", "dark": "Dark"}
 """The themes, with the name that pages show. Each switches to the next, and the last one to the first."""
+
+Kind = TypeVar("Kind", bound="View")
+
 NUM_IN_BAR = 3
 """Pages whose entries are in the bar of a narrow screen; the entries after them are in its menu."""
 
@@ -24,11 +29,22 @@ class View:
     template: ClassVar[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def view(template: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Make a class a view: a frozen dataclass that knows its template."""
+
+    def made(kind: type[Kind]) -> type[Kind]:
+        frozen = dataclass(frozen=True, slots=True)(kind)
+        frozen.template = template
+        return frozen
+
+    return made
+
+
+@view("_status_pill.html")
 class StatusPill(View):
     """The one-line summary in the header: which model is loaded, and what it is doing."""
 
-    template: ClassVar[str] = "_status_pill.html"
     state: State
     label: str  # ready, 2 running, loading weights, ...
     model: str | None = None
@@ -40,32 +56,29 @@ class StatusPill(View):
     is_brief: bool = False  # beside a chat: a dot and a name, and the figures in the title
 
 
-@dataclass(frozen=True, slots=True)
+@view("_error_notice.html")
 class ErrorNotice(View):
     """An error in the place where it happened: what happened, why, and what to try next."""
 
-    template: ClassVar[str] = "_error_notice.html"
     what: str
     why: str = ""
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("_phase.html")
 class LoadPhase(View):
     """One phase of loading."""
 
-    template: ClassVar[str] = "_phase.html"
     name: str
     done: bool = False
     fraction: float | None = None  # 0 to 1; None: unknown
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("_loading.html")
 class Loading(View):
     """Shown in place of the chat or the tiles while the model loads, sleeps or is unloaded."""
 
-    template: ClassVar[str] = "_loading.html"
     model: str
     phases: tuple[LoadPhase, ...] = ()
     error: ErrorNotice | None = None
@@ -149,39 +162,46 @@ class Gauge:
     value: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("_live_update.html")
 class LiveUpdate(View):
     """One live event: HTML partials, keyed by the id of the element that each replaces."""
 
-    template: ClassVar[str] = "_live_update.html"
     parts: dict[str, str] = field(default_factory=dict)  # element id -> safe markup
 
 
-@dataclass(frozen=True, slots=True)
+@view("login.html")
 class LoginPage(View):
     """The page that asks a browser for a key. Its shell has no entries: without a key they all lead back here."""
 
-    template: ClassVar[str] = "login.html"
     shell: Shell
     next: str  # the page to open after the login
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("error.html")
 class ErrorPage(View):
     """A whole page that shows an error."""
 
-    template: ClassVar[str] = "error.html"
     shell: Shell
     error: ErrorNotice
     back: NavEntry | None = None  # the page that the address belongs to; None: the start page is offered
 
 
-@dataclass(frozen=True, slots=True)
+@view("patterns.html")
 class PatternsPage(View):
     """`/dev/patterns`: every partial template, rendered with sample data."""
 
-    template: ClassVar[str] = "patterns.html"
     shell: Shell
     samples: tuple[tuple[str, str], ...]  # (template, safe markup)
     sheets: tuple[str, ...]
+
+
+def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = None) -> tuple[Segment, ...]:
+    """Return the parts (name, kind, amount, printed value) side by side; `total` is the amount of the whole bar."""
+    whole = max(total if total is not None else 0.0, sum(amount for _, _, amount, _ in parts)) or 1.0
+    segments, x = [], 0.0
+    for name, kind, amount, value in parts:
+        width = 100 * amount / whole
+        segments.append(Segment(name, kind, round(x, 3), round(width, 3), value))
+        x += width
+    return tuple(segments)

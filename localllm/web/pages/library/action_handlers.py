@@ -28,13 +28,11 @@ from localllm.web.errors import MissingParameter
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
-from localllm.web.pages.library.download_presenters import download_list
-from localllm.web.pages.library.presenters import downloads_page, installed_page, shell
+from localllm.web.pages.library.downloads import download_list
 from localllm.web.pages.library.state import LibraryState, library_state
-from localllm.web.pages.library.views import DeletePage, DeleteQuestion
+from localllm.web.pages.library.views import DeletePage, DeleteQuestion, downloads_page, installed_page, shell
 
 MAX_FORM_BYTES = 64 * 1024
 VERBS = ("load", "unload", "sleep", "wake", "keep", "pin", "unpin")
@@ -42,7 +40,7 @@ LONGEST = {"model": 300, "verb": 20, "path": 4096}
 DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
 
 
-@post("/library/models", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/library/models", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def change_model(request: Request[Any, Any, Any]) -> Response[Any]:
     """Apply one of the verbs to `model`."""
     library = library_state(request)
@@ -56,7 +54,7 @@ async def change_model(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect("/library", status_code=303)
 
 
-@post("/library/import", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/library/import", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
     """Check a path on this machine, then load its model."""
     library, typed = library_state(request), ""
@@ -79,7 +77,7 @@ async def delete_question(request: Request[Any, Any, Any]) -> Response[str]:
     return html(DeletePage(shell(request, f"Delete {question.name}", "none"), library.tabs("none"), question))
 
 
-@post("/library/delete", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/library/delete", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
     library = library_state(request)
     try:
@@ -94,7 +92,7 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/library?{library.leave_notice(f'{model} was deleted; {freed} freed.')}", status_code=303)
 
 
-@post("/library/downloads", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/library/downloads", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
     """Ask the hub for the size of `model`, then start the download."""
     library = library_state(request)
@@ -107,7 +105,7 @@ async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect("/library/downloads", status_code=303)
 
 
-@post("/library/downloads/{id:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/library/downloads/{id:str}", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def change_download(request: Request[Any, Any, Any]) -> Response[Any]:
     """Apply one of the verbs to a download."""
     library, id = library_state(request), str(request.path_params["id"])
@@ -137,7 +135,7 @@ async def change_download(request: Request[Any, Any, Any]) -> Response[Any]:
     )
 
 
-@post("/library/partial", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/library/partial", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete the partial files of an interrupted download; complete files stay."""
     library = library_state(request)

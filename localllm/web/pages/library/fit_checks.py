@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
@@ -30,13 +31,49 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count, format_parameters
-from localllm.web.pages.frame.bars import stacked
-from localllm.web.pages.frame.views import Fact, Segment
-from localllm.web.pages.library.views import FileRow, FitKind, FitTable, FitVerdict
+from localllm.web.pages.frame.views import Fact, Segment, View, stacked, view
+
+FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
+
+
+@view("library/_fit.html")
+class FitVerdict(View):
+    """The answer whether a model fits on this machine, with the numbers, or why this is unknown."""
+
+    kind: FitKind
+    title: str  # Fits, ...
+    numbers: str
+    hint: str = ""
+    download: str = ""  # 5.0 GiB to download
+    terms_url: str = ""  # for a gated repository: the page where its terms are accepted
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file of a model or of a download."""
+
+    name: str
+    size: str
+    fraction: float | None = None  # 0 to 1 while it is downloaded; None: no bar
+
+
+@dataclass(frozen=True, slots=True)
+class FitTable:
+    """The fit of a model on each device of the machine."""
+
+    segments: tuple[Segment, ...]  # shares of the first device's free memory
+    devices: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+    options: tuple[tuple[str, ...], ...]  # flags, context, requests at a time, cost
+    ranks: tuple[str, ...] = ()  # headings of the table per rank; empty: the model runs on one device
+    rank_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
 
 AT_ONCE = 2
 HOLDS_S = 120.0
 KEPT = 200
+
 TITLES: dict[FitKind, str] = {
     "fits": "Fits",
     "shorter": "Fits with a shorter context",
@@ -109,7 +146,8 @@ def check_fit(
                 spec, estimates = estimate_checkpoint(looked.path, config, hardware)
             except LocalLLMError as error:
                 return _fit_result(looked, _refused(error, name, looked), None, None, error)
-            speed = _speed(spec, estimates[0], hardware, bandwidth)
+            chosen = estimates[0]
+            speed = checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
             return _fit_result(looked, verdict(looked.download_bytes, estimates, speed), table(estimates), spec, None)
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
@@ -130,10 +168,6 @@ def check_pick(pick: Pick, config: EngineConfig, hardware: Hardware) -> FitResul
     kind: FitKind = "fits" if plan.max_model_len >= (config.max_model_len or pick.spec.max_position) else "shorter"
     said = FitVerdict(kind, TITLES[kind], numbers, pick.says, _download_words(pick.bytes))
     return FitResult(pick.name, said, facts=facts, download_bytes=pick.bytes)
-
-
-def _speed(spec: ModelSpec, chosen: Estimate, hardware: Hardware, bandwidth: float | None) -> SpeedRange | None:
-    return checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
 
 
 def verdict(download_bytes: int | None, estimates: Sequence[Estimate], speed: SpeedRange | None = None) -> FitVerdict:

@@ -2,7 +2,7 @@
 
 The hub is contacted only when the user searches, opens a model that is not installed, or downloads one.
 Does not know: the actions (action_handlers.py), how the numbers are computed (installed_models.py, fit_checks.py,
-download_presenters.py).
+downloads.py).
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import PagesState, html, pages_state
 from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import action_handlers
-from localllm.web.pages.library.download_presenters import download_list
-from localllm.web.pages.library.fit_checks import FitResult
+from localllm.web.pages.library.downloads import download_list
+from localllm.web.pages.library.fit_checks import FitResult, FitVerdict
 from localllm.web.pages.library.installed_models import page_url
-from localllm.web.pages.library.presenters import downloads_page as shown_downloads
-from localllm.web.pages.library.presenters import installed_page, shell
-from localllm.web.pages.library.state import LibraryState, library_state
+from localllm.web.pages.library.state import LibraryNotice, LibraryState, Tab, library_state
 from localllm.web.pages.library.views import (
     AbsentPage,
     DiscoverPage,
-    FitVerdict,
-    LibraryNotice,
     ModelPage,
     SearchResult,
     SearchResults,
-    Tab,
     Variant,
+    installed_page,
+    shell,
 )
+from localllm.web.pages.library.views import downloads_page as shown_downloads
 
 MOST_FOUND = 20
 LONGEST_QUERY = 200

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote, urlencode
 
 from localllm.models.formats.gguf.file_names import quant_of
@@ -24,15 +25,55 @@ from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.status import load_fraction, load_phases
-from localllm.web.pages.library.views import ActionButton, InstalledList, ModelRow
+from localllm.web.pages.frame.views import ErrorNotice, LoadPhase, View, view
+
+ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionButton:
+    """A button: the value it posts, and its label."""
+
+    name: str
+    title: str
+    is_main: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model on this machine."""
+
+    name: str
+    url: str  # the model's own page
+    state: ModelState
+    facts: tuple[str, ...]  # size, format, context, source, last use
+    verbs: tuple[ActionButton, ...]
+    label: str  # the state in words: loaded, unloading, 12 requests to finish
+    pinned: bool = False
+    delete_url: str = ""  # empty: the model is not in the cache, or is in use
+    phases: tuple[LoadPhase, ...] = ()  # of the current load
+    fraction: float | None = None  # of the current load, over all its phases; None: not loading, or unknown
+    error: ErrorNotice | None = None  # why the last load failed
+
+
+@view("library/_installed.html")
+class InstalledList(View):
+    """Every model on this machine, with its state."""
+
+    rows: tuple[ModelRow, ...]
+    size_bytes: int
+    free_bytes: int  # on the disk that holds the cache
+
 
 LOOK_EVERY_S = 3.0
 LOAD, UNLOAD = ActionButton("load", "Load", is_main=True), ActionButton("unload", "Unload")
+
 WAKE, SLEEP, STOP = (
     ActionButton("wake", "Wake", is_main=True),
     ActionButton("sleep", "Sleep"),
     ActionButton("unload", "Stop loading"),
 )
+
 PIN, UNPIN = ActionButton("pin", "Pin"), ActionButton("unpin", "Unpin")
 KEEP = ActionButton("keep", "Keep it", is_main=True)
 LABELS = {"ready": "loaded", "unloaded": "not loaded"}

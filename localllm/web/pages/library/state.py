@@ -9,7 +9,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from litestar import Request
 
@@ -26,15 +27,60 @@ from localllm.serving.suggestions import Suggestions
 from localllm.units import format_bytes, format_parameters
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.state import once_per_app, pages_state
-from localllm.web.pages.library.download_presenters import num_running
+from localllm.web.pages.frame.views import ErrorNotice, View, view
+from localllm.web.pages.library.downloads import num_running
 from localllm.web.pages.library.fit_checks import FitChecks
 from localllm.web.pages.library.installed_models import InstalledModels, page_url
-from localllm.web.pages.library.views import LibraryNotice, LibraryTabs, PickCard, Picks, Tab
+
+Tab = Literal["installed", "discover", "downloads", "none"]
+
+
+@view("library/_tabs.html")
+class LibraryTabs(View):
+    """The tabs of the page."""
+
+    here: Tab
+    running: int  # downloads that have not ended
+
+
+@dataclass(frozen=True, slots=True)
+class PickCard:
+    """A recommended model."""
+
+    name: str
+    url: str
+    title: str
+    says: str
+    download: str  # 5.0 GiB, 8.2 B parameters
+    memory: str  # 1.1 GiB at 4,096 tokens (10.7 GiB at its longest, 40,960)
+    speed: str  # 11 to 24 tokens/s; empty: unknown
+    license: str
+
+
+@view("library/_picks.html")
+class Picks(View):
+    """The models suggested for this machine, shown if it has none."""
+
+    picks: tuple[PickCard, ...] = ()
+    machine: str = ""  # Runs on RTX 4090: 22.9 GiB free
+    offline: str = ""  # what switched the hub off; empty: it may be asked
+    is_pending: bool = False  # the models have not been planned yet; the live connection fills the room
+
+
+@view("library/_notice.html")
+class LibraryNotice(View):
+    """The result of the last action. That of a load from a path changes with the load."""
+
+    said: str = ""
+    error: ErrorNotice | None = None
+    chat_url: str = ""  # the model is loaded: a link to a chat with it
+
 
 log = logging.getLogger(__name__)
 
 SOON_S = 1.5
 """How long an action is waited for. A longer one continues in the background; the model's row shows its progress."""
+
 MOST_SAID = 50
 MOST_PICKS = 3
 

@@ -1,98 +1,27 @@
-"""Views of the Models page: installed models, search results of the hub, and downloads."""
+"""The pages of the Models page, and the two that are shown after an action as well as when opened.
+
+Does not know: the action.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any
+from urllib.parse import urlencode
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Segment, Shell, View
+from litestar import Request
+from litestar.response import Response
 
-ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
-FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
-Tab = Literal["installed", "discover", "downloads", "none"]
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryTabs(View):
-    """The tabs of the page."""
-
-    template: ClassVar[str] = "library/_tabs.html"
-    here: Tab
-    running: int  # downloads that have not ended
-
-
-@dataclass(frozen=True, slots=True)
-class ActionButton:
-    """A button: the value it posts, and its label."""
-
-    name: str
-    title: str
-    is_main: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """One model on this machine."""
-
-    name: str
-    url: str  # the model's own page
-    state: ModelState
-    facts: tuple[str, ...]  # size, format, context, source, last use
-    verbs: tuple[ActionButton, ...]
-    label: str  # the state in words: loaded, unloading, 12 requests to finish
-    pinned: bool = False
-    delete_url: str = ""  # empty: the model is not in the cache, or is in use
-    phases: tuple[LoadPhase, ...] = ()  # of the current load
-    fraction: float | None = None  # of the current load, over all its phases; None: not loading, or unknown
-    error: ErrorNotice | None = None  # why the last load failed
-
-
-@dataclass(frozen=True, slots=True)
-class InstalledList(View):
-    """Every model on this machine, with its state."""
-
-    template: ClassVar[str] = "library/_installed.html"
-    rows: tuple[ModelRow, ...]
-    size_bytes: int
-    free_bytes: int  # on the disk that holds the cache
-
-
-@dataclass(frozen=True, slots=True)
-class PickCard:
-    """A recommended model."""
-
-    name: str
-    url: str
-    title: str
-    says: str
-    download: str  # 5.0 GiB, 8.2 B parameters
-    memory: str  # 1.1 GiB at 4,096 tokens (10.7 GiB at its longest, 40,960)
-    speed: str  # 11 to 24 tokens/s; empty: unknown
-    license: str
-
-
-@dataclass(frozen=True, slots=True)
-class Picks(View):
-    """The models suggested for this machine, shown if it has none."""
-
-    template: ClassVar[str] = "library/_picks.html"
-    picks: tuple[PickCard, ...] = ()
-    machine: str = ""  # Runs on RTX 4090: 22.9 GiB free
-    offline: str = ""  # what switched the hub off; empty: it may be asked
-    is_pending: bool = False  # the models have not been planned yet; the live connection fills the room
-
-
-@dataclass(frozen=True, slots=True)
-class FitVerdict(View):
-    """The answer whether a model fits on this machine, with the numbers, or why this is unknown."""
-
-    template: ClassVar[str] = "library/_fit.html"
-    kind: FitKind
-    title: str  # Fits, ...
-    numbers: str
-    hint: str = ""
-    download: str = ""  # 5.0 GiB to download
-    terms_url: str = ""  # for a gated repository: the page where its terms are accepted
+from localllm.errors import LocalLLMError
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.state import html, pages_state
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
+from localllm.web.pages.library.downloads import DownloadsView, download_list
+from localllm.web.pages.library.fit_checks import FileRow, FitTable, FitVerdict
+from localllm.web.pages.library.installed_models import InstalledList, ModelRow
+from localllm.web.pages.library.state import LibraryNotice, LibraryTabs, Picks, Tab, library_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,85 +37,28 @@ class SearchResult:
     is_here: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/_results.html")
 class SearchResults(View):
     """The results of a search."""
 
-    template: ClassVar[str] = "library/_results.html"
     query: str
     results: tuple[SearchResult, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """A file of a model or of a download."""
-
-    name: str
-    size: str
-    fraction: float | None = None  # 0 to 1 while it is downloaded; None: no bar
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadCard:
-    """One download."""
-
-    id: str
-    name: str
-    url: str
-    state: str  # waiting, running, paused, done, failed, cancelled
-    fraction: float
-    line: str  # 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left
-    files: tuple[FileRow, ...]
-    verbs: tuple[ActionButton, ...]
-    error: ErrorNotice | None = None
-    terms_url: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PartialDownload:
-    """An unfinished download that was started before this server."""
-
-    repo_id: str
-    held: str
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadsView(View):
-    """All downloads of this server, the newest first."""
-
-    template: ClassVar[str] = "library/_downloads.html"
-    cards: tuple[DownloadCard, ...]
-    cut: tuple[PartialDownload, ...]
-    free_bytes: int
-    folder: str
-
-
-@dataclass(frozen=True, slots=True)
+@view("library/_delete.html")
 class DeleteQuestion(View):
     """Asks for confirmation before a model is deleted, or says why it cannot be deleted."""
 
-    template: ClassVar[str] = "library/_delete.html"
     name: str
     frees: str
     where: str
     refusal: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryNotice(View):
-    """The result of the last action. That of a load from a path changes with the load."""
-
-    template: ClassVar[str] = "library/_notice.html"
-    said: str = ""
-    error: ErrorNotice | None = None
-    chat_url: str = ""  # the model is loaded: a link to a chat with it
-
-
-@dataclass(frozen=True, slots=True)
+@view("library/page.html")
 class LibraryPage(View):
     """`/library`"""
 
-    template: ClassVar[str] = "library/page.html"
     shell: Shell
     tabs: LibraryTabs
     installed: InstalledList
@@ -196,11 +68,10 @@ class LibraryPage(View):
     path_error: ErrorNotice | None = None  # why
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/discover.html")
 class DiscoverPage(View):
     """`/library/discover`"""
 
-    template: ClassVar[str] = "library/discover.html"
     shell: Shell
     tabs: LibraryTabs
     query: str
@@ -212,49 +83,33 @@ class DiscoverPage(View):
     offline: ErrorNotice | None = None  # why there is no search
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/downloads.html")
 class DownloadsPage(View):
     """`/library/downloads`"""
 
-    template: ClassVar[str] = "library/downloads.html"
     shell: Shell
     tabs: LibraryTabs
     downloads: DownloadsView
     notice: LibraryNotice = LibraryNotice()
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/absent.html")
 class AbsentPage(View):
     """`/library/model/{name}` of a model of which nothing is known here, with the way back."""
 
-    template: ClassVar[str] = "library/absent.html"
     shell: Shell
     tabs: LibraryTabs
     name: str
     error: ErrorNotice
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/delete.html")
 class DeletePage(View):
     """`/library/delete`, for a browser without scripts."""
 
-    template: ClassVar[str] = "library/delete.html"
     shell: Shell
     tabs: LibraryTabs
     question: DeleteQuestion
-
-
-@dataclass(frozen=True, slots=True)
-class FitTable:
-    """The fit of a model on each device of the machine."""
-
-    segments: tuple[Segment, ...]  # shares of the first device's free memory
-    devices: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
-    notes: tuple[str, ...]
-    options: tuple[tuple[str, ...], ...]  # flags, context, requests at a time, cost
-    ranks: tuple[str, ...] = ()  # headings of the table per rank; empty: the model runs on one device
-    rank_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +122,10 @@ class Variant:
     is_current: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("library/model.html")
 class ModelPage(View):
     """`/library/model/{name}`: facts, fit and files of one model, on this machine or on the hub."""
 
-    template: ClassVar[str] = "library/model.html"
     shell: Shell
     tabs: LibraryTabs
     name: str
@@ -284,3 +138,59 @@ class ModelPage(View):
     download: str = ""  # size of the download; empty: the model is on this machine
     error: ErrorNotice | None = None  # why the model cannot be read
     offline: str = ""  # what switched the hub off, for a suggested model that needs it
+
+
+NO_NOTICE = LibraryNotice()
+
+
+def shell(
+    request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False, loads: str = "", picks: bool = False
+) -> Shell:
+    """Return the frame of the page. `on`: which part is live. `moves`: the part is changing now, so without scripts the
+    page reloads itself. A reload would discard a message or typed text, so the answer to an action never reloads.
+    `loads`: the model whose load the notice follows. `picks`: the suggested models are to follow.
+    """
+    moves = moves and request.method == "GET"
+    live = urlencode({"on": on, **({"loads": loads} if loads else {}), **({"picks": 1} if picks else {})})
+    return pages_state(request).shell(request, title, "library", f"/live/library?{live}", moves=moves)
+
+
+async def installed_page(
+    request: Request[Any, Any, Any], *, told: LibraryNotice = NO_NOTICE, loads: str = "",
+    error: LocalLLMError | None = None, path: str | None = None,
+) -> Response[Any]:  # fmt: skip
+    """Return the page of installed models. `path`: the typed path, if it was the error."""
+    if error is not None and is_scripted(request):
+        raise error
+    library = library_state(request)
+    installed = await library.models.read(anew=True)
+    shown = notice(error) if error is not None else None
+    picks = await library.picks()
+    is_pending = picks is not None and picks.is_pending
+    moves = is_pending or any(row.state == "loading" for row in installed.rows)
+    page = LibraryPage(
+        shell(request, "Models", "installed", moves=moves, loads=loads, picks=is_pending),
+        library.tabs("installed"),
+        installed,
+        picks,
+        LibraryNotice(error=shown) if shown is not None and path is None else told,
+        path or "",
+        shown if path is not None else None,
+    )
+    return html(page, error.status if error is not None else 200)
+
+
+async def downloads_page(
+    request: Request[Any, Any, Any], *, told: LibraryNotice = NO_NOTICE, error: LocalLLMError | None = None
+) -> Response[Any]:
+    if error is not None and is_scripted(request):
+        raise error
+    library = library_state(request)
+    tabs = library.tabs("downloads")
+    page = DownloadsPage(
+        shell(request, "Downloads", "downloads", moves=tabs.running > 0),
+        tabs,
+        await asyncio.to_thread(download_list, library.downloads),
+        LibraryNotice(error=notice(error)) if error is not None else told,
+    )
+    return html(page, error.status if error is not None else 200)

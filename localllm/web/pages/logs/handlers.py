@@ -1,6 +1,6 @@
 """The logs page: recent lines, new lines live, and a download of all.
 
-Does not know: how lines are filtered and split (filters.py), who logs.
+Does not know: how lines are filtered and split (views.py), who logs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.logs.filters import KINDS, LEVELS, LogFilter, filter_from, request_urls, row
-from localllm.web.pages.logs.views import LogCard, LogsPage, LogTable
+from localllm.web.pages.logs.views import (
+    KINDS,
+    LEVELS,
+    LogCard,
+    LogFilter,
+    LogsPage,
+    LogTable,
+    filter_from,
+    request_urls,
+    row,
+)
 
 SHOWN = 500
 """Lines shown at first; a script keeps the page at this number as more arrive."""

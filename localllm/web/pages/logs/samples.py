@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localllm.web.pages.frame import views
 from localllm.web.pages.logs import views as v
-from localllm.web.pages.logs.filters import KINDS, LEVELS
+from localllm.web.pages.logs.views import KINDS, LEVELS
 
 
 def samples(shell: views.Shell) -> list[views.View]:

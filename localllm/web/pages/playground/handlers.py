@@ -1,6 +1,6 @@
 """The playground's handlers: a form is sent through the API's own code, and the result is shown.
 
-Does not know: the API's fields (forms.py writes them, web/api reads them), how a response is shown (presenters.py).
+Does not know: the API's fields (forms.py writes them, web/api reads them), how a response is shown (views.py).
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
-from localllm.web.pages.playground import forms, presenters
-from localllm.web.pages.playground.snippets import snippets
-from localllm.web.pages.playground.stream_accumulator import StreamedAnswer
-from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet
+from localllm.web.pages.playground import forms, views
+from localllm.web.pages.playground.forms import snippets
+from localllm.web.pages.playground.views import PlaygroundPage, PromptTokens, Result, StreamedAnswer
 
 ANSWERS = {
     "chat": answer_chat,
@@ -64,7 +62,7 @@ def playground_page(request: Request[Any, Any, Any]) -> Response[str]:
     return html(_page(request, request.query_params.get("tab", ""), {}, None))
 
 
-@post("/playground", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/playground", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add or remove a message, render the prompt, or run the request; the answer is streamed if the browser can show
     it.
@@ -78,8 +76,10 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
         return html(page)
     known, status = Result(), 200
     try:
-        tab, body = page.editor.tab, _body(request, page.editor)
-        known = replace(known, snippets=_snippets(request, tab, body))
+        card = pages_state(request).card
+        tab, body = page.editor.tab, forms.body(page.editor, card.name if card is not None else "")
+        base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
+        known = replace(known, snippets=snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked))
         prompt = await _prompt(request, tab, body)
         if do == "prompt":
             result = replace(known, prompt=prompt)
@@ -109,24 +109,13 @@ def _page(
     params = card.default_params
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
-    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, presenters.EMPTY[tab])
-
-
-def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
-    """Return the API body. Raises `InvalidParameter`."""
-    card = pages_state(request).card
-    return forms.body(editor, card.name if card is not None else "")
-
-
-def _snippets(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> tuple[Snippet, ...]:
-    base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
-    return snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked)
+    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, views.EMPTY[tab])
 
 
 async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> Result:
     sent = {name: value for name, value in body.items() if name != "stream"}
     answer = await ANSWERS[tab](request, msgspec.json.encode(sent))
-    return presenters.result(tab, msgspec.json.decode(answer.body), _warning(answer))
+    return views.result(tab, msgspec.json.decode(answer.body), _warning(answer))
 
 
 async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:
@@ -146,12 +135,10 @@ async def _result_events(
         async for piece in pieces:
             answer_so_far.add(piece)
             if time.monotonic() - drawn_s >= EVERY_S:
-                yield sse(render(presenters.partial_result(answer_so_far)))
+                yield sse(render(views.partial_result(answer_so_far)))
                 drawn_s = time.monotonic()
     yield sse(
-        render(
-            replace(presenters.stream_result(tab, answer_so_far, warning), prompt=known.prompt, snippets=known.snippets)
-        )
+        render(replace(views.stream_result(tab, answer_so_far, warning), prompt=known.prompt, snippets=known.snippets))
     )
 
 
@@ -164,11 +151,11 @@ async def _prompt(request: Request[Any, Any, Any], tab: str, body: Mapping[str, 
     if tab == "chat":
         model, token_ids = await chat_prompt(request, msgspec.json.encode(body))
         texts = ((token_id, model.tokenizer.token_text(token_id)) for token_id in token_ids)
-        return presenters.prompt_tokens(texts, len(token_ids))
+        return views.prompt_tokens(texts, len(token_ids))
     if tab == "completions":
         text = {"model": body["model"], "prompt": body["prompt"], "return_token_strs": True}
         found = msgspec.json.decode((await answer_tokenize(request, msgspec.json.encode(text))).body)
-        return presenters.prompt_tokens(zip(found["tokens"], found["token_strs"], strict=True), found["count"])
+        return views.prompt_tokens(zip(found["tokens"], found["token_strs"], strict=True), found["count"])
     return None
 
 

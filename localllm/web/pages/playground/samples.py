@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localllm.web.pages.frame import views
 from localllm.web.pages.playground import views as v
-from localllm.web.pages.playground.presenters import heat_token
+from localllm.web.pages.playground.views import heat_token
 
 
 def samples(shell: views.Shell) -> list[views.View]:

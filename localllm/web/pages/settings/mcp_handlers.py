@@ -2,7 +2,7 @@
 
 Its routes need the scope admin, since a server is a command that is run on this machine. What starts one needs an admin
 key or a browser that opened a one-time link, also on a server without keys.
-Does not know: how the file is changed (config/mcp_edit.py), how a server is started (localllm/mcp/).
+Does not know: how the file is changed (config/edit.py), how a server is started (localllm/mcp/).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.config.edit import Change, write
-from localllm.config.mcp_edit import enabling, table_of, with_server, without_server
+from localllm.config.edit import Change, enabling, table_of, with_server, without_server, write
 from localllm.config.mcp_servers import McpServer, is_secret
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.mcp.servers import ServerState, require_mcp
@@ -30,12 +29,17 @@ from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.tools.views import consent_list, tool_rows
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import Fact
-from localllm.web.pages.settings.mcp_forms import read_form, typed_form
-from localllm.web.pages.settings.mcp_views import NewToolServerPage, ToolServerCard, ToolServerForm, ToolServersPage
-from localllm.web.pages.settings.presenters import file_of, settings_of
+from localllm.web.pages.settings.mcp_views import (
+    NewToolServerPage,
+    ToolServerCard,
+    ToolServerForm,
+    ToolServersPage,
+    read_form,
+    typed_form,
+)
+from localllm.web.pages.settings.views import file_of, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +53,7 @@ async def tool_servers(request: Request[Any, Any, Any]) -> Response[str]:
     return html(await _page(request))
 
 
-@post(f"{HERE}/add", guards=[same_origin], status_code=200, request_max_body_size=200_000)
+@post(f"{HERE}/add", status_code=200, request_max_body_size=200_000)
 async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show a new server in full; once that is confirmed, save it. It is started at its first use."""
     require_owner(request)
@@ -73,7 +77,7 @@ async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(NewToolServerPage(shell, typed, command, server.url, variables, table_of(server), str(path)))
 
 
-@post(f"{HERE}/{{name:str}}/test", guards=[same_origin], status_code=303, request_max_body_size=10_000)
+@post(f"{HERE}/{{name:str}}/test", status_code=303, request_max_body_size=10_000)
 async def test_tool_server(request: Request[Any, Any, Any]) -> Redirect:
     """Start a server and list its tools; the page then shows them, or why that failed."""
     require_owner(request)
@@ -83,7 +87,7 @@ async def test_tool_server(request: Request[Any, Any, Any]) -> Redirect:
     return _back(server.name)
 
 
-@post(f"{HERE}/{{name:str}}/stop", guards=[same_origin], status_code=303, request_max_body_size=10_000)
+@post(f"{HERE}/{{name:str}}/stop", status_code=303, request_max_body_size=10_000)
 async def stop_tool_server(request: Request[Any, Any, Any]) -> Redirect:
     """End a server; its next use starts it again."""
     server = _requested(request)
@@ -91,7 +95,7 @@ async def stop_tool_server(request: Request[Any, Any, Any]) -> Redirect:
     return _back(server.name)
 
 
-@post(f"{HERE}/{{name:str}}/{{action:str}}", guards=[same_origin], status_code=303, request_max_body_size=10_000)
+@post(f"{HERE}/{{name:str}}/{{action:str}}", status_code=303, request_max_body_size=10_000)
 async def change_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     """Enable, disable or remove a server, in the file and at once."""
     server, action = _requested(request), request.path_params["action"]

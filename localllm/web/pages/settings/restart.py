@@ -1,6 +1,6 @@
 """Restart the server from the settings page, or say how: by the service manager that runs it, or at the terminal.
 
-`up.up` puts `app.state.restart` there if this process may replace itself (machine/restart.py).
+`up.up` puts `app.state.restart` there if this process may replace itself (machine/processes.py).
 Does not know: how a process is replaced, settings.
 """
 
@@ -22,15 +22,31 @@ from litestar.response import Redirect, Response, Stream
 from localllm.errors import RequestError
 from localllm.machine.install_kind import InstallKind, install_kind
 from localllm.web.pages.frame.live import live_stream, sse
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
-from localllm.web.pages.settings.views import Restart, RestartingPage
+from localllm.web.pages.frame.views import Shell, View, view
+
+
+@view("settings/_restart.html")
+class Restart(View):
+    """The next step after a change of the file: a restart, by the page or by hand."""
+
+    what: str  # what to do; empty: the page offers it
+    command: str = ""  # to be typed on the server's machine; empty: a command alone does not do it
+
+
+@view("settings/restarting.html")
+class RestartingPage(View):
+    """Shown until the server has restarted."""
+
+    shell: Shell
+
 
 log = logging.getLogger(__name__)
-
 CGROUP = Path("/proc/self/cgroup")
+
 PROCESS = secrets.token_hex(4)
 """Tells this process from the one that replaces it, which has the same id."""
+
 AT_A_TERMINAL = "Stop the server with Ctrl+C where it runs, and start it again with the same command."
 AS_SERVICE = "This server is a service. Restart it on its machine:"
 
@@ -41,7 +57,7 @@ class CannotRestart(RequestError):
     status, code = 409, "cannot_restart"
 
 
-@post("/settings/restart", guards=[same_origin], status_code=303, request_max_body_size=100_000, sync_to_thread=False)
+@post("/settings/restart", status_code=303, request_max_body_size=100_000, sync_to_thread=False)
 def restart_server(request: Request[Any, Any, Any]) -> Redirect:
     """Stop as after Ctrl+C, and start again."""
     start_again = _restart_of(request)

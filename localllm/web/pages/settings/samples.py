@@ -4,61 +4,64 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from localllm.web.pages.chat.tools.views import ConsentList, ConsentRow, ToolRow
 from localllm.web.pages.frame import views
-from localllm.web.pages.settings import mcp_samples
+from localllm.web.pages.settings import doctor, mcp_views, restart, setting_rows, storage
 from localllm.web.pages.settings import views as v
 
 _WHAT = "longest prompt and output together"
-
-
 _CHANGE = "/settings/change?name=max_model_len"
 _LEVELS = ("debug", "info", "warning", "error")
 _WARNING = views.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")
-_RESTART = v.Restart("This server is a service.", "systemctl --user restart localllm.service")
-_OPEN = v.SettingRow(
+_RESTART = restart.Restart("This server is a service.", "systemctl --user restart localllm.service")
+
+_OPEN = setting_rows.SettingRow(
     "max_model_len", _WHAT, _WHAT, "auto", "tokens", "32,768 tokens", "32768", "at least 1", "auto", "default", False,
     change_url=_CHANGE, note="8k is 8000, 8K is 8192",
 )  # fmt: skip
-_SET = v.SettingRow(
+
+_SET = setting_rows.SettingRow(
     "log_level", "Level", "what is logged", "debug", "", "", "debug", "info", "info", "flag", True, True, _CHANGE
 )
 
 
 def samples(shell: views.Shell) -> list[views.View]:
-    group = v.SettingGroup("group-0", "Engine", (_OPEN, _SET), 1, True)
-    groups = v.SettingGroups((group,))
+    group = setting_rows.SettingGroup("group-0", "Engine", (_OPEN, _SET), 1, True)
+    groups = setting_rows.SettingGroups((group,))
     key = v.KeyRow("laptop", "admin", "2026-01-02", "x9Kd", True, "/settings/keys/laptop/remove")
     keys = v.KeysCard((key, replace(key, name="phone", scope="infer", is_mine=False)), True, 1, ("admin", "infer"))
     refused = v.KeysCard((), False, 0, ("admin", "infer"), "phone", "infer", _WARNING, confirms=True)
     stored = (
-        v.StoredRow("Models", "Weights from the hub.", 27 * 2**30, "~/.cache/huggingface/hub", "Models", "/library"),
-        v.StoredRow("Chats", "Kept in memory until the server stops.", 0, ""),
+        storage.StoredRow(
+            "Models", "Weights from the hub.", 27 * 2**30, "~/.cache/huggingface/hub", "Models", "/library"
+        ),
+        storage.StoredRow("Chats", "Kept in memory until the server stops.", 0, ""),
     )
-    storage = v.StorageCard(stored, 182 * 2**30)
-    report = v.DoctorReport(
+    disk = storage.StorageCard(stored, 182 * 2**30)
+    report = doctor.DoctorReport(
         (
-            v.FindingRow("ok", "cpu", "8 cores"),
-            v.FindingRow("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
-            v.FindingRow("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
+            doctor.FindingRow("ok", "cpu", "8 cores"),
+            doctor.FindingRow("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
+            doctor.FindingRow("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
         )
     )
     facts = (views.Fact("localllm", "0.1.0", "Apache-2.0"),)
     page = v.SettingsPage(
-        shell, groups, keys, storage, facts, facts, v.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", ""
+        shell, groups, keys, disk, facts, facts, doctor.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", ""
     )
     return [
-        *mcp_samples.samples(shell),
+        *_of_tool_servers(shell),
         group,
         groups,
-        v.SettingGroups((), "nothing"),
+        setting_rows.SettingGroups((), "nothing"),
         _RESTART,
-        v.Restart("Stop the server with Ctrl+C."),
-        v.Restart(""),
+        restart.Restart("Stop the server with Ctrl+C."),
+        restart.Restart(""),
         keys,
         refused,
-        storage,
+        disk,
         report,
-        v.DoctorReport(error=_WARNING),
+        doctor.DoctorReport(error=_WARNING),
         page,
         replace(page, keys=refused, doctor=report, chats_path="~/.local/share/localllm/chats.db"),
         *_changes(shell),
@@ -76,8 +79,38 @@ def _changes(shell: views.Shell) -> list[views.View]:
         replace(shown, written=True),
         replace(shown, line="", removes=True),
         v.ChangePage(shell, _SET, _LEVELS, "loud", file, _RESTART, error=_WARNING),
-        v.RestartingPage(shell),
+        restart.RestartingPage(shell),
         v.NewKeyPage(shell, "laptop", "admin", "sk-local-abc", locks=True),
         v.NewKeyPage(shell, "laptop", "infer", "sk-local-abc", locks=False),
         v.RemoveKeyPage(shell, "laptop", "/settings/keys/laptop/remove", _WARNING),
+    ]
+
+
+def _of_tool_servers(shell: views.Shell) -> list[views.View]:
+    facts = (views.Fact("API_TOKEN", "••••"), views.Fact("Time limit of a call", "60 s"))
+    tools = (ToolRow("read_file", "Read a text file."), ToolRow("list_files", ""))
+    files = mcp_views.ToolServerCard(
+        "files", "/settings/tools/files", "running", ("uvx", "mcp-server-files", "--root", "/home/me/notes"), facts,
+        tools, ("'draw' is left out: its schema is nested deeper than 24 levels (25)",), ("listening", "ready"),
+    )  # fmt: skip
+    error = views.ErrorNotice("time did not start.", "The program 'uvx' is not on this machine.", "Install it.")
+    failed = mcp_views.ToolServerCard("time", "/settings/tools/time", "failed", (), facts, error=error)
+    form = mcp_views.ToolServerForm("files", "uvx mcp-server-files --root '/home/me/my notes'", "API_TOKEN=secret")
+    consents = ConsentList((ConsentRow("files", "read_file", "always", "2026-01-02"),), "/settings/tools")
+    page = mcp_views.ToolServersPage(shell, (files, failed), form, consents, "~/.config/localllm/config.toml")
+    wrong = views.ErrorNotice("Give a command or an address.", "Both are empty.")
+    new = mcp_views.NewToolServerPage(
+        shell, form, files.command, "", (views.Fact("API_TOKEN", "secret"),), '[mcp.servers.files]\ncommand = "uvx"\n',
+        page.config_file,
+    )  # fmt: skip
+    return [
+        files,
+        failed,
+        replace(failed, state="disabled", error=None),
+        form,
+        replace(form, error=wrong),
+        page,
+        replace(page, servers=(), missing=views.ErrorNotice("Tools need the package mcp.", "", "pip install mcp")),
+        new,
+        replace(new, command=(), address="https://tools.example.com/mcp"),
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from platform import python_version
@@ -19,14 +19,53 @@ from localllm.config.settings import SETTINGS, EngineConfig, ServerConfig, Setti
 from localllm.units import format_count
 from localllm.version import __version__
 from localllm.web.pages.frame.static import VENDOR
-from localllm.web.pages.frame.views import Fact
-from localllm.web.pages.settings.views import SettingGroup, SettingGroups, SettingRow
+from localllm.web.pages.frame.views import Fact, View, view
 
 if TYPE_CHECKING:
-    from localllm.models.fit import MemoryPlan
     from localllm.serving.served import ServedModel
 
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting. All texts are ready to show."""
+
+    name: str
+    text: str  # what it does, as a title
+    meaning: str  # the text with the allowed values and the note
+    value: str
+    unit: str
+    now: str  # the value that was chosen at the start if the setting leaves it open; empty: none
+    typed: str  # the value in force, as it can be typed; empty: none
+    allowed: str
+    default: str
+    source: str  # flag, environment, file, profile, default
+    is_set: bool  # differs from the default because a source sets it
+    at_once: bool = False  # a change takes effect without a restart
+    change_url: str = ""  # empty: the page cannot change this setting
+    note: str = ""
+
+
+@view("settings/_group.html")
+class SettingGroup(View):
+    """Settings of one subject."""
+
+    id: str
+    title: str
+    rows: tuple[SettingRow, ...]
+    num_set: int  # not at their default
+    is_open: bool
+
+
+@view("settings/_groups.html")
+class SettingGroups(View):
+    """All groups, or those with a setting that a search found."""
+
+    groups: tuple[SettingGroup, ...]
+    query: str = ""  # empty: all
+
+
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "huggingface-hub", "litestar", "uvicorn", "msgspec")
+
 PLANNED = {
     "max_model_len": "max_model_len", "max_num_batched_tokens": "max_num_batched_tokens", "block_size": "block_size",
     "long_prefill_token_threshold": "long_prefill_token_threshold", "dtype": "dtype", "kv_cache_dtype": "kv_dtype",
@@ -63,7 +102,8 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
     if name in tuned and source == "default":
         value, source = tuned[name], "profile"
     spec = SETTINGS[name]
-    decided = _decided(spec, served.plan if served is not None else None) if value in (None, "auto") else None
+    planned = served is not None and spec.name in PLANNED and value in (None, "auto")
+    decided = getattr(served.plan, PLANNED[spec.name]) if served is not None and planned else None
     return SettingRow(
         name=name,
         text=spec.text[:1].upper() + spec.text[1:],
@@ -92,11 +132,6 @@ def _value_and_source(name: str, settings: Settings) -> tuple[Any, str]:
     if table is not None and name in table.engine and source not in ("flag", "environment"):
         source = "file"
     return first.value(name), source
-
-
-def _decided(spec: SettingSpec, plan: MemoryPlan | None) -> Any:
-    """Return the value that the memory plan decided; None: the plan does not decide this setting."""
-    return getattr(plan, PLANNED[spec.name]) if plan is not None and spec.name in PLANNED else None
 
 
 def _has_unit(spec: SettingSpec, value: Any) -> bool:

@@ -6,6 +6,7 @@ Does not know: pages.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.config.resolve import default_config_path
@@ -16,7 +17,27 @@ from localllm.serving.profiles import profiles_folder
 from localllm.units import format_bytes
 from localllm.web.access.keys import keys_path
 from localllm.web.pages.chat.store.database import chats_path
-from localllm.web.pages.settings.views import StorageCard, StoredRow
+from localllm.web.pages.frame.views import View, view
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One kind of data on disk."""
+
+    name: str
+    what: str
+    size_bytes: int
+    path: str
+    delete: str = "delete the files"
+    delete_url: str = ""  # URL of the page that deletes it; empty: there is none
+
+
+@view("settings/_storage.html")
+class StorageCard(View):
+    """All data that localllm stores on this machine."""
+
+    rows: tuple[StoredRow, ...]
+    free_bytes: int
 
 
 def read_storage(config_file: Path | None) -> StorageCard:
@@ -25,6 +46,7 @@ def read_storage(config_file: Path | None) -> StorageCard:
     cut = incomplete_repositories()
     halves = f" {format_bytes(sum(cut.values()))} belong to unfinished downloads, which can be resumed." if cut else ""
     models, where = ("Downloads", "/library/downloads") if cut else ("Models", "/library")
+    path = config_file or default_config_path()
     rows = (
         StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
         _chats(chats),
@@ -38,7 +60,7 @@ def read_storage(config_file: Path | None) -> StorageCard:
         StoredRow(
             "Keys", "Names, scopes and hashes of the keys.", size_of(keys_path()), str(keys_path()), "Keys", "#keys"
         ),
-        _config(config_file or default_config_path()),
+        StoredRow("Settings", "The config.toml file.", size_of(path), str(path)),
     )
     return StorageCard(rows, free_bytes())
 
@@ -49,10 +71,6 @@ def _chats(path: Path) -> StoredRow:
     beside = sum(map(size_of, path.parent.glob(f"{path.name}*")))  # the write-ahead log, and files set aside
     what = "Messages and answers of all chats, and presets. The newest are in the files beside it (-wal, -shm)."
     return StoredRow("Chats", what, beside, str(path), "Privacy", "#privacy")
-
-
-def _config(path: Path) -> StoredRow:
-    return StoredRow("Settings", "The config.toml file.", size_of(path), str(path))
 
 
 def size_of(path: Path) -> int:

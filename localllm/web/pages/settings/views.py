@@ -1,53 +1,29 @@
-"""Views of the settings page and of the pages it links to."""
+"""The settings page, its keys, and the pages that it links to.
+
+Does not know: how a setting is written.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+from litestar import Request
+
+from localllm.config.resolve import default_config_path
+from localllm.config.settings import SETTINGS, Settings
+from localllm.web.access.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
 from localllm.web.pages.chat.sidebar.views import WipeChats
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
-
-
-@dataclass(frozen=True, slots=True)
-class SettingRow:
-    """One setting. All texts are ready to show."""
-
-    name: str
-    text: str  # what it does, as a title
-    meaning: str  # the text with the allowed values and the note
-    value: str
-    unit: str
-    now: str  # the value that was chosen at the start if the setting leaves it open; empty: none
-    typed: str  # the value in force, as it can be typed; empty: none
-    allowed: str
-    default: str
-    source: str  # flag, environment, file, profile, default
-    is_set: bool  # differs from the default because a source sets it
-    at_once: bool = False  # a change takes effect without a restart
-    change_url: str = ""  # empty: the page cannot change this setting
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SettingGroup(View):
-    """Settings of one subject."""
-
-    template: ClassVar[str] = "settings/_group.html"
-    id: str
-    title: str
-    rows: tuple[SettingRow, ...]
-    num_set: int  # not at their default
-    is_open: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SettingGroups(View):
-    """All groups, or those with a setting that a search found."""
-
-    template: ClassVar[str] = "settings/_groups.html"
-    groups: tuple[SettingGroup, ...]
-    query: str = ""  # empty: all
+from localllm.web.pages.frame.state import pages_state
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
+from localllm.web.pages.settings.doctor import DoctorReport
+from localllm.web.pages.settings.restart import Restart
+from localllm.web.pages.settings.setting_rows import SettingGroups, SettingRow, groups, licences, versions
+from localllm.web.pages.settings.storage import StorageCard, read_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +38,10 @@ class KeyRow:
     remove_url: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/_keys.html")
 class KeysCard(View):
     """The keys that open this server."""
 
-    template: ClassVar[str] = "settings/_keys.html"
     rows: tuple[KeyRow, ...]
     is_locked: bool
     num_given: int  # keys from the command line or the environment, valid for this run
@@ -77,51 +52,10 @@ class KeysCard(View):
     confirms: bool = False  # the user may confirm the action that the error warns about
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """One kind of data on disk."""
-
-    name: str
-    what: str
-    size_bytes: int
-    path: str
-    delete: str = "delete the files"
-    delete_url: str = ""  # URL of the page that deletes it; empty: there is none
-
-
-@dataclass(frozen=True, slots=True)
-class StorageCard(View):
-    """All data that localllm stores on this machine."""
-
-    template: ClassVar[str] = "settings/_storage.html"
-    rows: tuple[StoredRow, ...]
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FindingRow:
-    """One result of a check by `localllm doctor`."""
-
-    verdict: Literal["ok", "note", "problem"]
-    subject: str
-    text: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorReport(View):
-    """The results of `localllm doctor`; empty if it has not run yet."""
-
-    template: ClassVar[str] = "settings/_doctor.html"
-    findings: tuple[FindingRow, ...] = ()
-    error: ErrorNotice | None = None
-
-
-@dataclass(frozen=True, slots=True)
+@view("settings/page.html")
 class SettingsPage(View):
     """`/settings`."""
 
-    template: ClassVar[str] = "settings/page.html"
     shell: Shell
     groups: SettingGroups
     keys: KeysCard
@@ -136,28 +70,10 @@ class SettingsPage(View):
     wipe: View = field(default_factory=WipeChats)  # the form that deletes all chats
 
 
-@dataclass(frozen=True, slots=True)
-class Restart(View):
-    """The next step after a change of the file: a restart, by the page or by hand."""
-
-    template: ClassVar[str] = "settings/_restart.html"
-    what: str  # what to do; empty: the page offers it
-    command: str = ""  # to be typed on the server's machine; empty: a command alone does not do it
-
-
-@dataclass(frozen=True, slots=True)
-class RestartingPage(View):
-    """Shown until the server has restarted."""
-
-    template: ClassVar[str] = "settings/restarting.html"
-    shell: Shell
-
-
-@dataclass(frozen=True, slots=True)
+@view("settings/change.html")
 class ChangePage(View):
     """`/settings/change`: a line for config.toml, before and after it is written."""
 
-    template: ClassVar[str] = "settings/change.html"
     shell: Shell
     row: SettingRow
     choices: tuple[str, ...]
@@ -173,11 +89,10 @@ class ChangePage(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/new_key.html")
 class NewKeyPage(View):
     """Shows a new key, once."""
 
-    template: ClassVar[str] = "settings/new_key.html"
     shell: Shell
     name: str
     scope: str
@@ -185,12 +100,65 @@ class NewKeyPage(View):
     locks: bool  # this is the first key, so the server now requires one
 
 
-@dataclass(frozen=True, slots=True)
+@view("settings/remove_key.html")
 class RemoveKeyPage(View):
     """Asks for confirmation before removing a key that would lock users out."""
 
-    template: ClassVar[str] = "settings/remove_key.html"
     shell: Shell
     name: str
     remove_url: str
     warning: ErrorNotice
+
+
+LEVELS = SETTINGS["log_level"].options
+UNASKED = DoctorReport()
+
+
+async def whole_page(
+    request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED, query: str = ""
+) -> SettingsPage:
+    state, settings = pages_state(request), settings_of(request)
+    storage = await asyncio.to_thread(read_storage, settings.file)
+    return SettingsPage(
+        shell=state.shell(request, "Settings", "settings"),
+        groups=groups(settings, state.served, query),
+        keys=keys,
+        storage=storage,
+        versions=versions(),
+        licences=licences(),
+        doctor=report,
+        log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
+        log_levels=LEVELS,
+        config_file=str(file_of(settings)),
+        chats_path=next((each.path for each in storage.rows if each.name == "Chats"), ""),
+    )
+
+
+def keys_card(request: Request[Any, Any, Any], **typed: Any) -> KeysCard:
+    """Return the card of keys. `typed`: the fields of a refused form, with the error."""
+    ring: KeyRing = request.app.state.key_ring
+    mine = key_of(request)
+    rows = tuple(
+        KeyRow(key.name, key.scope, key.created[:10], key.last, key == mine, f"/settings/keys/{quote(key.name)}/remove")
+        for key in read_keys(ring.path)
+    )
+    given = len(request.app.state.settings.server.api_keys)
+    # The first key should be able to make others; those after it need it seldom.
+    typed.setdefault("scope", "infer" if ring.is_locked else "admin")
+    return KeysCard(rows, ring.is_locked, given, SCOPES, **typed)
+
+
+def key_of(request: Request[Any, Any, Any]) -> Key | None:
+    """Return the stored key that this request used."""
+    key: Key | None = request.scope["state"].get("key")
+    return key if key is not None and key.name != GIVEN else None
+
+
+def settings_of(request: Request[Any, Any, Any]) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+def file_of(settings: Settings) -> Path:
+    """Return the config file that the next start reads, the same as this one."""
+    return settings.file or default_config_path()

@@ -14,7 +14,18 @@ from localllm.errors import InvalidParameter
 from localllm.tuning.goals import Goal, GoalLimits, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import parse_bytes, parse_count
-from localllm.web.pages.tune.views import LimitFields
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFields:
+    """The limits, as they were typed."""
+
+    max_ttft: str = ""
+    max_tpot: str = ""
+    min_context: str = ""
+    max_memory: str = ""
+    people: str = ""
+
 
 EFFORTS: dict[str, TuneOptions] = {"quick": TuneOptions.quick(), "full": TuneOptions()}
 LONGEST_TEXT = 100

@@ -8,7 +8,7 @@
     POST /tune/plans/delete
 
 All routes need the scope admin.
-Does not know: how a run works (wizard.py), what the pages show (presenters.py).
+Does not know: how a run works (wizard.py), what the pages show (views.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import PagesState, html, once_per_app, pages_state
 from localllm.web.pages.frame.views import ErrorNotice, LiveUpdate
-from localllm.web.pages.tune import forms, presenters, saved_profiles
+from localllm.web.pages.tune import forms, saved_profiles, views
 from localllm.web.pages.tune.views import Effort, GoalPage, LimitsPage, ResultPage, RunPage
 from localllm.web.pages.tune.wizard import Job, NothingTuned, Wizard
 
@@ -45,16 +44,16 @@ SMALL_BODY_BYTES = 10_000
 async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the first step: the choice of a goal."""
     state, wizard = pages_state(request), wizard_of(request)
-    models = presenters.tunable(state.manager.entries)
+    models = views.tunable(state.manager.entries)
     chosen = request.query_params.get("model", "")
     model = chosen if chosen in models else next(iter(models), "")
     return html(
         GoalPage(
             shell=state.shell(request, "Tune", "tune"),
-            steps=presenters.steps("goal", runs=wizard.running is not None, ended=_has_ended(wizard)),
+            steps=views.steps("goal", runs=wizard.running is not None, ended=_has_ended(wizard)),
             model=model,
             models=tuple(models),
-            goals=tuple(presenters.goal_card(goal, model) for goal in GOALS.values()),
+            goals=tuple(views.goal_card(goal, model) for goal in GOALS.values()),
             plans=await asyncio.to_thread(saved_profiles.profile_table, state.manager),
             under_way=wizard.running.goal.name if wizard.running is not None else "",
             has_result=_has_ended(wizard),
@@ -68,7 +67,7 @@ def limits_page(request: Request[Any, Any, Any]) -> Response[str]:
     return html(_limits_page(request, dict(request.query_params)))
 
 
-@post("/tune/run", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/run", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
     """Start the run, or show the form again with the error."""
     form = await fields_of(request)
@@ -91,11 +90,11 @@ def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(
         RunPage(
             shell=state.shell(request, f"Tuning for {job.goal.name}", "tune", "/live/tune", moves=True),
-            steps=presenters.steps("run"),
-            progress=presenters.progress(job),
-            best=presenters.best(job),
-            scatter=presenters.plot(job),
-            trials=presenters.trials(job),
+            steps=views.steps("run"),
+            progress=views.progress(job),
+            best=views.best(job),
+            scatter=views.plot(job),
+            trials=views.trials(job),
         )
     )
 
@@ -106,7 +105,7 @@ def live_run(request: Request[Any, Any, Any]) -> Stream:
     return live_stream(request, _events(pages_state(request), wizard_of(request)))
 
 
-@post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
+@post("/tune/run/cancel", status_code=303, sync_to_thread=False)
 def cancel_run(request: Request[Any, Any, Any]) -> Redirect:
     """Cancel the run; finished measurements are kept."""
     wizard_of(request).cancel()
@@ -122,13 +121,13 @@ def result_page(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(_result_page(request, job))
 
 
-@post("/tune/result/apply", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/result/apply", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_result(request: Request[Any, Any, Any]) -> Response[Any]:
     """Reload the model with the recommended settings; every later start uses them, too."""
     return await _save(request, apply=True)
 
 
-@post("/tune/result/save", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/result/save", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def save_result(request: Request[Any, Any, Any]) -> Response[Any]:
     """Save the recommended settings as a profile, for starts that name it."""
     return await _save(request, apply=False)
@@ -144,14 +143,14 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
     return _file(wizard_of(request), "toml")
 
 
-@post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/plans/apply", status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Reload the model with a saved profile; every later start uses it, too."""
     await saved_profiles.apply_saved(pages_state(request).manager, (await fields_of(request)).get("file", ""))
     return Redirect("/tune#plans", status_code=303)
 
 
-@post("/tune/plans/delete", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
+@post("/tune/plans/delete", status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a profile; a model that runs with it keeps running."""
     file = (await fields_of(request)).get("file", "")
@@ -182,14 +181,14 @@ def _limits_page(
     card = entry.card if entry is not None else None
     return LimitsPage(
         shell=state.shell(request, f"Limits for {goal.name}", "tune"),
-        steps=presenters.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
+        steps=views.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
         model=entry.name if entry is not None else "",
-        goal=presenters.goal_card(goal, ""),
+        goal=views.goal_card(goal, ""),
         typed=forms.typed_limits(form),
         efforts=tuple(_effort(name, options, form.get("effort")) for name, options in forms.EFFORTS.items()),
         asks_people=goal.name == "share",
         own_limit=f"{limit:g} s unless you set another" if limit is not None else "",
-        context_note=presenters.context_note(goal, card.spec.max_position if card is not None else None),
+        context_note=views.context_note(goal, card.spec.max_position if card is not None else None),
         open_requests=entry.num_leases if entry is not None else 0,
         drain=format_seconds(DRAIN_S).replace(".0", ""),
         error=error,
@@ -198,7 +197,7 @@ def _limits_page(
 
 def _entry(state: PagesState, name: str) -> ModelEntry | None:
     """Return the model of that name, else the first one that can be tuned."""
-    models = presenters.tunable(state.manager.entries)
+    models = views.tunable(state.manager.entries)
     wanted = name if name in models else next(iter(models), None)
     return next((entry for entry in state.manager.entries if entry.name == wanted), None)
 
@@ -211,15 +210,15 @@ def _effort(name: str, options: TuneOptions, chosen: str | None) -> Effort:
 def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice | None = None) -> ResultPage:
     return ResultPage(
         shell=pages_state(request).shell(request, f"Tuned for {job.goal.name}", "tune"),
-        steps=presenters.steps("result", goal=job.goal.name),
+        steps=views.steps("result", goal=job.goal.name),
         model=job.model,
         goal=job.goal.name,
-        verdict=presenters.verdict(job),
-        notes=presenters.notes(job),
-        found=presenters.recommendation(job),
-        scatter=presenters.plot(job),
-        trials=presenters.trials(job),
-        failure=presenters.failure(job),
+        verdict=views.verdict(job),
+        notes=views.notes(job),
+        found=views.recommendation(job),
+        scatter=views.plot(job),
+        trials=views.trials(job),
+        failure=views.failure(job),
         error=error,
     )
 
@@ -237,7 +236,7 @@ async def _save(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any
 
 
 def _file(wizard: Wizard, kind: str) -> Response[str]:
-    found = presenters.recommendation(wizard.job) if wizard.job is not None else None
+    found = views.recommendation(wizard.job) if wizard.job is not None else None
     if found is None:
         raise NothingTuned("There are no settings to export.", "The last run found no settings.", "Tune again.")
     text = found.flags if kind == "flags" else found.toml
@@ -254,10 +253,10 @@ async def _events(state: PagesState, wizard: Wizard) -> AsyncIterator[bytes]:
             break
         parts = {
             "status-pill": render(state.pill()),
-            "tune-progress": render(presenters.progress(job)),
-            "tune-best": render(presenters.best(job)),
-            "tune-scatter": render(presenters.plot(job)),
-            "tune-trials": render(presenters.trials(job)),
+            "tune-progress": render(views.progress(job)),
+            "tune-best": render(views.best(job)),
+            "tune-scatter": render(views.plot(job)),
+            "tune-trials": render(views.trials(job)),
         }
         if news := changed(parts, sent):
             yield sse(render(LiveUpdate(news)))

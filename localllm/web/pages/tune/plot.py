@@ -6,11 +6,51 @@ Does not know: templates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from localllm.tuning.figures import LoadMetrics, Trial, best_measurements, pareto
 from localllm.tuning.words import settings_in_words
 from localllm.units import format_count, format_rate, format_seconds
-from localllm.web.pages.tune.views import ParetoRow, Point, Scatter
+from localllm.web.pages.frame.views import View, view
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A trial in the plot; coordinates are in the plot's box."""
+
+    x: float
+    y: float
+    kind: str  # other, pareto, pick
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoRow:
+    """A Pareto-optimal trial, as text."""
+
+    number: int
+    rate: str
+    ttft: str
+    context: str
+    settings: str
+    is_pick: bool = False
+
+
+@view("tune/_scatter.html")
+class Scatter(View):
+    """Speed against its cost. The line joins the Pareto-optimal trials."""
+
+    points: tuple[Point, ...]
+    line: str  # "x,y x,y ..."
+    title: str
+    x_title: str
+    x_low: str
+    x_high: str
+    y_low: str
+    y_high: str
+    rows: tuple[ParetoRow, ...]
+    legend: tuple[tuple[str, str], ...]  # kind and words of the points that are there
+
 
 WIDTH, HEIGHT, EDGE = 480, 260, 14
 LEGEND = (("pareto", "no other trial beats it in speed, time to first token and context at once"), ("other", "others"))

@@ -11,7 +11,7 @@ from localllm.tuning.goals import goal_of
 from localllm.tuning.run import PhaseBegan, TrialBegan, TuneOptions, TuningResult
 from localllm.tuning.soak import SoakReport
 from localllm.web.pages.frame import views
-from localllm.web.pages.tune import forms, presenters
+from localllm.web.pages.tune import forms, saved_profiles
 from localllm.web.pages.tune import views as v
 from localllm.web.pages.tune.wizard import Job
 
@@ -26,39 +26,47 @@ def samples(shell: views.Shell) -> list[views.View]:
     assert kept.result is not None
     kept.result = replace(kept.result, pick=kept.result.start, gain=0.0, is_clear=False)
     ended.saved_as, ended.is_applied = "chat", True
-    card = presenters.goal_card(goal_of("chat"), "demo")
+    card = v.goal_card(goal_of("chat"), "demo")
     rows = (_plan("matches", "Every start uses it."), _plan("differs", "Not used: torch was 2.8.0 and is 2.9.0."))
-    steps = presenters.steps("run")
+    steps = v.steps("run")
     empty = Job("demo", "demo", goal_of("chat"), TuneOptions(), 0.0)
     limits = v.LimitsPage(
-        shell, presenters.steps("limits"), "demo", card, v.LimitFields(max_ttft="2"),
+        shell, v.steps("limits"), "demo", card, forms.LimitFields(max_ttft="2"),
         (v.Effort("quick", "Quick", "trials of about 3 s", True), v.Effort("full", "Full", "trials of about 12 s")),
-        True, "60 s unless you set another", presenters.context_note(goal_of("chat"), 40960), 2, "30 s",
+        True, "60 s unless you set another", v.context_note(goal_of("chat"), 40960), 2, "30 s",
     )  # fmt: skip
     return [
         steps,
         card,
-        v.ProfileTable(()),
-        v.ProfileTable(rows),
-        presenters.progress(empty),
-        presenters.progress(running),
-        presenters.best(empty),
-        presenters.best(running),
-        presenters.plot(empty),
-        presenters.plot(running),
-        presenters.trials(empty),
-        presenters.trials(running),
-        v.GoalPage(shell, presenters.steps("goal"), "demo", ("demo", "other"), (card,), v.ProfileTable(rows), "chat"),
-        v.GoalPage(shell, presenters.steps("goal"), "", (), (card,), v.ProfileTable(()), has_result=True),
+        saved_profiles.ProfileTable(()),
+        saved_profiles.ProfileTable(rows),
+        v.progress(empty),
+        v.progress(running),
+        v.best(empty),
+        v.best(running),
+        v.plot(empty),
+        v.plot(running),
+        v.trials(empty),
+        v.trials(running),
+        v.GoalPage(
+            shell,
+            v.steps("goal"),
+            "demo",
+            ("demo", "other"),
+            (card,),
+            saved_profiles.ProfileTable(rows),
+            "chat",
+        ),
+        v.GoalPage(shell, v.steps("goal"), "", (), (card,), saved_profiles.ProfileTable(()), has_result=True),
         limits,
         replace(limits, open_requests=0, context_note="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
         v.RunPage(
             shell,
             steps,
-            presenters.progress(running),
-            presenters.best(running),
-            presenters.plot(running),
-            presenters.trials(running),
+            v.progress(running),
+            v.best(running),
+            v.plot(running),
+            v.trials(running),
         ),
         _result(shell, ended),
         _result(shell, kept),
@@ -68,16 +76,16 @@ def samples(shell: views.Shell) -> list[views.View]:
 
 def _result(shell: views.Shell, job: Job) -> v.ResultPage:
     return v.ResultPage(
-        shell, presenters.steps("result", goal="chat"), job.model, job.goal.name, presenters.verdict(job),
-        presenters.notes(job), presenters.recommendation(job), presenters.plot(job), presenters.trials(job),
-        presenters.failure(job),
+        shell, v.steps("result", goal="chat"), job.model, job.goal.name, v.verdict(job),
+        v.notes(job), v.recommendation(job), v.plot(job), v.trials(job),
+        v.failure(job),
     )  # fmt: skip
 
 
-def _plan(state: v.ProfileState, fits: str) -> v.ProfileRow:
+def _plan(state: saved_profiles.ProfileState, fits: str) -> saved_profiles.ProfileRow:
     key = (views.Fact("Device", "NVIDIA RTX 4090"), views.Fact("Driver", "580.65"), views.Fact("torch", "2.9.0"))
     flags = "--max-num-seqs 8 --max-num-batched-tokens 512"
-    return v.ProfileRow(
+    return saved_profiles.ProfileRow(
         f"demo--{state}.toml", "demo", "chat", "chat", "2026-11-21", "41.3 answers/min", flags, state, fits,
         state == "differs", state == "matches", key,
     )  # fmt: skip

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
@@ -28,8 +29,35 @@ from localllm.serving.profiles import (
 from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS
 from localllm.units import format_rate
-from localllm.web.pages.frame.views import Fact
-from localllm.web.pages.tune.views import ProfileRow, ProfileState, ProfileTable
+from localllm.web.pages.frame.views import Fact, View, view
+
+ProfileState = Literal["matches", "differs", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """A saved profile."""
+
+    file: str
+    model: str
+    name: str
+    goal: str
+    date: str
+    score: str
+    settings: str
+    state: ProfileState
+    fits: str  # whether a start on this machine would use it, in words
+    is_applied: bool
+    can_apply: bool
+    key: tuple[Fact, ...]
+
+
+@view("tune/_plans.html")
+class ProfileTable(View):
+    """All profiles, the newest first."""
+
+    rows: tuple[ProfileRow, ...]
+
 
 KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton": "Triton", "localllm": "localllm"}
 
@@ -76,13 +104,14 @@ async def apply_profile(manager: ModelManager, entry: ModelEntry, profile: Profi
 def profile_row(stored: Stored, keys: Sequence[ProfileKey]) -> ProfileRow:
     profile = stored.profile
     state, fits = _fits(profile, keys)
+    goal = GOALS.get(profile.goal)
     return ProfileRow(
         file=stored.path.name,
         model=stored.model,
         name=profile.name,
         goal=profile.goal,
         date=profile.date,
-        score=_score(profile),
+        score=goal.in_words(profile.score) if goal is not None else format_rate(profile.score, profile.unit),
         settings=flags_of(profile.settings) or "the defaults",
         state=state,
         fits=fits,
@@ -102,8 +131,3 @@ def _fits(profile: Profile, keys: Sequence[ProfileKey]) -> tuple[ProfileState, s
     if keys and (difference := replace(key, model=keys[0].model, form=keys[0].form).differs_from(keys[0])):
         return "differs", f"Not used: {difference}."
     return "other", "Its model is not loaded, or the model's files have changed."
-
-
-def _score(profile: Profile) -> str:
-    goal = GOALS.get(profile.goal)
-    return goal.in_words(profile.score) if goal is not None else format_rate(profile.score, profile.unit)

@@ -1,14 +1,39 @@
-"""Views of the tuning wizard: its four steps, and the saved profiles."""
+"""The tuning wizard: its four steps, made from a run and its trials.
+
+Does not know: HTTP, how a run works (wizard.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, Literal
+from urllib.parse import quote
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Shell, View
+from localllm.errors import LocalLLMError
+from localllm.serving.entry import ModelEntry
+from localllm.tuning.figures import Trial, flags_of
+from localllm.tuning.goals import Goal
+from localllm.tuning.profile import as_flags, as_toml
+from localllm.tuning.run import FLOOR_SHARE, TuningResult
+from localllm.tuning.words import (
+    LABELS,
+    gain_in_words,
+    nothing_worked,
+    predicted_and_measured,
+    setting_in_words,
+    settings_in_words,
+    soak_in_words,
+)
+from localllm.units import format_bytes, format_count, format_rate, format_seconds
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Shell, View, view
+from localllm.web.pages.tune.forms import LimitFields
+from localllm.web.pages.tune.plot import Scatter, scatter
+from localllm.web.pages.tune.saved_profiles import ProfileTable
+from localllm.web.pages.tune.wizard import Job
 
 Step = Literal["goal", "limits", "run", "result"]
-ProfileState = Literal["matches", "differs", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +45,17 @@ class StepMark:
     url: str = ""  # empty: the step cannot be opened
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_steps.html")
 class WizardSteps(View):
     """The four steps, with the current one marked."""
 
-    template: ClassVar[str] = "tune/_steps.html"
     marks: tuple[StepMark, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_goal.html")
 class GoalCard(View):
     """One goal to choose."""
 
-    template: ClassVar[str] = "tune/_goal.html"
     name: str
     what: str  # who the goal is for
     best: str  # the value that tuning maximises
@@ -41,37 +64,10 @@ class GoalCard(View):
     icon: str  # SVG path data: strokes in a 20 by 20 box
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileRow:
-    """A saved profile."""
-
-    file: str
-    model: str
-    name: str
-    goal: str
-    date: str
-    score: str
-    settings: str
-    state: ProfileState
-    fits: str  # whether a start on this machine would use it, in words
-    is_applied: bool
-    can_apply: bool
-    key: tuple[Fact, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileTable(View):
-    """All profiles, the newest first."""
-
-    template: ClassVar[str] = "tune/_plans.html"
-    rows: tuple[ProfileRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
+@view("tune/goal.html")
 class GoalPage(View):
     """`/tune`."""
 
-    template: ClassVar[str] = "tune/goal.html"
     shell: Shell
     steps: WizardSteps
     model: str  # the model to tune; empty: there is none
@@ -92,22 +88,10 @@ class Effort:
     is_chosen: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LimitFields:
-    """The limits, as they were typed."""
-
-    max_ttft: str = ""
-    max_tpot: str = ""
-    min_context: str = ""
-    max_memory: str = ""
-    people: str = ""
-
-
-@dataclass(frozen=True, slots=True)
+@view("tune/limits.html")
 class LimitsPage(View):
     """`/tune/limits`."""
 
-    template: ClassVar[str] = "tune/limits.html"
     shell: Shell
     steps: WizardSteps
     model: str
@@ -141,11 +125,10 @@ class TrialRow:
     is_best: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_trials.html")
 class TrialTable(View):
     """All trials, the newest first."""
 
-    template: ClassVar[str] = "tune/_trials.html"
     rows: tuple[TrialRow, ...]
     heads: tuple[tuple[str, str], ...]  # of the settings' columns: words, flag
     unit: str
@@ -154,11 +137,10 @@ class TrialTable(View):
     best_is: str = "best"  # the tag of the best trial
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_progress.html")
 class RunProgress(View):
     """The progress of the run, with a button to cancel it."""
 
-    template: ClassVar[str] = "tune/_progress.html"
     model: str
     goal: str
     phases: tuple[LoadPhase, ...]
@@ -169,60 +151,19 @@ class RunProgress(View):
     is_cancelled: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/_best.html")
 class Best(View):
     """The best trial so far."""
 
-    template: ClassVar[str] = "tune/_best.html"
     score: str  # empty: nothing has been measured yet
     settings: str
     facts: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A trial in the plot; coordinates are in the plot's box."""
-
-    x: float
-    y: float
-    kind: str  # other, pareto, pick
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParetoRow:
-    """A Pareto-optimal trial, as text."""
-
-    number: int
-    rate: str
-    ttft: str
-    context: str
-    settings: str
-    is_pick: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter(View):
-    """Speed against its cost. The line joins the Pareto-optimal trials."""
-
-    template: ClassVar[str] = "tune/_scatter.html"
-    points: tuple[Point, ...]
-    line: str  # "x,y x,y ..."
-    title: str
-    x_title: str
-    x_low: str
-    x_high: str
-    y_low: str
-    y_high: str
-    rows: tuple[ParetoRow, ...]
-    legend: tuple[tuple[str, str], ...]  # kind and words of the points that are there
-
-
-@dataclass(frozen=True, slots=True)
+@view("tune/run.html")
 class RunPage(View):
     """`/tune/run`."""
 
-    template: ClassVar[str] = "tune/run.html"
     shell: Shell
     steps: WizardSteps
     progress: RunProgress
@@ -259,11 +200,10 @@ class RecommendedSettings:
     is_applied: bool
 
 
-@dataclass(frozen=True, slots=True)
+@view("tune/result.html")
 class ResultPage(View):
     """`/tune/result`."""
 
-    template: ClassVar[str] = "tune/result.html"
     shell: Shell
     steps: WizardSteps
     model: str
@@ -275,3 +215,271 @@ class ResultPage(View):
     trials: TrialTable
     failure: ErrorNotice | None = None  # why there is no recommendation
     error: ErrorNotice | None = None  # the error of the last action
+
+
+BEST = {
+    "chat": "answers per minute for one user",
+    "agents": "turns per minute",
+    "throughput": "output tokens per second",
+    "long-context": "the context length, as long as the wait for the first token stays within its limit",
+    "share": "answers per minute for each concurrent user",
+    "edit": "answers per minute for one user, with drafts or without",
+}
+
+ICONS = {
+    "chat": "M3 4.5h14v9H9l-3.5 3v-3H3z",
+    "agents": "M6 3.5h8v5H6zM3 12h5v4.5H3zM12 12h5v4.5h-5zM10 8.5V10M5.5 12V10h9v2",
+    "throughput": "M3 5h9M3 10h14M3 15h11M15 3.5 17.5 5 15 6.5",
+    "long-context": "M5 3h8l3 3v11H5zM8 8h5M8 11h5M8 14h3",
+    "share": "M7 9a2.6 2.6 0 1 0 0-5.2A2.6 2.6 0 0 0 7 9zM2.5 16.5c0-3 2-4.5 4.5-4.5s4.5 1.5 4.5 4.5"
+    "M13.5 9.5a2 2 0 1 0 0-4M14 12c2 .2 3.5 1.6 3.5 4",
+    "edit": "M4 16l.8-3.6L13.4 3.8l2.8 2.8-8.6 8.6zM11.5 5.7l2.8 2.8M10.5 16H16",
+}
+
+TITLES = {
+    "calibrate": "Measuring one round", "guard": "Checking the 8-bit KV cache", "search": "Trials", "soak": "Soak test",
+}  # fmt: skip
+
+RUNS_NOW = "what runs now"
+SHOWN = 200  # trials shown, the last ones; this limits the size of the page
+
+
+def goal_card(goal: Goal, model: str) -> GoalCard:
+    streams = f"{goal.streams} requests" if goal.streams > 1 else "One request"
+    load = f"{streams} at a time; tokens of each: {goal.lengths}"
+    if goal.fills_context:
+        load = "One prompt that fills 90 % of the context"
+    url = f"/tune/limits?goal={goal.name}" + (f"&model={quote(model, safe='')}" if model else "")
+    return GoalCard(goal.name, goal.what, BEST[goal.name], load, url, ICONS[goal.name])
+
+
+def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "") -> WizardSteps:
+    """Return the step marks. Earlier steps are links; later ones are, too, if they have something to show."""
+    urls = {
+        "goal": "/tune",
+        "limits": f"/tune/limits?goal={goal}" if goal else "",
+        "run": "/tune/run" if runs else "",
+        "result": "/tune/result" if ended else "",
+    }
+    order = list(urls)
+    at = order.index(here)
+    return WizardSteps(
+        tuple(
+            StepMark(name.capitalize(), "done" if i < at else "current" if i == at else "ahead", url if i != at else "")
+            for i, (name, url) in enumerate(urls.items())
+        )
+    )
+
+
+def context_note(goal: Goal, longest: int | None) -> str:
+    """Return which context tuning requires if the user sets none, and the model's own limit. longest: that limit; None:
+    unknown.
+    """
+    limit = f"The model supports at most {format_count(longest)}." if longest is not None else ""
+    if not goal.comfortable_context:
+        return limit
+    share = f"{FLOOR_SHARE:.0%} of the longest context that fits here"
+    if longest is None or longest > goal.comfortable_context:
+        share = f"{format_count(goal.comfortable_context)}, or {share} if that is less"
+    return f"If empty, at least {share}. {limit}".strip()
+
+
+def tunable(models: Sequence[ModelEntry]) -> list[str]:
+    """Return the models that generate text."""
+    return [each.name for each in models if each.card is not None and each.card.spec.task == "generate"]
+
+
+# ---- during the run
+# ---------------------------------------------------------------------------------------------------
+
+
+def progress(job: Job) -> RunProgress:
+    seen = job.remaining_time()
+    return RunProgress(
+        model=job.model,
+        goal=job.goal.name,
+        phases=_phases(job),
+        now=_status_line(job),
+        elapsed_s=job.seconds,
+        left_s=seen.left_s if seen is not None else None,
+        fraction=seen.fraction if seen is not None else None,
+        is_cancelled=job.cancelled,
+    )
+
+
+def _phases(job: Job) -> tuple[LoadPhase, ...]:
+    """Return each phase once; a second soak test follows if the first one failed."""
+    latest = {phase.name: phase.detail for phase, _ in job.phases}
+    order = list(latest)
+    if not order:
+        return (LoadPhase("Waiting for running requests", detail="new requests are refused until the run ends"),)
+    return tuple(LoadPhase(TITLES[name], name != order[-1], None, latest[name]) for name in order)
+
+
+def _status_line(job: Job) -> str:
+    if job.cancelled:
+        return "Cancelling. Finished measurements are kept."
+    if job.under_way is not None:
+        return f"Trial {job.under_way.number}: {settings_in_words(job.under_way.settings)}"
+    if not job.phases:
+        return f"Waiting until {job.model} has finished its running requests"
+    return TITLES[job.phases[-1][0].name]
+
+
+def best(job: Job) -> Best:
+    trial = job.best
+    if trial is None or trial.score is None:
+        return Best("", "", ())
+    return Best(job.goal.in_words(trial.score), settings_in_words(trial.settings), facts_of(trial))
+
+
+def facts_of(trial: Trial) -> tuple[Fact, ...]:
+    return tuple(Fact(name, value) for name, value in _figures(trial).items())
+
+
+def _figures(trial: Trial) -> dict[str, str]:
+    figures = trial.figures
+    if figures is None:
+        return {}
+    return {
+        "Time to first token": _seconds(figures.ttft_p50_s),
+        "Time per token": _seconds(figures.tpot_p50_s),
+        "Output": format_rate(figures.output_tokens_per_s),
+        "Memory": f"{format_bytes(figures.peak_bytes)} at most",
+        "Context": f"{format_count(figures.context)} tokens",
+    }
+
+
+def _seconds(seconds: float | None) -> str:
+    return format_seconds(seconds) if seconds is not None else "–"
+
+
+def trials(job: Job) -> TrialTable:
+    """Return all trials, newest first, with the current one on top."""
+    best = (job.result.pick if job.result is not None else None) or job.best
+    began = job.under_way
+    tried = [trial.settings for trial in job.trials[-SHOWN:]] + ([began.settings] if began is not None else [])
+    names = tuple(dict.fromkeys(name for settings in tried for name in settings))
+    rows = [_row(job.goal, trial, best, names) for trial in reversed(job.trials[-SHOWN:])]
+    if began is not None and not job.is_over:
+        planned = format_bytes(began.predicted.total_bytes) if began.predicted else ""
+        effort = _effort(began.effort)
+        cells = _cells(began.settings, names)
+        rows.insert(0, TrialRow(began.number, cells, effort, "under-way", "", "", "", "", "", "", planned, ""))
+    measured = sum(trial.was_measured for trial in job.trials)
+    heads = tuple((LABELS[name], flags_of({name: "…"})) for name in names)
+    best_is = RUNS_NOW if job.result is not None and job.result.keeps_start else "best"
+    return TrialTable(tuple(rows), heads, job.goal.unit, measured, len(job.trials) - measured, best_is)
+
+
+def _cells(settings: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(setting_in_words(name, settings[name]) if name in settings else "–" for name in names)
+
+
+def _effort(effort: float) -> str:
+    return "full" if effort == 1 else "brief"
+
+
+def _row(goal: Goal, trial: Trial, best: Trial | None, names: Sequence[str]) -> TrialRow:
+    figures = trial.figures
+    is_best = best is not None and trial.number == best.number
+    return TrialRow(
+        number=trial.number,
+        settings=_cells(trial.settings, names),
+        effort=_effort(trial.effort),
+        kind="measured" if trial.was_measured else "refused",
+        fate=trial.fate,
+        why=trial.why,
+        score=goal.in_words(trial.score).removesuffix(goal.unit).strip() if trial.score is not None else "",
+        ttft=_seconds(figures.ttft_p50_s) if figures is not None else "",
+        tpot=_seconds(figures.tpot_p50_s) if figures is not None else "",
+        rate=format_rate(figures.output_tokens_per_s, "").strip() if figures is not None else "",
+        planned=format_bytes(trial.predicted.total_bytes) if trial.predicted is not None else "",
+        measured=format_bytes(figures.peak_bytes) if figures is not None else "",
+        is_best=is_best,
+    )
+
+
+def plot(job: Job) -> Scatter:
+    pick = job.result.pick if job.result is not None else job.best
+    pick_is = RUNS_NOW if job.result is not None and job.result.keeps_start else "best for the goal"
+    return scatter(job.trials, pick, by_context=job.goal.fills_context, pick_is=pick_is)
+
+
+# ---- the result ------------------------------------------------------------------------------------------------------
+
+
+def verdict(job: Job) -> str:
+    result = job.result
+    if result is None:
+        return f"The run for {job.goal.name} ended after {format_seconds(job.seconds)} without a result."
+    tried = sum(trial.was_measured for trial in result.trials)
+    ended = "Cancelled after" if result.was_cancelled else "Tuned in"
+    words = f"{ended} {format_seconds(result.seconds)} for {result.goal.name}: {len(result.trials)} trials"
+    return f"{words}, {tried} measured, of {result.grid_size} combinations."
+
+
+def notes(job: Job) -> tuple[str, ...]:
+    result = job.result
+    if result is None:
+        return ()
+    found = [f"Measured with requests of {result.goal.lengths}."] if not result.goal.fills_context else []
+    if result.agreement is not None:
+        found.append(f"8-bit KV cache: {result.agreement}.")
+    return tuple(found)
+
+
+def failure(job: Job) -> ErrorNotice | None:
+    """Return why there is no recommendation."""
+    if job.error is not None:
+        return notice(job.error)
+    if job.result is None:
+        return ErrorNotice("The run was cancelled.", "No trial had finished.", "The model serves as before.")
+    if job.result.pick is None:
+        why = nothing_worked(job.result) or "The run was cancelled before any trial finished."
+        return notice(LocalLLMError("No settings reached the goal.", why, "Try wider limits, or another goal."))
+    return None
+
+
+def recommendation(job: Job) -> RecommendedSettings | None:
+    result, profile = job.result, job.profile
+    if result is None or result.pick is None or profile is None:
+        return None
+    pick = result.pick
+    title, advice = _advice(result)
+    return RecommendedSettings(
+        title=title,
+        advice=advice,
+        settings=settings_in_words(pick.settings) or "the defaults",
+        gain=gain_in_words(result, RUNS_NOW),
+        predicted=tuple(Comparison(name.capitalize(), *both) for name, *both in predicted_and_measured(result)),
+        before=_compared_with_running(result),
+        soak=soak_in_words(result.soak) if result.soak is not None else "There was no soak test.",
+        soak_passed=result.soak.passed if result.soak is not None else None,
+        flags=as_flags(job.asked, pick.settings),
+        toml=as_toml(job.asked, pick.settings),
+        name=job.saved_as or profile.name,
+        saved_as=job.saved_as,
+        is_applied=job.is_applied,
+    )
+
+
+def _advice(result: TuningResult) -> tuple[str, Literal["apply", "keep"]]:
+    """Return the title of the recommendation, and what to do. Requires `result.pick`."""
+    if result.keeps_start and result.gain is None and result.soak is not None:
+        return "Better settings failed the soak test. What runs now passed it.", "keep"
+    if result.keeps_start:
+        return "No setting is clearly better. What runs now is as good.", "keep"
+    if result.gain is None:
+        return "The best trial. It was not compared with what runs now.", "keep"
+    return "Recommended settings", "apply"
+
+
+def _compared_with_running(result: TuningResult) -> tuple[Comparison, ...]:
+    pick, start = result.pick, result.start
+    if pick is None or start is None or start.settings == pick.settings:
+        return ()
+    mine, its = _figures(pick), _figures(start)
+    scores = [result.goal.in_words(trial.score) for trial in (pick, start) if trial.score is not None]
+    first = [Comparison("Score", *scores)] if len(scores) == 2 else []
+    return (*first, *(Comparison(name, mine[name], its.get(name, "–")) for name in mine))

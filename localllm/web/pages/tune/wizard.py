@@ -22,8 +22,17 @@ from localllm.serving.reopen import BareModel
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
 from localllm.tuning.profile import profile_of
-from localllm.tuning.remaining_time import RemainingTime, remaining_time
-from localllm.tuning.run import BestChanged, Event, PhaseBegan, TrialBegan, TrialEnded, TuneOptions, TuningResult
+from localllm.tuning.run import (
+    BestChanged,
+    Event,
+    PhaseBegan,
+    RemainingTime,
+    TrialBegan,
+    TrialEnded,
+    TuneOptions,
+    TuningResult,
+    remaining_time,
+)
 from localllm.tuning.run import TuningRun as Run
 from localllm.tuning.space import fixed_by
 from localllm.tuning.trial import TrialRunner

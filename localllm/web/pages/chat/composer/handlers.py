@@ -18,9 +18,9 @@ from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import LocalLLMError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.documents import FileText
-from localllm.web.pages.chat.composer import presenters as composer_presenters
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import NAMES, typed
-from localllm.web.pages.chat.composer.views import ContextMeter, LoadProgress, ModelPicked
+from localllm.web.pages.chat.composer.views import ComposerAction, ContextMeter, LoadProgress, ModelPicked
 from localllm.web.pages.chat.files.attachments import Attachment
 from localllm.web.pages.chat.files.handlers import attached_files, waiting_files
 from localllm.web.pages.chat.replies import summaries, turns
@@ -28,7 +28,7 @@ from localllm.web.pages.chat.replies.claims import claimed, entry_for, served_fo
 from localllm.web.pages.chat.replies.prompt import ChatFull
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
-from localllm.web.pages.chat.thread import messages, presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import (
     MAX_BODY_BYTES,
     model_cookie,
@@ -36,12 +36,10 @@ from localllm.web.pages.chat.thread.handlers import (
     requested_chat,
     until_written,
 )
-from localllm.web.pages.chat.thread.views import ComposerAction
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
 
@@ -52,7 +50,7 @@ CUTS = 5
 """Most attempts to cut a file so that its message fits."""
 
 
-@post("/chats/count", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/chats/count", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def count_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Say whether the message would fit, while it is typed. Other errors wait until it is sent."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -67,10 +65,10 @@ async def count_message(request: Request[Any, Any, Any]) -> Response[Any]:
     except LocalLLMError:
         pass
     action = _load_action(state, form.get("model", ""), chat) or _action(state, chat)
-    return html(composer_presenters.fit_update(full, chat, files, action))
+    return html(w.fit_update(full, chat, files, action))
 
 
-@post("/chats/attach/first", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/attach/first", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def attach_beginning(request: Request[Any, Any, Any]) -> Response[Any]:
     """Replace the longest attached file by as much of its beginning as fits."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -86,9 +84,9 @@ async def attach_beginning(request: Request[Any, Any, Any]) -> Response[Any]:
             files = cut
         else:
             break
-    card = presenters.card_of(state, settings)
+    card = w.card_of(state, settings)
     if is_scripted(request):
-        return html(composer_presenters.attachments_view(files, card.plan.max_model_len if card is not None else 0))
+        return html(w.attachments_view(files, card.plan.max_model_len if card is not None else 0))
     return html(await page_with_error(request, form, None, files))
 
 
@@ -96,7 +94,7 @@ async def _beginning(
     state: ChatState, owner: str, settings: dict[str, str], files: list[Attachment], full: ChatFull
 ) -> list[Attachment] | None:
     """Return the files with the longest one cut; None: nothing useful of it fits, or no model can count."""
-    served, num_tokens = served_for(state, settings), composer_presenters.first_tokens(full, files)
+    served, num_tokens = served_for(state, settings), w.first_tokens(full, files)
     if served is None or not num_tokens:
         return None
     longest = max((file for file in files if not file.searched), key=lambda file: file.num_tokens)
@@ -113,7 +111,7 @@ async def _beginning(
     return [shorter if file is longest else file for file in files]
 
 
-@post("/c/{conversation_id:str}/bring-back", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/bring-back", status_code=200)
 async def bring_back(request: Request[Any, Any, Any]) -> Response[Any]:
     """Let the model read again what was left out."""
     state, owner, chat = chat_state(request), owner_of(request), await requested_chat(request)
@@ -121,7 +119,7 @@ async def bring_back(request: Request[Any, Any, Any]) -> Response[Any]:
         await state.store.call(Chats.bring_back, owner, chat.id)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}", status_code=303)
-    view = await presenters.update(request, chat, "The model reads all messages again")
+    view = await v.update(request, chat, "The model reads all messages again")
     try:
         await turns.require_fit(state, owner, {"conversation": chat.id}, ())
     except ChatFull as full:  # the last reply was counted without them
@@ -131,7 +129,6 @@ async def bring_back(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post(
     "/c/{conversation_id:str}/summary",
-    guards=[same_origin],
     status_code=200,
     request_max_body_size=MAX_UPLOAD_BYTES,
 )
@@ -150,12 +147,12 @@ async def go_on_with_summary(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{new.id}", status_code=303)
 
 
-@post("/chats/behaviour/reset", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/behaviour/reset", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def reset_behaviour(request: Request[Any, Any, Any]) -> Response[Any]:
     """Empty the drawer. The chat keeps its settings until the next message."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
-    card = presenters.card_of(state, {"model": form["model"]} if form.get("model") else {})
-    drawer = await presenters.drawer(state, owner, card, {}, is_open=True)
+    card = w.card_of(state, {"model": form["model"]} if form.get("model") else {})
+    drawer = await w.drawer(state, owner, card, {}, is_open=True)
     if is_scripted(request):
         return html(drawer)
     page = await page_with_error(request, form, None, await attached_files(request))
@@ -166,7 +163,7 @@ async def reset_behaviour(request: Request[Any, Any, Any]) -> Response[Any]:
 # The model ----------------------------------------------------------------------------------------------------------
 
 
-@post("/chats/model", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/model", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def pick_model(request: Request[Any, Any, Any]) -> Response[Any]:
     """Choose the model of the next message, and load it if needed. The chat keeps the choice."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -194,7 +191,7 @@ def _load_action(state: ChatState, name: str, chat: Chat | None) -> ComposerActi
 
 
 def _action(state: ChatState, chat: Chat | None) -> ComposerAction:
-    return messages.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
+    return w.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
 
 
 @get("/live/chat/model")
@@ -238,8 +235,8 @@ async def _picked(
     settings = {**(chat.settings if chat is not None else {}), **{name: form[name] for name in NAMES if name in form}}
     return ModelPicked(
         _action(state, chat),
-        sampling=await presenters.drawer(state, owner, presenters.card_of(state, settings), settings),
-        thinking=composer_presenters.thinking_choice(state, settings),
+        sampling=await w.drawer(state, owner, w.card_of(state, settings), settings),
+        thinking=w.thinking_choice(state, settings),
         models=await state.picker.choices(settings),
         error=notice(error) if error is not None else None,
     )

@@ -9,15 +9,33 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.models.library.catalog import list_models
 from localllm.units import format_bytes
-from localllm.web.pages.chat.thread.views import ModelChoice, ModelChoices
+from localllm.web.pages.frame.views import View, view
 
 if TYPE_CHECKING:
     from localllm.serving.entry import ModelEntry
     from localllm.serving.manager import ModelManager
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model that the message can be sent to."""
+
+    name: str
+    chosen: bool
+    note: str = ""  # state and size: "not loaded · 610 MiB"
+
+
+@view("chat/_model_choices.html")
+class ModelChoices(View):
+    """The list from which the model of the next message is chosen."""
+
+    choices: tuple[ModelChoice, ...] = ()
+
 
 LOOK_EVERY_S = 10.0
 """The sizes of installed models are read from the disk at most this often."""

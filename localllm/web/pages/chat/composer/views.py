@@ -1,27 +1,44 @@
-"""Views around the composer: what does not fit into the context and the ways on, the chat's behaviour, a load."""
+"""The composer: the text field with its button and files, what does not fit into the context, the drawer with the
+chat's behaviour, the load of a model.
+
+Does not know: HTTP handlers, how a reply is generated.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.engine.params import Kind
+from localllm.serving.served import ModelCard
+from localllm.units import format_count
+from localllm.web.api.hints import THINKING_SWITCHES
+from localllm.web.pages.chat.composer.model_picker import ModelChoices
+from localllm.web.pages.chat.composer.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
+from localllm.web.pages.chat.files.attachments import Attachment
+from localllm.web.pages.chat.replies.active import ActiveReplies
+from localllm.web.pages.chat.replies.claims import served_for
+from localllm.web.pages.chat.replies.messages import SUMMARY_OF
+from localllm.web.pages.chat.replies.prompt import ChatFull
+from localllm.web.pages.chat.state import ChatState
+from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
+from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.chat.tools.views import ToolServers, tool_servers
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_context_meter.html")
 class ContextMeter(View):
     """The share of the model's context that the chat uses, which may be more than all of it; empty without a size."""
 
-    template: ClassVar[str] = "chat/_context_meter.html"
     used_tokens: int = 0
     size_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_refusal.html")
 class Refusal(View):
     """A message that does not fit into the context, and the ways on. The buttons send the form that they stand in."""
 
-    template: ClassVar[str] = "chat/_refusal.html"
     what: str
     why: str
     url: str  # where the form is posted; with the oldest messages left out it is posted there again
@@ -31,50 +48,45 @@ class Refusal(View):
     field_id: str = "composer-message"  # of the text
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_fit_update.html")
 class FitUpdate(View):
     """The answer to a count: the composer with a refusal in place of Send, or as it is if the message fits."""
 
-    template: ClassVar[str] = "chat/_fit_update.html"
     action: View
     refusal: Refusal | None = None
     meter: ContextMeter | None = None
     clears_error: bool = False  # the answer to a message that was sent: an older error goes
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_behaviour_chip.html")
 class BehaviourChip(View):
     """The system prompt of a chat, over its first message; it leads to the drawer."""
 
-    template: ClassVar[str] = "chat/_behaviour_chip.html"
     system: str = ""
     url: str = ""  # of the page with the drawer open
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_summary_origin.html")
 class SummaryOrigin(View):
     """The line over a summary: the chat that it sums up."""
 
-    template: ClassVar[str] = "chat/_summary_origin.html"
     title: str
     url: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_load_progress.html")
 class LoadProgress(View):
     """The progress of a model that was picked, in place of Send."""
 
-    template: ClassVar[str] = "chat/_load_progress.html"
     model: str
     fraction: float | None = None  # 0 to 1; None: unknown
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_model_picked.html")
 class ModelPicked(View):
     """The answer to a pick, and the end of a load: the parts of the composer that depend on the model."""
 
-    template: ClassVar[str] = "chat/_model_picked.html"
     action: View
     sampling: View | None = None
     thinking: View | None = None
@@ -82,19 +94,249 @@ class ModelPicked(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_thinking_choice.html")
 class ThinkingChoice(View):
     """The choice of whether the model thinks before it answers; not shown for a model that cannot switch."""
 
-    template: ClassVar[str] = "chat/_thinking_choice.html"
     is_shown: bool = False
     value: str = ""  # on, off, or empty for the model's own way
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_setting_refused.html")
 class SettingRefused(View):
     """The error of a wrong value in the drawer, with the drawer open at its field."""
 
-    template: ClassVar[str] = "chat/_setting_refused.html"
     error: ErrorNotice
     sampling: View
+
+
+@view("chat/_attachment.html")
+class AttachmentChip(View):
+    """A file attached to the next message (removable by its id), or a file of a sent message."""
+
+    name: str
+    num_bytes: int
+    num_tokens: int | None = None
+    id: str = ""
+    text: str = ""  # extracted text of a file in a sent message
+    is_estimate: bool = False  # `num_tokens` is not counted exactly
+    is_missing: bool = False  # its chat was imported, and an export does not contain it
+    searched: bool = False  # too long to be read whole: the passages that match the question are read
+
+
+@view("chat/_attachments.html")
+class Attachments(View):
+    """The files attached to the next message, and the token count of those that are read whole."""
+
+    chips: tuple[AttachmentChip, ...] = ()
+    num_tokens: int | None = None  # None: no file is read whole
+    context_tokens: int = 0
+    error: ErrorNotice | None = None
+
+
+@view("chat/_composer_action.html")
+class ComposerAction(View):
+    """The button of the composer: Send, Stop while a reply is being written, or why neither is possible now."""
+
+    stop_url: str | None = None
+    over_tokens: int = 0  # tokens that the message is too long by
+    load: LoadProgress | None = None  # of the model that was picked
+    load_url: str = ""  # URL of the load's live events
+
+
+@dataclass(frozen=True, slots=True)
+class SettingField:
+    """One setting: the value that was typed, and the default that applies if the field is empty."""
+
+    name: str
+    label: str
+    kind: Kind
+    value: str
+    default: str
+    source: str  # where the default comes from
+    note: str
+    low: float | None = None
+    high: float | None = None
+    is_first: bool = False  # shown at once, not behind `More sampling`
+    is_wrong: bool = False  # the value was refused
+
+
+@view("chat/_sampling_drawer.html")
+class Sampling(View):
+    """The drawer with the model's behaviour in this chat: system prompt, sampling and presets."""
+
+    system: str = ""
+    fields: tuple[SettingField, ...] = ()
+    presets: tuple[str, ...] = ()
+    preset: str = ""  # name of the preset that was chosen last
+    is_open: bool = False
+    error: ErrorNotice | None = None
+    tools: str = ""  # a JSON list, as it was typed
+    schema: str = ""  # a JSON object, as it was typed
+    num_set: int = 0  # number of fields that are filled in
+    wrong: str = ""  # name of the field whose value was refused; the drawer is open then
+    tool_servers: ToolServers | None = None  # None: the user has none
+
+
+@view("chat/_composer.html")
+class Composer(View):
+    """The form where the next message is typed."""
+
+    conversation_id: str
+    sampling: Sampling
+    action: ComposerAction
+    text: str = ""
+    error: ErrorNotice | None = None
+    attachments: Attachments = field(default_factory=Attachments)
+    models: ModelChoices = field(default_factory=ModelChoices)
+    thinking: ThinkingChoice = field(default_factory=ThinkingChoice)
+    refusal: Refusal | None = None
+    context_tokens: int = 0  # of the model; 0: not known
+    project_id: str = ""  # of a new chat
+    begins: str = ""  # the id that a new chat will have, so that two quick messages begin one chat
+
+    @property
+    def stop_url(self) -> str:
+        return f"/c/{self.conversation_id or self.begins}/stop"
+
+
+CHIP_CHARS = 120
+
+LEAST_FILE_TOKENS = 16
+"""A shorter beginning of a file is not worth sending."""
+
+MARGIN_TOKENS = 8
+"""A file's beginning may be tokenised differently where it was cut."""
+
+
+def refusal(
+    full: ChatFull, url: str, chat: Chat | None, files: Sequence[Attachment] = (), *, field_id: str = "composer-message"
+) -> Refusal:
+    """Return what is said in place of sending, and the ways on. `url`: where the form is posted."""
+    if full.can_leave_out and chat is not None:
+        what, why = full.what, full.why
+    else:
+        what = f"Too long by {format_count(full.over_tokens)} tokens."
+        needs, size = format_count(full.used_tokens), format_count(full.context_tokens)
+        why = f"With room for a reply this message needs {needs} tokens; the model's context has {size}."
+    return Refusal(
+        what=what,
+        why=why,
+        url=url,
+        chat_url=f"/c/{chat.id}" if full.can_leave_out and chat is not None else "",
+        leaves_out=full.can_leave_out and chat is not None,
+        file_tokens=first_tokens(full, files),
+        field_id=field_id,
+    )
+
+
+def first_tokens(full: ChatFull, files: Sequence[Attachment]) -> int:
+    """Return how many tokens of the longest file fit; 0: too few."""
+    longest = max((file.num_tokens for file in files if not file.searched), default=0)
+    left = longest - full.over_tokens - MARGIN_TOKENS
+    return left if left >= LEAST_FILE_TOKENS else 0
+
+
+def fit_update(
+    full: ChatFull | None, chat: Chat | None, files: Sequence[Attachment], action: ComposerAction, *, sent: bool = False
+) -> FitUpdate:
+    """Return the composer's state after a count. `action`: its button while the message fits."""
+    if full is None:
+        return FitUpdate(action, clears_error=sent)
+    shown = refusal(full, "/chat", chat, files)
+    meter = ContextMeter(full.used_tokens, full.context_tokens)
+    if action.stop_url is None and action.load is None:
+        action = ComposerAction(over_tokens=full.over_tokens)
+    return FitUpdate(action, shown, meter, sent)
+
+
+def thinking_choice(state: ChatState, settings: Mapping[str, str]) -> ThinkingChoice:
+    """Return the choice beside Send; it is shown for a ready model whose template can switch thinking."""
+    served = served_for(state, settings)
+    switches = served is not None and any(served.chat_template.reads(name) for name in THINKING_SWITCHES)
+    return ThinkingChoice(switches, settings.get("thinking", ""))
+
+
+def chip(chat: Chat | None, settings: Mapping[str, str]) -> BehaviourChip:
+    """Return the system prompt in one line."""
+    system = " ".join(settings.get("system", "").split())
+    short = system if len(system) <= CHIP_CHARS else f"{system[:CHIP_CHARS].rstrip()}…"
+    return BehaviourChip(short, f"{f'/c/{chat.id}' if chat is not None else '/'}?behaviour=1#system")
+
+
+def summary_origin(message: StoredMessage) -> SummaryOrigin | None:
+    """Return the line over a summary; None for any other message."""
+    origin = message.details.get(SUMMARY_OF)
+    return SummaryOrigin(origin["title"], f"/c/{origin['chat']}") if origin else None
+
+
+def attachments_view(files: Sequence[Attachment], context_tokens: int, error: ErrorNotice | None = None) -> Attachments:
+    """Return the files of the next message, with the sum of the tokens of those that are read whole."""
+    chips = tuple(
+        AttachmentChip(
+            file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched
+        )
+        for file in files
+    )
+    whole = [file for file in files if not file.searched]
+    total = sum(file.num_tokens for file in whole) if whole else None
+    return Attachments(chips, total, context_tokens, error)
+
+
+def sampling(
+    card: ModelCard | None,
+    settings: Mapping[str, str],
+    presets: Sequence[str] = (),
+    *,
+    preset: str = "",
+    is_open: bool = False,
+    error: ErrorNotice | None = None,
+    wrong: str = "",
+) -> Sampling:
+    """Return the drawer, with the defaults that apply to empty fields. `wrong`: a field whose value was refused."""
+    return Sampling(
+        system=settings.get("system", ""),
+        fields=tuple(
+            _field(name, card, settings, wrong) for name in sorted(SETTINGS, key=lambda each: each not in FIRST)
+        ),
+        presets=tuple(presets),
+        preset=preset,
+        is_open=is_open or wrong in BEHAVIOUR,
+        error=error,
+        tools=settings.get("tools", ""),
+        schema=settings.get("schema", ""),
+        num_set=num_set(settings),
+        wrong=wrong,
+    )
+
+
+def _field(name: str, card: ModelCard | None, settings: Mapping[str, str], wrong: str) -> SettingField:
+    info, (default, source) = SETTINGS[name], effective(name, card)
+    return SettingField(
+        name, label(name), info.kind, settings.get(name, ""), default, source, note(name), info.low, info.high,
+        name in FIRST, name == wrong,
+    )  # fmt: skip
+
+
+def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
+    """Return the composer's button: it stops every reply of the chat that is being written, else it sends."""
+    return ComposerAction(f"/c/{chat_id}/stop" if replies.unfinished(chat_id) else None)
+
+
+async def drawer(
+    state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str], *, is_open: bool = False
+) -> Sampling:
+    """Return the drawer, with the defaults of the model."""
+    try:
+        presets = await state.store.call(Chats.presets, owner)
+    except ChatsUnavailable:
+        presets = {}
+    found = sampling(card, settings, tuple(presets), is_open=is_open)
+    return replace(found, tool_servers=tool_servers(state, owner, settings))
+
+
+def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:
+    """Return facts about the model that the next message goes to."""
+    name = settings.get("model")
+    entry = state.pages.manager.register.find(name) if name else None
+    return entry.card if entry is not None else state.pages.card if not name else None

@@ -14,25 +14,24 @@ from litestar.response import Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
+from localllm.serving.answers.off_loop import off_loop
 from localllm.web.access.caller import owner_of
 from localllm.web.api.documents import FileText, read_file
-from localllm.web.api.off_loop import off_loop
-from localllm.web.pages.chat.composer.presenters import attachments_view
+from localllm.web.pages.chat.composer import views as w
+from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided
 from localllm.web.pages.chat.files.long_files import free_tokens
 from localllm.web.pages.chat.files.passages import estimated_tokens
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.thread import presenters
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 MAX_COUNTED_CHARS = 200_000
 """The tokens of a longer file are estimated from its beginning: to count them takes a hundred times its memory."""
 
 
-@post("/chats/attach", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/attach", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     """Return the files of the next message, with the new ones and without the removed one. An error for an unreadable
     file is shown beside the readable ones.
@@ -45,7 +44,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     except RequestError as problem:
         error = notice(problem)
     files = divided(files, await free_tokens(state, owner, form))
-    card = presenters.card_of(state, _model(form))
+    card = w.card_of(state, _model(form))
     return html(attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
 
 

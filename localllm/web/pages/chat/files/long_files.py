@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import LocalLLMError
-from localllm.web.api.off_loop import off_loop
+from localllm.serving.answers.off_loop import off_loop
+from localllm.web.pages.chat.composer.views import card_of
 from localllm.web.pages.chat.files import passages as question
 from localllm.web.pages.chat.files.passages import (
     OWN_BYTES,
@@ -31,9 +32,8 @@ from localllm.web.pages.chat.replies.claims import Claim
 from localllm.web.pages.chat.replies.messages import fenced
 from localllm.web.pages.chat.replies.prompt import ChatFull, prompt_of, reply_room
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
+from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.store.records import ChatNotFound, FilePassage
-from localllm.web.pages.chat.thread.presenters import card_of
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,9 @@ async def with_passages(
     reply: nothing if the branch has no long file. The claim's prompt is made anew.
     """
     branch = await state.store.call(Chats.branch, chat.id, leaf)
-    asked = _question(branch.messages)
+    typed = [m.text for m in branch.messages if m.role == "user" and "results" not in m.details]
+    files = [file["file"] for m in branch.messages for file in m.details.get("files", []) if "file" in file]
+    asked = _Question(typed[-1] if typed else "", typed[-2] if len(typed) > 1 else "", tuple(dict.fromkeys(files)))
     if not asked.file_ids:
         return read, {}
     known = await state.store.call(Chats.known_files, chat.id, asked.file_ids)
@@ -219,13 +221,6 @@ def sources_of(details: Mapping[str, Any]) -> dict[str, Any]:
 
 def _block(name: str, where: str, text: str) -> str:
     return f"{name}, {where}:\n\n{fenced(text.strip())}"
-
-
-def _question(messages: Sequence[StoredMessage]) -> _Question:
-    """Return the question: the last message that a person typed."""
-    typed = [m.text for m in messages if m.role == "user" and "results" not in m.details]
-    files = [file["file"] for m in messages for file in m.details.get("files", []) if "file" in file]
-    return _Question(typed[-1] if typed else "", typed[-2] if len(typed) > 1 else "", tuple(dict.fromkeys(files)))
 
 
 async def _ranking(state: ChatState, chat_id: str, file_ids: Sequence[str], asked: _Question) -> tuple[list[int], bool]:

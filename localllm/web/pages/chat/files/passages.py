@@ -52,8 +52,8 @@ def estimated_tokens(text: str) -> int:
 
 
 def cut(text: str, *, paged: bool = False) -> list[Passage]:
-    """Return the passages of a text, in order. `paged`: the text has pages, and no passage is of two; else the numbers
-    are those of lines.
+    """Return the passages of a text, in order. `paged`: the text has pages, and no passage is of two; else
+    numbers count lines.
     """
     mark, number, found = PAGE if paged else "\n", 1, list[Passage]()
     for start, end in _parts(text, paged):
@@ -172,7 +172,7 @@ def with_context(text: str, before: str) -> list[str]:
 
 def query(words: Sequence[str]) -> str:
     """Return the FTS5 query: any of the terms. Typed characters are never operators, because each term is quoted."""
-    return " OR ".join(_term(word) for word in words)
+    return " OR ".join(f'"{word}"*' if len(word) >= PREFIX_CHARS and " " not in word else f'"{word}"' for word in words)
 
 
 def indexed(text: str) -> str:
@@ -188,13 +188,8 @@ def _query_parts(token: str) -> list[str]:
     return [f"{one} {two}" for one, two in pairwise(characters)]
 
 
-def _term(word: str) -> str:
-    return f'"{word}"*' if len(word) >= PREFIX_CHARS and " " not in word else f'"{word}"'
-
-
 FUSION_K = 60
 """Lowers the weight of the first ranks, so that one ranking alone decides little."""
-
 
 SPREAD_WEIGHT = 0.5
 """Weight of a term somewhere in a text, beside its weight in the text's best sentence."""

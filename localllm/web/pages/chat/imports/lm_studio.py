@@ -49,7 +49,7 @@ def _imported(tree: MessageTree, version: Mapping[str, Any], parent: str | None,
     if not texts and not thoughts:
         return None
     model = string(mapping(version.get("senderInfo")).get("senderName"))
-    reasoning = "\n\n".join(_marks_removed(text) for text in thoughts)
+    reasoning = "\n\n".join(text.removeprefix("<think>").removesuffix("</think>").strip() for text in thoughts)
     return tree.add("assistant", "\n\n".join(texts), parent, reasoning=reasoning, created_s=created_s, model=model)
 
 
@@ -60,7 +60,3 @@ def _text(holder: Mapping[str, Any]) -> str:
         f"[File {string(part.get('fileIdentifier'))}]" if part.get("type") == "file" else string(part.get("text"))
         for part in parts
     )
-
-
-def _marks_removed(text: str) -> str:
-    return text.removeprefix("<think>").removesuffix("</think>").strip()

@@ -345,7 +345,7 @@ class _Parser:
 
 
 def _styled(text: str, name: str) -> str:
-    """Return letters as bold ones, or as those of number sets."""
+    """Return letters in bold, or as the symbols of number sets."""
     if name == "mathbb":
         if not text or not set(text) <= NUMBER_SETS.keys():
             raise _Unsupported

@@ -26,7 +26,6 @@ from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexer import Lexer
 from pygments.lexers import get_all_lexers, get_lexer_by_name
 
 from localllm.web.pages.chat.markdown.maths import add_maths, maths_html
@@ -330,22 +329,13 @@ def fenced_code(source: str, language: str, env: MutableMapping[str, Any]) -> st
 
 
 def _highlighted(source: str, language: str) -> str:
-    if language.lower() not in _coloured_names() or not _is_soon_coloured(source):
+    num_empty = sum(not line.strip() for line in source.splitlines())
+    is_long = len(source) > MAX_HIGHLIGHT_CHARS or num_empty > MAX_EMPTY_LINES
+    if language.lower() not in _coloured_names() or is_long:
         return escape(source)
-    return str(highlight(source, _lexer_of(language), HtmlFormatter(nowrap=True)))
-
-
-def _lexer_of(language: str) -> Lexer:
-    """Return the lexer without nested lexers: a code block inside Markdown could name any language again."""
-    return get_lexer_by_name(language, stripnl=False, handlecodeblocks=False)
-
-
-def _is_soon_coloured(source: str) -> bool:
-    return len(source) <= MAX_HIGHLIGHT_CHARS and _num_empty_lines(source) <= MAX_EMPTY_LINES
-
-
-def _num_empty_lines(source: str) -> int:
-    return sum(not line.strip() for line in source.splitlines())
+    # Without nested lexers: a code block inside Markdown could name any language again.
+    lexer = get_lexer_by_name(language, stripnl=False, handlecodeblocks=False)
+    return str(highlight(source, lexer, HtmlFormatter(nowrap=True)))
 
 
 @cache

@@ -8,16 +8,18 @@ Does not know: the source of the text, HTTP, templates.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
+from typing import Any, Literal
 
-from localllm.web.pages.chat.markdown.render import MAX_PENDING_CHARS, BlockSplitter, render_markdown
+from localllm.web.pages.chat.markdown.render import MAX_PENDING_CHARS, BlockSplitter, fenced_code, render_markdown
 
 MAX_DRAWN_CHARS = 200_000
+
 MAX_KEPT_CHARS = 8_000_000
 """Characters of rendered texts and their HTML in the cache: some thousand replies."""
 
@@ -140,3 +142,66 @@ cached_html = HTMLCache(MAX_KEPT_CHARS)
 
 def plain(text: str) -> str:
     return f'<p class="plain">{escape(text)}</p>\n'
+
+
+MAX_TYPED_CHARS = 2_000_000
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})([^`\n]*)\n?")
+_RUN = re.compile("`+")
+
+
+def user_html(text: str) -> str:
+    """Return the safe HTML of a message. Line breaks of its text stay line breaks; the style sheet shows them."""
+    env: dict[str, Any] = {}
+    parts = (
+        fenced_code(body, language, env).rstrip("\n")
+        if is_code
+        else "".join(_line(line) for line in body.splitlines(keepends=True))
+        for is_code, language, body in _parts(text)
+    )
+    return "".join(parts)
+
+
+def _parts(text: str) -> Iterator[tuple[bool, str, str]]:
+    """Yield the parts of a text: whether it is code, its language, and its lines. A fence that is not closed goes on to
+    the end.
+    """
+    lines, plain, at = text.splitlines(keepends=True), list[str](), 0
+    while at < len(lines):
+        fence = _FENCE.fullmatch(lines[at])
+        if fence is None:
+            plain.append(lines[at])
+            at += 1
+            continue
+        end = next((n for n in range(at + 1, len(lines)) if _closes(lines[n], fence[1])), len(lines))
+        if plain:
+            yield False, "", "".join(plain)
+        yield True, fence[2].strip().split(" ")[0], "".join(lines[at + 1 : end])
+        plain, at = [], end + 1
+    if plain:
+        yield False, "", "".join(plain)
+
+
+def _closes(line: str, opener: str) -> bool:
+    mark = line.strip()
+    return mark.startswith(opener) and not mark.strip(opener[0]) and len(line) - len(line.lstrip(" ")) < 4
+
+
+def _line(line: str) -> str:
+    """Return a line of text; what stands between two equal runs of backticks is code."""
+    runs, closing, after = [run.span() for run in _RUN.finditer(line)], dict[int, int](), dict[int, int]()
+    for number in reversed(range(len(runs))):
+        length = runs[number][1] - runs[number][0]
+        if length in after:
+            closing[number] = after[length]
+        after[length] = number
+    found, at, number = list[str](), 0, 0
+    while number < len(runs):
+        if number in closing:
+            start, end = runs[number], runs[closing[number]]
+            found += [escape(line[at : start[0]]), f"<code>{escape(line[start[1] : end[0]])}</code>"]
+            at, number = end[1], closing[number]
+        number += 1
+    return "".join([*found, escape(line[at:])])
+
+
+cached_user_html = HTMLCache(MAX_TYPED_CHARS, user_html)

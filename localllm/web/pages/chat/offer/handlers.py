@@ -19,12 +19,12 @@ from localllm.errors import InvalidParameter
 from localllm.serving.entry import ModelEntry
 from localllm.serving.model_offer import Offer
 from localllm.web.access.caller import may, owner_of
-from localllm.web.pages.chat.offer.presenters import announcement, card_for
-from localllm.web.pages.chat.offer.views import Announcement, OfferRoom
+from localllm.web.pages.chat.composer import views as w
+from localllm.web.pages.chat.offer.views import Announcement, OfferRoom, announcement, card_for
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import model_cookie
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.handlers import shows_loading
@@ -32,7 +32,6 @@ from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
 
@@ -40,7 +39,7 @@ MAX_FORM_BYTES = 64 * 1024
 VERBS = ("start", "stop", "discard")
 
 
-@post("/chat/model", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+@post("/chat/model", status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def change_offer(request: Request[Any, Any, Any]) -> Response[Any]:
     """Start, stop or discard the download of the offered model."""
     offers, form = chat_state(request).offers, await fields_of(request)
@@ -159,10 +158,10 @@ async def _switched(request: Request[Any, Any, Any], entry: ModelEntry) -> dict[
     state.picker.note(request.query_params.get("chat", ""), entry.name)
     parts = {
         "model-choices": render(await state.picker.choices(settings)),
-        "sampling": render(await presenters.drawer(state, owner_of(request), entry.card, {})),
+        "sampling": render(await w.drawer(state, owner_of(request), entry.card, {})),
     }
     if entry.card is not None:
-        empty = presenters.empty_chat(entry.card)
+        empty = v.empty_chat(entry.card)
         parts |= {"empty-chat": render(empty), "examples": render(empty.examples)}
     return parts
 

@@ -23,11 +23,10 @@ from localllm.web.pages.chat.projects.views import ProjectList, ProjectRow, proj
 from localllm.web.pages.chat.prompts.saved import checked_name
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, Project
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 ONE = "/projects/{project_id:str}"
@@ -39,7 +38,7 @@ async def projects(request: Request[Any, Any, Any]) -> Response[str]:
     return await _list_page(request)
 
 
-@post("/projects", guards=[same_origin], status_code=200)
+@post("/projects", status_code=200)
 async def add_project(request: Request[Any, Any, Any]) -> Response[Any]:
     """Create a project, and show it."""
     name = (await fields_of(request)).get("name", "")
@@ -57,7 +56,7 @@ async def show_project(request: Request[Any, Any, Any]) -> Response[str]:
     return await _page(request, await _requested(request))
 
 
-@post(ONE, guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(ONE, status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_project(request: Request[Any, Any, Any]) -> Response[Any]:
     """Change a project's name and settings. A wrong form is shown again with what is wrong."""
     project, form = await _requested(request), await fields_of(request)
@@ -69,7 +68,7 @@ async def change_project(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/projects/{project.id}", status_code=303)
 
 
-@post(f"{ONE}/files", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post(f"{ONE}/files", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def add_files(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add files to a project. Those before an unreadable one are kept."""
     state, owner, project = chat_state(request), owner_of(request), await _requested(request)
@@ -87,7 +86,7 @@ async def add_files(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/projects/{project.id}#files-title", status_code=303)
 
 
-@post(f"{ONE}/files/remove", guards=[same_origin], status_code=303)
+@post(f"{ONE}/files/remove", status_code=303)
 async def remove_file(request: Request[Any, Any, Any]) -> Redirect:
     """Remove a file from a project."""
     project, file_id = await _requested(request), (await fields_of(request)).get("file", "")
@@ -95,7 +94,7 @@ async def remove_file(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(f"/projects/{project.id}#files-title", status_code=303)
 
 
-@post(f"{ONE}/delete", guards=[same_origin], status_code=303)
+@post(f"{ONE}/delete", status_code=303)
 async def delete_project(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a project with its chats or without, with undo for a while. Replies in deleted chats stop."""
     state, project = chat_state(request), await _requested(request)
@@ -124,7 +123,7 @@ async def _list_page(
     found = await chat_state(request).store.call(Chats.projects, owner_of(request))
     rows = tuple(ProjectRow(each.name, f"/projects/{each.id}", each.num_chats) for each in found)
     view = ProjectList(rows, name[:200], notice(error) if error else None)
-    page = await presenters.panel_page(request, "Projects", view, undo_of(request, "The project is deleted."))
+    page = await v.panel_page(request, "Projects", view, undo_of(request, "The project is deleted."))
     return html(page, error.status if error else 200)
 
 
@@ -133,7 +132,7 @@ async def _page(
     error: RequestError | None = None,
 ) -> Response[str]:  # fmt: skip
     view = await project_page(chat_state(request), owner_of(request), project, form, notice(error) if error else None)
-    return html(await presenters.panel_page(request, project.name, view), error.status if error else 200)
+    return html(await v.panel_page(request, project.name, view), error.status if error else 200)
 
 
 HANDLERS = (projects, add_project, show_project, change_project, add_files, remove_file, delete_project)

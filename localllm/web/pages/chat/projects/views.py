@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.prompts.views import SettingsForm, settings_form
 from localllm.web.pages.chat.replies.messages import with_files
-from localllm.web.pages.chat.sidebar.presenters import row
-from localllm.web.pages.chat.sidebar.views import ChatRow
+from localllm.web.pages.chat.sidebar.views import ChatRow, row
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats, FoundChat, Project
 from localllm.web.pages.chat.store.records import ProjectFile
-from localllm.web.pages.chat.thread import presenters
 from localllm.web.pages.chat.thread.messages import PREVIEW_CHARS
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +29,10 @@ class ProjectRow:
     num_chats: int
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_project_list.html")
 class ProjectList(View):
     """The page of all projects, with the form for a new one."""
 
-    template: ClassVar[str] = "chat/_project_list.html"
     rows: tuple[ProjectRow, ...] = ()
     name: str = ""  # as typed
     error: ErrorNotice | None = None
@@ -51,11 +48,10 @@ class PinnedFile:
     text: str = ""  # its beginning
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_project_page.html")
 class ProjectPage(View):
     """The page of one project: its chats, its files, its settings, its deletion."""
 
-    template: ClassVar[str] = "chat/_project_page.html"
     url: str
     name: str
     new_url: str  # starts a chat
@@ -82,7 +78,7 @@ async def project_page(
     chats = await state.store.call(Chats.chats_of_project, owner, project.id, LISTED)
     files = await state.store.call(Chats.project_files, project.id)
     settings = project.settings if typed is None else {name: text for name, text in typed.items() if name != "name"}
-    card = presenters.card_of(state, project.settings)
+    card = w.card_of(state, project.settings)
     return ProjectPage(
         url=f"/projects/{project.id}",
         name=project.name,
@@ -100,7 +96,7 @@ async def project_page(
 
 async def _num_tokens(state: ChatState, project: Project, files: Sequence[ProjectFile]) -> int | None:
     """Return the tokens of the files; None if the project's model is not loaded, or the files are long."""
-    card, served = presenters.card_of(state, project.settings), state.pages.served
+    card, served = w.card_of(state, project.settings), state.pages.served
     text = with_files("", [(file.name, file.text) for file in files])
     if card is None or served is None or served.name != card.name or not 0 < len(text) <= MOST_COUNTED_CHARS:
         return None

@@ -24,11 +24,10 @@ from localllm.web.pages.chat.prompts import saved, views
 from localllm.web.pages.chat.prompts.views import PromptLibrary, PromptQuestions
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, SavedPrompt
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
@@ -55,7 +54,7 @@ async def prompt_form(request: Request[Any, Any, Any]) -> Response[str]:
     return await _form(request, f"/prompts/{prompt.id}", prompt, is_new=False)
 
 
-@post("/prompts", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/prompts", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def add_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add a prompt. A wrong one is shown again with what is wrong."""
     form = await fields_of(request)
@@ -67,7 +66,7 @@ async def add_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect("/prompts", status_code=303)
 
 
-@post(ONE, guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(ONE, status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Change a prompt. A wrong one is shown again with what is wrong."""
     prompt, form = await _requested(request), await fields_of(request)
@@ -80,7 +79,7 @@ async def change_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect("/prompts", status_code=303)
 
 
-@post(f"{ONE}/delete", guards=[same_origin], status_code=303)
+@post(f"{ONE}/delete", status_code=303)
 async def delete_prompt(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a prompt, with undo for a while."""
     state = chat_state(request)
@@ -97,7 +96,7 @@ async def export_prompts(request: Request[Any, Any, Any]) -> Response[bytes]:
     return Response(body, media_type="application/json", headers={"Content-Disposition": disposition})
 
 
-@post("/prompts/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/prompts/import", status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
 async def import_prompts(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add the prompts of an exported file."""
     try:
@@ -131,10 +130,10 @@ async def ask_for_values(request: Request[Any, Any, Any]) -> Response[Any]:
     questions = PromptQuestions(
         f"/prompts/{prompt.id}/use", prompt.name, prompt.text, asked, query.get("conversation", "")[:100]
     )
-    return html(questions if is_scripted(request) else await presenters.panel_page(request, prompt.name, questions))
+    return html(questions if is_scripted(request) else await v.panel_page(request, prompt.name, questions))
 
 
-@post(f"{ONE}/use", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/use", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def use_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Put a prompt's text into the composer, and its settings into the drawer."""
     prompt, form = await _requested(request), await fields_of(request)
@@ -155,7 +154,7 @@ async def _used(
     chat_id = form.get("conversation")
     chat = await state.store.call(Chats.get, owner, chat_id) if chat_id else None
     settings = views.with_model(prompt.settings, "") if prompt.settings else None
-    view = await presenters.chat_page(request, chat, settings=settings)
+    view = await v.chat_page(request, chat, settings=settings)
     if view.composer is None:
         return html(view)
     return html(replace(view, composer=replace(view.composer, text=text)))
@@ -169,7 +168,7 @@ async def _requested(request: Request[Any, Any, Any]) -> SavedPrompt:
 async def _library_page(request: Request[Any, Any, Any], error: ErrorNotice | None = None) -> Any:
     found = await chat_state(request).store.call(Chats.prompts, owner_of(request))
     view = PromptLibrary(tuple(views.prompt_row(each) for each in found), error)
-    return await presenters.panel_page(request, "Prompts", view, undo_of(request, "The prompt is deleted."))
+    return await v.panel_page(request, "Prompts", view, undo_of(request, "The prompt is deleted."))
 
 
 async def _form(
@@ -177,7 +176,7 @@ async def _form(
 ) -> Response[str]:
     state = chat_state(request)
     view = await views.prompt_form(state, url, prompt, is_new=is_new, error=notice(error) if error else None)
-    return html(await presenters.panel_page(request, "Prompts", view), error.status if error else 200)
+    return html(await v.panel_page(request, "Prompts", view), error.status if error else 200)
 
 
 def _read(form: Mapping[str, str], before: SavedPrompt) -> SavedPrompt:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
+from localllm.web.pages.chat.composer import views as w
+from localllm.web.pages.chat.composer.model_picker import ModelChoices
 from localllm.web.pages.chat.composer.settings import SETTINGS
+from localllm.web.pages.chat.composer.views import Sampling, SettingField
 from localllm.web.pages.chat.prompts.saved import placeholders
 from localllm.web.pages.chat.sidebar.views import SelectOption
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats, SavedPrompt
-from localllm.web.pages.chat.thread import messages, presenters
-from localllm.web.pages.chat.thread.views import ModelChoices, Sampling, SettingField
-from localllm.web.pages.chat.tools import views
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.chat.tools import views as t
+from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_settings_form.html")
 class SettingsForm(View):
     """The system prompt, the model and the sampling of a prompt or a project."""
 
-    template: ClassVar[str] = "chat/_settings_form.html"
     system: str = ""
     fields: tuple[SettingField, ...] = ()
     models: tuple[SelectOption, ...] = ()
@@ -42,20 +41,18 @@ class PromptRow:
     asks: bool = False  # it has placeholders
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_library.html")
 class PromptLibrary(View):
     """The page of all prompts: change, delete, import, export."""
 
-    template: ClassVar[str] = "chat/_prompt_library.html"
     rows: tuple[PromptRow, ...] = ()
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_form.html")
 class PromptForm(View):
     """The form of a new or an existing prompt."""
 
-    template: ClassVar[str] = "chat/_prompt_form.html"
     url: str
     name: str = ""
     text: str = ""
@@ -64,11 +61,10 @@ class PromptForm(View):
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_questions.html")
 class PromptQuestions(View):
     """The form that asks for the values of a prompt's placeholders."""
 
-    template: ClassVar[str] = "chat/_prompt_questions.html"
     url: str
     name: str
     text: str
@@ -76,20 +72,18 @@ class PromptQuestions(View):
     conversation_id: str = ""  # of the chat that gets the prompt; empty: a new one
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_list.html")
 class PromptList(View):
     """The prompts that begin with what was typed after `/` in the composer."""
 
-    template: ClassVar[str] = "chat/_prompt_list.html"
     rows: tuple[PromptRow, ...] = ()
     is_empty: bool = False  # the library has no prompt at all
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_prompt_used.html")
 class PromptUsed(View):
     """The answer to the choice of a prompt: the text for the composer, and its settings in the drawer."""
 
-    template: ClassVar[str] = "chat/_prompt_used.html"
     name: str
     text: str
     sampling: Sampling | None = None
@@ -126,7 +120,7 @@ def choices(prompts: Sequence[SavedPrompt], typed: str) -> PromptList:
 
 async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_open: bool = False) -> SettingsForm:
     """Return the fields of these settings, with the defaults of their model."""
-    drawer = messages.sampling(presenters.card_of(state, settings), settings)
+    drawer = w.sampling(w.card_of(state, settings), settings)
     models = await state.picker.choices(settings)
     chosen = settings.get("model", "")
     names = [SelectOption("", "The one that is chosen in the chat", not chosen)]
@@ -142,13 +136,13 @@ async def prompt_form(
 
 
 async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, model: str) -> PromptUsed:
-    """Return the answer to the choice of a prompt. One without settings leaves those of the chat."""
+    """Return the answer to the choice of a prompt. A prompt without settings leaves the chat's settings."""
     if not prompt.settings:
         return PromptUsed(prompt.name, text)
     settings = with_model(prompt.settings, model)
     names = tuple(await state.store.call(Chats.presets, owner))
-    sampling = messages.sampling(presenters.card_of(state, settings), settings, names, preset=prompt.name)
-    sampling = replace(sampling, tool_servers=views.tool_servers(state, owner, settings))
+    sampling = w.sampling(w.card_of(state, settings), settings, names, preset=prompt.name)
+    sampling = replace(sampling, tool_servers=t.tool_servers(state, owner, settings))
     models = await state.picker.choices(settings) if "model" in prompt.settings else None
     return PromptUsed(prompt.name, text, sampling, models)
 

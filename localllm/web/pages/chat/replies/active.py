@@ -142,7 +142,7 @@ class ActiveReplies:
         return any(not each.reply.done for each in self._writings.values())
 
     def unfinished(self, chat_id: str) -> list[ActiveReply]:
-        """Return the unfinished replies of a chat: one, or those of a comparison."""
+        """Return the unfinished replies of a chat: one, or both of a comparison."""
         return [each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done]
 
     def current(self, message: StoredMessage) -> StoredMessage:

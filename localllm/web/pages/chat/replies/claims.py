@@ -1,6 +1,6 @@
 """Request a chat's model and start a reply with it, with the tools of servers that the chat offers to the model.
 
-The model may have to be loaded first; the reply waits for it. The tools are those of the servers that the chat has
+The model may have to be loaded first; the reply waits for it. The tools come from the servers that the chat has
 chosen, if its user may use them.
 Does not know: HTTP, templates, how conversations are stored, how a call is run (tools/runs.py).
 """
@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from localllm.config.mcp_servers import McpServer
-from localllm.engine.client import GenerationRequest
 from localllm.engine.request import RequestOptions
 from localllm.errors import LocalLLMError, RequestError
-from localllm.mcp.naming import function_names
-from localllm.mcp.values import ServerTool
-from localllm.serving.chat import calls_tools
+from localllm.mcp.values import ServerTool, function_names
+from localllm.serving.answers.conversation import calls_tools
+from localllm.serving.answers.tool_calls import ConsentPolicy, may_use
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
-from localllm.web.access.tools import may_use
 from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
@@ -34,7 +32,6 @@ from localllm.web.pages.chat.store import Chats
 
 if TYPE_CHECKING:
     from localllm.serving.entry import Lease, ModelEntry
-    from localllm.text.answers.reader import AnswerReader
 
 CHARS_PER_TOKEN = 4
 MAX_OFFERED = 256
@@ -97,11 +94,7 @@ async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str
     if not servers:
         return NOTHING
     listings = await asyncio.gather(*(state.mcp.tools(server.name) for server in servers), return_exceptions=True)
-    never = {
-        (consent.server, consent.tool)
-        for consent in await state.store.call(Chats.consents, owner)
-        if consent.choice == "never"
-    }
+    consents = ConsentPolicy(await state.store.call(Chats.consents, owner))
     tools, notes = list[ServerTool](), list[str]()
     for server, listing in zip(servers, listings, strict=True):
         if isinstance(listing, LocalLLMError):
@@ -109,7 +102,7 @@ async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str
         elif isinstance(listing, BaseException):
             raise listing
         else:
-            tools += [tool for tool in listing.tools if (tool.server, tool.name) not in never]
+            tools += [each for each in listing.tools if consents.choice(each.server, each.name, each.digest) != "never"]
     by_name = {f"{tool.server} {tool.name}": tool for tool in tools}
     return replace(NOTHING, by_name=by_name, notes=tuple(notes))
 
@@ -145,6 +138,10 @@ class Claim:
     def served(self) -> ServedModel | None:
         """The model, if it is ready."""
         return self.lease.result().model if self.lease.done() else None
+
+    @property
+    def options(self) -> RequestOptions:
+        return RequestOptions(cache_salt=self.cache_salt, owner=self.owner, source="chat")
 
     @property
     def waits_for_tools(self) -> bool:
@@ -275,16 +272,6 @@ def start_with(writing: ActiveReply, claim: Claim, request: Callable[[ServedMode
 
 async def send(reply: Reply, claim: Claim, served: ServedModel, prompt: Prompt) -> None:
     """Send the prompt to the engine; the reply is written from now on."""
-    asked, new_reader = request_of(reply.request_id, claim, served, prompt)
-    if asked.params.structured_outputs is not None:
-        await served.generator.prepare(asked.params)
-    reply.start(served.generator, asked, new_reader and new_reader())
-
-
-def request_of(
-    request_id: str, claim: Claim, served: ServedModel, prompt: Prompt
-) -> tuple[GenerationRequest, Callable[[], AnswerReader] | None]:
-    """Return the request to the engine, and what makes the reader of its answer (`Conversation.reading`)."""
-    params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
-    options = RequestOptions(cache_salt=claim.cache_salt, owner=claim.owner, source="chat")
-    return GenerationRequest(request_id, prompt.token_ids, params, options=options), new_reader
+    generation = prompt.generation(served, reply.request_id, claim.options)
+    await generation.open()
+    reply.start(generation)

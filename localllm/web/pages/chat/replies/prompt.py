@@ -11,12 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
+from localllm.engine.request import RequestOptions
 from localllm.errors import ContextTooLong, UnsupportedOption
-from localllm.serving.chat import CONTINUE, Conversation, Tools, calls_tools
+from localllm.serving.answers.conversation import (
+    CONTINUE,
+    Conversation,
+    Tools,
+    calls_tools,
+    chat_token_ids,
+    within_context,
+)
+from localllm.serving.answers.generation import Generation
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
-from localllm.web.api.conversation import chat_token_ids, within_context
 from localllm.web.api.hints import thinking_switch
 from localllm.web.pages.chat.composer.settings import read_tools, sampling_params
 from localllm.web.pages.chat.replies.messages import messages_of, turn_beginnings
@@ -56,6 +65,12 @@ class Prompt:
     conversation: Conversation
     token_ids: list[int]
     params: SamplingParams
+
+    def generation(self, served: ServedModel, request_id: str, options: RequestOptions) -> Generation:
+        """Return the generation of the answer. Raises like `Conversation.reading`."""
+        params, new_reader = self.conversation.reading(served, self.params, self.token_ids)
+        request = GenerationRequest(request_id, self.token_ids, params, options)
+        return Generation(served.generator, [request], new_reader)
 
 
 async def prompt_of(

@@ -1,7 +1,7 @@
 """A reply that is being written. It belongs to the server; tabs follow it and can return to it.
 
-`Reply` reads the engine's events in a task of its own, separates reasoning, content and calls, and keeps everything
-that a late or returning follower needs. A dropped connection loses nothing. A reply without followers for
+`Reply` reads a generation's events in a task of its own, and keeps everything that a late or returning follower needs:
+reasoning, content and calls. A dropped connection loses nothing. A reply without followers for
 `DETACHED_LIMIT_S` is cancelled, so that a forgotten tab does not hold KV blocks for ever.
 Does not know: HTTP, templates, how conversations are stored.
 """
@@ -16,16 +16,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec.structs import replace
-
-from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import EngineError, LocalLLMError
 from localllm.mcp.values import ServerTool
+from localllm.serving.answers.generation import Generation, Progress, parts_of
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
-from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ToolCall
-from localllm.web.api.generation import Progress as Counts
 from localllm.web.pages.chat.markdown.stream import MarkdownStream, OpenKind, ReadPosition, TextUpdate
 
 log = logging.getLogger(__name__)
@@ -59,8 +55,7 @@ class Reply:
         self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self.error: LocalLLMError | None = None
-        self._reader: AnswerReader | None = None
-        self._counts = Counts(1, 0, 1)
+        self._counts = Progress(1, 0, 1)
         self._before = (0.0, 0)  # (seconds, tokens) of reasoning in the reply that this one continues
         self._writes: Literal["", "content", "reasoning", "call"] = ""
         self._thinks_since: float | None = None
@@ -71,7 +66,7 @@ class Reply:
         self._changed = asyncio.Event()
         self._followers = 0
         self._alone_since = time.monotonic()
-        self._client: EngineClient | None = None
+        self._generation: Generation | None = None
         self._task: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
 
@@ -124,10 +119,10 @@ class Reply:
             log.error("reply failed id=%s", self.request_id, exc_info=error)
             self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
-    def start(self, client: EngineClient, request: GenerationRequest, reader: AnswerReader | None = None) -> None:
-        """Start generating; the reply continues with or without followers. `reader` None: all text is content."""
-        self._client, self._reader, self._note = client, reader, ""
-        self._task = asyncio.create_task(self._run(client, request), name=f"reply {self.request_id}")
+    def start(self, generation: Generation) -> None:
+        """Write what the generation yields; the reply continues with or without followers."""
+        self._generation, self._counts, self._note = generation, generation.progress, ""
+        self._task = asyncio.create_task(self._run(generation), name=f"reply {self.request_id}")
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call this once the engine has finished the request."""
@@ -144,9 +139,9 @@ class Reply:
 
     def cancel(self) -> None:
         """Ask the engine to stop; the reply ends with its text so far."""
-        if self._client is not None and not self.done:
-            self._client.cancel(self.request_id)
-        elif self._client is None and self._preparing is not None:
+        if self._generation is not None and not self.done:
+            self._generation.cancel()
+        elif self._generation is None and self._preparing is not None:
             self._preparing.cancel()
 
     async def wait(self) -> None:
@@ -177,15 +172,21 @@ class Reply:
                 await self._next_change(version)
                 await asyncio.sleep(BATCH_S)
 
-    async def _run(self, client: EngineClient, request: GenerationRequest) -> None:
+    async def _run(self, generation: Generation) -> None:
         try:
-            async with contextlib.aclosing(client.generate(request)) as events:
-                async for event in events:
-                    await self._handle_event(event)
-                    self._cancel_if_forgotten()
+            async with generation:
+                async for batch in generation.batches():
+                    for event in batch:
+                        self._counts.count(event)
+                        await self._handle_event(event)
+                    if not self._followers and time.monotonic() - self._alone_since > DETACHED_LIMIT_S:
+                        log.info("reply cancelled id=%s reason=nobody-follows", self.request_id)
+                        self.cancel()
             if not self.done:
                 self.fail(EngineError("The engine ended the reply without a reason.", hint="Send the message again."))
         except LocalLLMError as error:
+            if self._counts.finish_reasons:
+                self.usage, self.timings = self._counts.usage(), self._counts.timings
             self.fail(error)
         except asyncio.CancelledError:
             self.fail(EngineError("The server is shutting down.", hint="Start it again, then send the message again."))
@@ -195,36 +196,27 @@ class Reply:
             self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
     async def _handle_event(self, event: GenerationEvent) -> None:
-        parts = self._read(event)
-        self._counts.count(replace(event, parts=tuple(parts)))
-        for part in parts:
+        for part in parts_of(event):
             await self._handle_part(part)
         if event.finish_reason is not None:
             self._turn_to("")
             await self.thinking.add("", ends=True)
             await self.body.add("", ends=True)
-            self.usage, self.timings, self.error = event.usage, event.timings, event.error
+            self.usage, self.timings = self._counts.usage(), self._counts.timings
             self.finish_reason = event.finish_reason
         self._publish()
-
-    def _read(self, event: GenerationEvent) -> list[Part]:
-        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
-        if self._reader is None:
-            return [Content(text)] if text else []
-        parts = self._reader.feed(text)
-        return parts + self._reader.end() if event.finish_reason is not None else parts
 
     async def _handle_part(self, part: Part) -> None:
         match part:
             case Reasoning(text):
                 resumes = self._writes != "reasoning" and self.thinking.text
                 self._turn_to("reasoning")
-                await self.thinking.add(f"\n\n{text}" if resumes else text)
+                await self.thinking.add(f"\n\n{_lines(text)}" if resumes else _lines(text))
             case Content(text):
                 if self._writes == "reasoning":
                     await self.thinking.add("", ends=True)
                 self._turn_to("content")
-                await self.body.add(text)
+                await self.body.add(_lines(text))
             case ToolCallStart(_, id, name):
                 self._turn_to("call")
                 await self.thinking.add("", ends=True)
@@ -241,11 +233,6 @@ class Reply:
             self._thought_s += time.monotonic() - self._thinks_since
             self._thinks_since = None
         self._writes = writes
-
-    def _cancel_if_forgotten(self) -> None:
-        if not self._followers and time.monotonic() - self._alone_since > DETACHED_LIMIT_S:
-            log.info("reply cancelled id=%s reason=nobody-follows", self.request_id)
-            self.cancel()
 
     def _publish(self) -> None:
         """Publish the current state to followers; finished blocks and open block change together."""
@@ -277,3 +264,8 @@ class Reply:
         finally:
             self._followers -= 1
             self._alone_since = time.monotonic()
+
+
+def _lines(text: str) -> str:
+    """Return a piece of text with the line ends that Markdown knows."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")

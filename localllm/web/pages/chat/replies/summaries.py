@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
-from localllm.errors import EngineError, InvalidParameter
+from localllm.errors import InvalidParameter
+from localllm.serving.answers.conversation import require_readable
+from localllm.serving.answers.generation import collect
 from localllm.serving.served import ServedModel
-from localllm.text.answers.parts import Content
-from localllm.web.api.conversation import require_readable
 from localllm.web.pages.chat.replies.active import ActiveReply
-from localllm.web.pages.chat.replies.claims import Claim, reply_of, request_of, send, start_with
+from localllm.web.pages.chat.replies.claims import Claim, reply_of, send, start_with
 from localllm.web.pages.chat.replies.messages import SUMMARY, SUMMARY_OF, failed_turns, files_of, is_summary, with_files
 from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
 from localllm.web.pages.chat.state import ChatState
@@ -133,14 +132,6 @@ async def _prompt(served: ServedModel, summary: str, piece: str, most_tokens: in
 
 async def _answer(request_id: str, claim: Claim, served: ServedModel, prompt: Prompt) -> str:
     """Return the content of the model's answer, without its reasoning."""
-    asked, new_reader = request_of(request_id, claim, served, prompt)
-    reader, texts = new_reader and new_reader(), list[str]()
-    async with aclosing(served.generator.generate(asked)) as events:
-        async for event in events:
-            if event.finish_reason == "error":
-                raise event.error or EngineError("The summary failed.", hint="Try again.")
-            parts = reader.feed(event.text) if reader is not None else [Content(event.text)]
-            if event.finish_reason is not None and reader is not None:
-                parts += reader.end()
-            texts += [part.text for part in parts if isinstance(part, Content)]
-    return "".join(texts).strip()
+    async with prompt.generation(served, request_id, claim.options) as generation:
+        [choice] = await collect(generation)
+    return choice.text.strip()

@@ -9,18 +9,15 @@ Does not know: HTTP, templates, replies in a page (active.py).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
 
-from localllm.engine.client import GenerationRequest
 from localllm.engine.request import RequestOptions
 from localllm.errors import LocalLLMError
 from localllm.models.fit import MemoryPlan
-from localllm.serving.chat import reasons
+from localllm.serving.answers.conversation import reasons
+from localllm.serving.answers.generation import collect
 from localllm.serving.served import ServedModel
-from localllm.text.answers.parts import Content, Part
 from localllm.web.pages.chat.replies.prompt import prompt_of
 from localllm.web.pages.chat.replies.reply import Reply
 from localllm.web.pages.chat.store import Chat, Chats, ChatStore
@@ -112,24 +109,11 @@ class Titles:
             **({"thinking": "off"} if reasons(served) else {}),
         }
         prompt = await prompt_of(served, [{"role": "user", "content": asked}], settings)
-        params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
         salt = self._pages.cache_salt(owner)
         options = RequestOptions(priority=PRIORITY, cache_salt=salt, owner=owner, source="chat title")
-        request = GenerationRequest(f"title-{secrets.token_hex(8)}", prompt.token_ids, params, options=options)
-        reader, text = new_reader and new_reader(), ""
-        try:
-            async with contextlib.aclosing(served.generator.generate(request)) as events:
-                async for event in events:
-                    if event.error is not None:
-                        raise event.error
-                    parts: Sequence[Part] = reader.feed(event.text) if reader else [Content(event.text)]
-                    if reader and event.finish_reason is not None:
-                        parts = [*parts, *reader.end()]
-                    text += "".join(part.text for part in parts if isinstance(part, Content))
-        except BaseException:
-            served.generator.cancel(request.request_id)
-            raise
-        return text
+        async with prompt.generation(served, f"title-{secrets.token_hex(8)}", options) as generation:
+            [choice] = await collect(generation)
+        return choice.text
 
 
 def cleaned(text: str) -> str:

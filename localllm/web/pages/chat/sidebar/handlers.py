@@ -18,10 +18,14 @@ from litestar.response import Redirect, Response
 from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.web.access.caller import owner_of
 from localllm.web.errors import MissingParameter
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import MAX_MESSAGE_CHARS, typed
+from localllm.web.pages.chat.composer.views import Sampling
 from localllm.web.pages.chat.projects.files import named_project
-from localllm.web.pages.chat.sidebar.presenters import AGES, DAY_S, MOST_PAGES, chat_list, list_page, manage_form, when
 from localllm.web.pages.chat.sidebar.views import (
+    AGES,
+    DAY_S,
+    MOST_PAGES,
     ChatHead,
     ChatsChanged,
     ChatTitled,
@@ -29,17 +33,20 @@ from localllm.web.pages.chat.sidebar.views import (
     PaletteEntry,
     PaletteGroup,
     Undo,
+    chat_list,
+    list_page,
+    manage_form,
+    when,
 )
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, FoundChat
-from localllm.web.pages.chat.thread import messages, presenters
+from localllm.web.pages.chat.thread import messages as m
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, requested_chat, undo_of
-from localllm.web.pages.chat.thread.views import Sampling
-from localllm.web.pages.chat.tools import views
+from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
@@ -55,7 +62,7 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
     page = request.query_params.get("page", "1")
     number = max(1, min(int(page), MOST_PAGES)) if page.isdecimal() and len(page) < 9 else 1
     found = await list_page(state, owner, query, number, archived="archived" in request.query_params)
-    return html(await presenters.panel_page(request, "Chats", found, undo_of(request, "The chats are deleted.")))
+    return html(await v.panel_page(request, "Chats", found, undo_of(request, "The chats are deleted.")))
 
 
 @get("/c/{conversation_id:str}/manage")
@@ -63,10 +70,10 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms that change a whole chat, in a dialog or as a page."""
     chat = await requested_chat(request)
     form = await manage_form(chat_state(request), owner_of(request), chat)
-    return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
+    return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 
-@post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/rename", status_code=200)
 async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     title = " ".join((await fields_of(request)).get("title", "").split())[:MAX_TITLE_CHARS]
@@ -76,7 +83,7 @@ async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat renamed")
 
 
-@post("/c/{conversation_id:str}/pin", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/pin", status_code=200)
 async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     pinned = bool((await fields_of(request)).get("pinned"))
@@ -97,7 +104,7 @@ async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(ChatTitled(await chat_list(state, owner_of(request), chat), await _head(state, chat)))
 
 
-@post("/c/{conversation_id:str}/archive", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/archive", status_code=200)
 async def archive_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     archived = bool((await fields_of(request)).get("archived"))
@@ -105,7 +112,7 @@ async def archive_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat archived" if archived else "Chat returned to the list")
 
 
-@post("/c/{conversation_id:str}/move", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/move", status_code=200)
 async def move_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
     project = (await fields_of(request)).get("project", "")
@@ -113,7 +120,7 @@ async def move_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat moved")
 
 
-@post("/chats/selected", guards=[same_origin], status_code=303)
+@post("/chats/selected", status_code=303)
 async def change_selected(request: Request[Any, Any, Any]) -> Redirect:
     """Archive, move or delete the chats that were chosen in the list."""
     state, owner, form = chat_state(request), owner_of(request), await request.form()
@@ -132,7 +139,7 @@ async def change_selected(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect("/chats?archived=1" if action == "unarchive" else "/chats", status_code=303)
 
 
-@post("/chats/old", guards=[same_origin], status_code=303)
+@post("/chats/old", status_code=303)
 async def delete_old_chats(request: Request[Any, Any, Any]) -> Redirect:
     """Delete the chats that have not changed for some days, without pinned ones; with undo for a while."""
     state, owner = chat_state(request), owner_of(request)
@@ -151,7 +158,7 @@ async def _delete(state: ChatState, owner: str, ids: Sequence[str]) -> Redirect:
     return Redirect(f"/chats?deleted={deletion}", status_code=303)
 
 
-@post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/delete", status_code=200)
 async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a chat, with undo for a while. A reply that is being written in it stops."""
     state, chat = chat_state(request), await requested_chat(request)
@@ -166,7 +173,7 @@ async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat deleted", Undo("The chat is deleted.", f"/chats/undo/{deletion}"))
 
 
-@post("/chats/undo/{deletion:str}", guards=[same_origin], status_code=303)
+@post("/chats/undo/{deletion:str}", status_code=303)
 async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     """Restore what was deleted, and show it."""
     found = await chat_state(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
@@ -175,7 +182,7 @@ async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(one if found.count == 1 else lists[found.kind], status_code=303)
 
 
-@post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/chats/preset/{action:str}", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     """Use, save or remove a preset; answer with the drawer, or with the page and the drawer open."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -198,8 +205,8 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
     names = tuple(await state.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
-    drawer = messages.sampling(presenters.card_of(state, model), settings, names, preset=name, is_open=True)
-    drawer = replace(drawer, tool_servers=views.tool_servers(state, owner, settings))
+    drawer = w.sampling(w.card_of(state, model), settings, names, preset=name, is_open=True)
+    drawer = replace(drawer, tool_servers=t.tool_servers(state, owner, settings))
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 
@@ -207,7 +214,7 @@ async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Samplin
     chat_id = form.get("conversation")
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
     project = await named_project(chat_state(request), owner_of(request), form) if chat is None else None
-    view = await presenters.chat_page(request, chat, project=project)
+    view = await v.chat_page(request, chat, project=project)
     if view.composer is None:
         return view
     composer = replace(view.composer, sampling=drawer, text=form.get("message", "")[:MAX_MESSAGE_CHARS])
@@ -227,8 +234,8 @@ async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo
 
 
 async def _head(state: ChatState, chat: Chat) -> ChatHead:
-    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
-    return messages.head(chat, branch.messages, presenters.card_of(state, chat.settings))
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=v.WINDOW)
+    return m.head(chat, branch.messages, w.card_of(state, chat.settings))
 
 
 MOST_OF_A_KIND = 6

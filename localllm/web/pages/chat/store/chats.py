@@ -19,11 +19,19 @@ from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.consents import Consents
 from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.file_versions import delete_copies
-from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
+from localllm.web.pages.chat.store.records import (
+    Branch,
+    Chat,
+    ChatNotFound,
+    FoundChat,
+    Restored,
+    Role,
+    StoredMessage,
+    Tree,
+)
 from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
 from localllm.web.pages.chat.store.selections import Selections
 from localllm.web.pages.chat.store.tables import GONE_HINT, as_json, new_id
-from localllm.web.pages.chat.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""

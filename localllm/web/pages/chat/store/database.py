@@ -139,7 +139,6 @@ MIGRATIONS = (
 changed.
 """
 
-
 OLDEST_READER = 6
 """The oldest version of the schema whose code can read and write today's. A migration that only adds tables, or columns
 with a default, leaves the number; any other migration raises it to its own."""
@@ -238,7 +237,8 @@ def _open_file(path: Path) -> sqlite3.Connection:
         hint = "Check the folder's permissions and space, or start with --no-chat-history."
         raise ChatsUnavailable("The chats cannot be read or written.", f"{path}: {error.strerror}.", hint) from error
     except sqlite3.Error as error:
-        if _is_damage(error):
+        # SQLITE_ERROR: a table that a migration expects is missing, so the file is not ours.
+        if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
             raise _Unusable(f"The chats in {path} could not be read ({error}).") from error
         raise unavailable(error, path) from error
 
@@ -321,11 +321,6 @@ def _statements(script: str) -> list[str]:
 
 def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """True also for a missing table that a migration expects: the file is not ours then."""
-    return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def _set_aside(path: Path) -> Path | None:

@@ -68,7 +68,7 @@ class FilePassages(Tables):
         ]
 
     def known_files(self, chat_id: str, file_ids: Collection[str]) -> list[str]:
-        """Return those of the files that the chat has."""
+        """Return the given files that the chat has."""
         rows = self._db.execute("SELECT id FROM file WHERE chat_id = ? ORDER BY number", (chat_id,))
         return [file_id for (file_id,) in rows if file_id in file_ids]
 
@@ -120,7 +120,7 @@ class FilePassages(Tables):
         ).fetchall()
 
     def add_vectors(self, model: str, vectors: Mapping[int, bytes]) -> None:
-        """Store embeddings by passage. Those of a passage that was deleted meanwhile are dropped."""
+        """Store embeddings by passage. Embeddings of a passage that was deleted meanwhile are dropped."""
         with self._whole():
             self._db.executemany(
                 "INSERT OR REPLACE INTO passage_vector (passage, model, vector) "

@@ -107,7 +107,7 @@ def move(path: Path, to: Path) -> None:
 
 def copy_before_migration(db: sqlite3.Connection, path: Path, version: int) -> None:
     """Copy the file whose tables have `version` to its copy's name. Raises `sqlite3.Error` and `OSError`."""
-    copy = _copy_name(path, version)
+    copy = path.with_name(f"{path.name}.v{version}")
     new = copy.with_name(f"{copy.name}.{os.getpid()}.new")
     try:
         os.close(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # SQLite fills an empty file
@@ -152,12 +152,8 @@ def _written_in(path: Path) -> Written:
         return read_written(db)
 
 
-def _copy_name(path: Path, version: int) -> Path:
-    return path.with_name(f"{path.name}.v{version}")
-
-
 def _copies(path: Path) -> list[Path]:
-    """Return the copies, those of the newest tables first."""
+    """Return the copies, the newest version of the tables first."""
     found = {int(made[1]): each for each in path.parent.glob(f"{path.name}.v*")
              if (made := re.search(r"\.v(\d+)$", each.name))}  # fmt: skip
     return [found[version] for version in sorted(found, reverse=True)]

@@ -24,9 +24,9 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
-from localllm.web.pages.chat.composer import presenters as composer_presenters
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import MAX_MODEL_CHARS
-from localllm.web.pages.chat.composer.views import Refusal, SettingRefused
+from localllm.web.pages.chat.composer.views import ComposerAction, Refusal, SettingRefused
 from localllm.web.pages.chat.files.attachments import Attachment
 from localllm.web.pages.chat.files.handlers import attached_files
 from localllm.web.pages.chat.projects.files import named_project
@@ -34,21 +34,19 @@ from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.messages import files_of, is_typed
 from localllm.web.pages.chat.replies.prompt import ChatFull
-from localllm.web.pages.chat.sidebar.presenters import chat_list
-from localllm.web.pages.chat.sidebar.views import ChatHead, Undo
+from localllm.web.pages.chat.sidebar.views import ChatHead, Undo, chat_list
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
-from localllm.web.pages.chat.thread import messages as message_presenters
-from localllm.web.pages.chat.thread import messages as part_presenters
-from localllm.web.pages.chat.thread import presenters
-from localllm.web.pages.chat.thread.views import ChatPage, ChatTurn, ComposerAction, Outline
+from localllm.web.pages.chat.thread import messages as m
+from localllm.web.pages.chat.thread import views as v
+from localllm.web.pages.chat.thread.messages import Outline
+from localllm.web.pages.chat.thread.views import ChatPage, ChatTurn
 from localllm.web.pages.chat.tools.runs import tool_runs_of
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 COOKIE = "localllm_chat"
@@ -64,9 +62,7 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     project = await named_project(chat_state(request), owner_of(request), query)
     settings = {"model": query["model"][:MAX_MODEL_CHARS]} if query.get("model") else None
     undo, shows = undo_of(request, "The chat is deleted."), "behaviour" in query
-    page = await presenters.chat_page(
-        request, None, undo=undo, settings=settings, project=project, shows_behaviour=shows
-    )
+    page = await v.chat_page(request, None, undo=undo, settings=settings, project=project, shows_behaviour=shows)
     return html(page)
 
 
@@ -86,11 +82,11 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show a conversation. A reply that is being written continues in its place."""
     chat, query = await requested_chat(request), request.query_params
     if "before" in query and is_scripted(request):
-        return html(await presenters.earlier(request, chat, query["before"]))
+        return html(await v.earlier(request, chat, query["before"]))
     if "news" in query and is_scripted(request):
-        return html(await presenters.update(request, chat, "The chat has gone on in another tab"))
+        return html(await v.update(request, chat, "The chat has gone on in another tab"))
     undo = undo_of(request, "The message is deleted.")
-    view = await presenters.chat_page(
+    view = await v.chat_page(
         request,
         chat,
         before=query.get("before"),
@@ -101,7 +97,7 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     return html(view, cookies=[_cookie(chat)])
 
 
-@post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chat", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send a message from the composer, or one of the examples."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
@@ -121,26 +117,26 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
         await until_written(request, turn.writing)
         return Redirect(f"/c/{turn.chat.id}#m-{turn.writing.message.id}", status_code=303, cookies=cookies)
     if form.get(turns.FULL):  # the messages that were left out are drawn in another way now
-        return html(await presenters.update(request, turn.chat, "Generating", sent=True), cookies=cookies)
+        return html(await v.update(request, turn.chat, "Generating", sent=True), cookies=cookies)
     assert turn.user is not None
     messages = [state.replies.current(turn.writing.message)]
     view = ChatTurn(
-        user=message_presenters.one_message(turn.chat.id, turn.user),
-        reply=message_presenters.one_message(turn.chat.id, messages[0], turn.writing),
-        action=message_presenters.composer_action(state.replies, turn.chat.id),
+        user=m.one_message(turn.chat.id, turn.user),
+        reply=m.one_message(turn.chat.id, messages[0], turn.writing),
+        action=w.composer_action(state.replies, turn.chat.id),
         conversation_id=turn.chat.id,
         head=await head_of(state, turn.chat),
         chats=await chat_list(state, owner, turn.chat),
-        chip=composer_presenters.chip(turn.chat, turn.chat.settings),
+        chip=w.chip(turn.chat, turn.chat.settings),
     )
     return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=cookies)
 
 
 async def head_of(state: ChatState, chat: Chat) -> ChatHead:
     """Return the head of a chat, with the use of the context after its last counted reply."""
-    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=v.WINDOW)
     messages = [state.replies.current(message) for message in branch.messages]
-    return message_presenters.head(chat, messages, presenters.card_of(state, chat.settings))
+    return m.head(chat, messages, w.card_of(state, chat.settings))
 
 
 async def _chat_full(
@@ -149,9 +145,9 @@ async def _chat_full(
     """Answer a message that does not fit: nothing was stored, and the ways on are offered."""
     chat = await _chat_of_form(request, form)
     if is_scripted(request):
-        view = composer_presenters.fit_update(full, chat, files, ComposerAction(), sent=True)
+        view = w.fit_update(full, chat, files, ComposerAction(), sent=True)
         return html(view, full.status)
-    refusal = composer_presenters.refusal(full, "/chat", chat, files)
+    refusal = w.refusal(full, "/chat", chat, files)
     return html(await page_with_error(request, form, full, files, refusal), full.status)
 
 
@@ -159,12 +155,12 @@ async def refused_in_place(
     request: Request[Any, Any, Any], form: Mapping[str, str], error: RequestError
 ) -> Response[Any]:
     """Return the error for htmx; a wrong value in the drawer comes with the drawer open at its field."""
-    if not presenters.behaviour_field(error.param):
+    if not v.behaviour_field(error.param):
         raise error
     state = chat_state(request)
     model = {"model": form["model"]} if form.get("model") else {}
-    drawer = await presenters.drawer(state, owner_of(request), presenters.card_of(state, model), {})
-    view = SettingRefused(notice(error), presenters.refused_drawer(drawer, form, error.param))
+    drawer = await w.drawer(state, owner_of(request), w.card_of(state, model), {})
+    view = SettingRefused(notice(error), v.refused_drawer(drawer, form, error.param))
     return html(view, error.status)
 
 
@@ -177,7 +173,7 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     return live_stream(request, news)
 
 
-@post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/m/{message_id:str}/stop", status_code=200)
 async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop the reply; the text so far is kept."""
     writing = _own_reply(request)
@@ -190,7 +186,7 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{request.path_params['conversation_id']}", status_code=303)
 
 
-@post("/c/{conversation_id:str}/stop", guards=[same_origin], status_code=200)
+@post("/c/{conversation_id:str}/stop", status_code=200)
 async def stop_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop every reply of a chat that is being written."""
     chat_id = request.path_params["conversation_id"]
@@ -204,7 +200,7 @@ async def _reply_events(
 ) -> AsyncIterator[bytes]:
     if writing is not None:
         async for progress in writing.reply.follow():
-            yield sse(render(part_presenters.reply_progress(message.id, writing.reply, progress)))
+            yield sse(render(m.reply_progress(message.id, writing.reply, progress)))
         message = writing.now
         try:
             chat = await state.store.call(Chats.get, owner, writing.chat_id)
@@ -212,10 +208,10 @@ async def _reply_events(
         except (ChatNotFound, ChatsUnavailable):  # deleted, or the file is locked; the text is in memory
             chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
     assert chat is not None
-    action = message_presenters.composer_action(state.replies, chat.id)
-    card = presenters.card_of(state, chat.settings)
+    action = w.composer_action(state.replies, chat.id)
+    card = w.card_of(state, chat.settings)
     before = await _messages_before(state, chat, message)
-    finished = message_presenters.reply_finished(chat, before, message, writing, action, card)
+    finished = m.reply_finished(chat, before, message, writing, action, card)
     if writing is not None and state.titles.is_pending(chat.id, writing.reply.model):
         finished = replace(finished, head=replace(finished.head, title_url=f"/c/{chat.id}/title"))
     yield sse(render(finished))
@@ -223,7 +219,7 @@ async def _reply_events(
 
 async def _messages_before(state: ChatState, chat: Chat, message: StoredMessage) -> list[StoredMessage]:
     try:
-        branch = await state.store.call(Chats.branch, chat.id, message.parent_id, limit=presenters.WINDOW)
+        branch = await state.store.call(Chats.branch, chat.id, message.parent_id, limit=v.WINDOW)
     except ChatsUnavailable:
         return []
     return list(branch.messages)
@@ -281,7 +277,7 @@ def model_cookie(settings: Mapping[str, str]) -> list[Cookie]:
     name = settings.get("model", "")
     if not 0 < len(name) <= MAX_MODEL_CHARS:
         return []
-    return [Cookie(key=presenters.MODEL_COOKIE, value=quote(name, safe=""), httponly=True, samesite="strict")]
+    return [Cookie(key=v.MODEL_COOKIE, value=quote(name, safe=""), httponly=True, samesite="strict")]
 
 
 async def page_with_error(
@@ -296,8 +292,8 @@ async def page_with_error(
     project = await named_project(chat_state(request), owner_of(request), form) if chat is None else None
     settings = dict(chat.settings if chat is not None else project.settings if project is not None else {})
     settings |= {name: form[name] for name in ("model", "thinking") if form.get(name)}
-    page = await presenters.chat_page(request, chat, settings=settings, project=project)
-    return presenters.with_error(page, form, error, files, refusal)
+    page = await v.chat_page(request, chat, settings=settings, project=project)
+    return v.with_error(page, form, error, files, refusal)
 
 
 async def _chat_of_form(request: Request[Any, Any, Any], form: Mapping[str, str]) -> Chat | None:
@@ -316,7 +312,7 @@ async def show_outline(request: Request[Any, Any, Any]) -> Response[str]:
     chat = await requested_chat(request)
     questions, path = await chat_state(request).store.call(Chats.questions, chat.id, chat.leaf)
     view = Outline(tuple((_title(m), _url(chat, path, place, m)) for place, m in questions if is_typed(m)))
-    return html(view if is_scripted(request) else await presenters.panel_page(request, chat.title, view))
+    return html(view if is_scripted(request) else await v.panel_page(request, chat.title, view))
 
 
 def _title(message: StoredMessage) -> str:
@@ -326,8 +322,8 @@ def _title(message: StoredMessage) -> str:
 
 def _url(chat: Chat, path: list[str], place: int, message: StoredMessage) -> str:
     """Return the URL of a page that shows the message: the newest messages, or those around it."""
-    is_newest = place >= len(path) - presenters.WINDOW
-    around = "" if is_newest else f"?before={path[place + presenters.WINDOW // 2]}"
+    is_newest = place >= len(path) - v.WINDOW
+    around = "" if is_newest else f"?before={path[place + v.WINDOW // 2]}"
     return f"/c/{chat.id}{around}#m-{message.id}"
 
 

@@ -20,7 +20,7 @@ from litestar.response import Redirect, Response
 
 from localllm.errors import ContextTooLong, InvalidParameter, RequestError
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat.composer import presenters as composer_presenters
+from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import typed
 from localllm.web.pages.chat.files.long_files import with_passages
 from localllm.web.pages.chat.replies import turns
@@ -33,7 +33,8 @@ from localllm.web.pages.chat.replies.turns import Turn, edit_reply, fork, histor
 from localllm.web.pages.chat.sidebar.views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
-from localllm.web.pages.chat.thread import messages, presenters
+from localllm.web.pages.chat.thread import messages as m
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import (
     MAX_BODY_BYTES,
     page_with_error,
@@ -41,10 +42,9 @@ from localllm.web.pages.chat.thread.handlers import (
     requested_message,
     until_written,
 )
-from localllm.web.pages.chat.thread.views import ChatMessage, OtherModel
+from localllm.web.pages.chat.thread.messages import ChatMessage, OtherModel
 from localllm.web.pages.frame.errors import StillWriting
 from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 STOP_S = 5.0
@@ -150,7 +150,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
     replies = chat_state(request).replies
-    return html(messages.one_message(chat.id, replies.current(message), replies.get(message.id)))
+    return html(m.one_message(chat.id, replies.current(message), replies.get(message.id)))
 
 
 @get(f"{ONE}/raw")
@@ -168,10 +168,10 @@ async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
     model = str(message.details.get("model") or "Assistant")
-    return html(ChatMessage(message.id, message.role, model=model, edit=messages.edit_form(chat.id, message)))
+    return html(ChatMessage(message.id, message.role, model=model, edit=m.edit_form(chat.id, message)))
 
 
-@post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/edit", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send an edited message as a branch beside the original; save an edited reply as a version of it."""
     chat, message = await requested_message(request)
@@ -181,19 +181,19 @@ async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _updated_page(request, chat, "Version saved", f"#m-{edited.id}")
 
 
-@post(f"{ONE}/regenerate", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/regenerate", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def regenerate_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Write another reply beside this one."""
     return await _answered(request, turns.regenerate)
 
 
-@post(f"{ONE}/continue", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/continue", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def continue_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Continue a reply that was cut off."""
     return await _answered(request, turns.continue_reply)
 
 
-@post(f"{ONE}/results", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/results", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def send_results(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send the results of a reply's tool calls."""
     return await _answered(request, turns.send_results)
@@ -208,16 +208,16 @@ async def other_models(request: Request[Any, Any, Any]) -> Response[Any]:
     other = next((each.name for each in names if each.name != own), "")
     url = f"/c/{chat.id}/m/{message.id}"
     form = OtherModel(url, names, own, other) if "compare" in request.query_params else OtherModel(url, names, other)
-    return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
+    return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 
-@post(f"{ONE}/answer", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post(f"{ONE}/answer", status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def answer_with_other(request: Request[Any, Any, Any]) -> Response[Any]:
     """Have the message answered by another model, or by two whose replies are shown beside each other."""
     return await _answered(request, answer_with)
 
 
-@post(f"{ONE}/select", guards=[same_origin], status_code=200)
+@post(f"{ONE}/select", status_code=200)
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message. Of replies that are compared, it is the one that is kept."""
     state = chat_state(request)
@@ -229,7 +229,7 @@ async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _updated_page(request, chat, f"Version {at} of {count}", f"#m-{message.id}", is_redrawn=compared)
 
 
-@post(f"{ONE}/fork", guards=[same_origin], status_code=200)
+@post(f"{ONE}/fork", status_code=200)
 async def fork_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Copy the branch up to this message into a new chat, and open it."""
     chat, message = await requested_message(request)
@@ -239,7 +239,7 @@ async def fork_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{copy.id}", status_code=303)
 
 
-@post(f"{ONE}/delete", guards=[same_origin], status_code=200)
+@post(f"{ONE}/delete", status_code=200)
 async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a message and all that follow it."""
     state = chat_state(request)
@@ -258,7 +258,7 @@ async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
         turn = await ask(chat_state(request), owner_of(request), chat, message, form)
     except ChatFull as full:
         field_id = f"edit-{message.id}" if request.url.path.endswith("/edit") else "composer-message"
-        refusal = composer_presenters.refusal(full, request.url.path, chat, field_id=field_id)
+        refusal = w.refusal(full, request.url.path, chat, field_id=field_id)
         if is_scripted(request):
             return html(refusal, full.status)
         return html(await page_with_error(request, {"conversation": chat.id, **form}, full, (), refusal), full.status)
@@ -279,7 +279,7 @@ async def _updated_page(
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}{where}", status_code=303)
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat.id)
-    return html(replace(await presenters.update(request, chat, announcement, undo), is_redrawn=is_redrawn))
+    return html(replace(await v.update(request, chat, announcement, undo), is_redrawn=is_redrawn))
 
 
 HANDLERS = (

@@ -1,51 +1,215 @@
-"""Turn messages and replies into the views of a chat: text, reasoning, files, and the figures below a finished reply.
+"""Messages and replies: text, reasoning, files, sources, and the figures below a finished reply.
 
-In a user's own message fenced code blocks and inline code are drawn; all other text stays as it was typed.
 Does not know: HTTP handlers, how a reply is generated, where chats are stored, where figures are measured.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from html import escape
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from localllm.serving.served import ModelCard
 from localllm.units import format_count, format_rate, format_seconds
-from localllm.web.pages.chat.composer.presenters import summary_origin
-from localllm.web.pages.chat.composer.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
-from localllm.web.pages.chat.composer.views import ContextMeter
-from localllm.web.pages.chat.markdown.render import fenced_code
-from localllm.web.pages.chat.markdown.stream import HTMLCache, cached_html
+from localllm.web.pages.chat.composer.model_picker import ModelChoice
+from localllm.web.pages.chat.composer.views import (
+    AttachmentChip,
+    ComposerAction,
+    ContextMeter,
+    SummaryOrigin,
+    summary_origin,
+)
+from localllm.web.pages.chat.markdown.stream import cached_html, cached_user_html
 from localllm.web.pages.chat.replies.active import ActiveReplies, ActiveReply
 from localllm.web.pages.chat.replies.messages import files_of, has_failed, is_summary
 from localllm.web.pages.chat.replies.reply import Reply, ReplyUpdate
-from localllm.web.pages.chat.sidebar.presenters import when
-from localllm.web.pages.chat.sidebar.views import ChatHead
+from localllm.web.pages.chat.sidebar.views import ChatHead, when
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
-from localllm.web.pages.chat.thread.views import (
-    AttachmentChip,
-    ChatMessage,
-    ComparedReplies,
-    ComposerAction,
-    EditForm,
-    MessageActions,
-    MessageList,
-    OpenBlock,
-    ReasoningView,
-    ReplyFigures,
-    ReplyFinished,
-    ReplyProgress,
-    Sampling,
-    SettingField,
-    SourcePassage,
-    Sources,
+from localllm.web.pages.chat.tools.views import (
+    ResultForm,
+    ToolCallCard,
+    ToolNotes,
+    ToolResult,
+    call_cards,
+    follows_calls,
+    result_form,
+    results,
 )
-from localllm.web.pages.chat.tools.views import call_cards, follows_calls, result_form, results
-from localllm.web.pages.frame.views import ErrorNotice
+from localllm.web.pages.frame.views import ErrorNotice, View, view
+
+
+@view("chat/_thinking.html")
+class ReasoningView(View):
+    """The reasoning of a model. `html` is safe markup."""
+
+    message_id: str
+    html: str
+    seconds: float
+    tokens: int = 0
+    open: View | None = None  # present while the model is still reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePassage:
+    """A passage of a long file that the model read before it answered."""
+
+    source: str  # such as "note.pdf, p. 3"
+    text: str
+
+
+@view("chat/_sources.html")
+class Sources(View):
+    """The passages that an answer was given, below it."""
+
+    title: str  # such as "From note.pdf, p. 3, p. 7"
+    passages: tuple[SourcePassage, ...]
+    note: str = ""  # why these passages, if the question matched none
+
+
+@view("chat/_figures.html")
+class ReplyFigures(View):
+    """The line of statistics below a finished reply, and the details that it opens."""
+
+    line: tuple[str, ...]
+    end: str = ""  # why the reply ended, if it is unusual
+    is_broken: bool = False  # it ended by an error or a limit
+    details: tuple[tuple[str, str], ...] = ()  # (name, value)
+
+
+@view("chat/_open_block.html")
+class OpenBlock(View):
+    """The last, unfinished Markdown block of a reply that is being written, as plain text."""
+
+    message_id: str
+    kind: Literal["text", "code", "note"] = "text"
+    text: str = ""
+
+
+@view("chat/_message_actions.html")
+class MessageActions(View):
+    """The actions of a message, and the links to its other versions."""
+
+    url: str  # of the message; each action is a path below it
+    role: Literal["user", "assistant"]
+    goes_on: bool = False  # the reply was cut off and the model can continue it
+    version: int = 1  # number of the shown version, from 1
+    versions: int = 1
+    previous_url: str = ""
+    next_url: str = ""
+    edits: bool = True
+
+
+@view("chat/_edit_form.html")
+class EditForm(View):
+    """The form that replaces a message while the user edits it."""
+
+    message_id: str
+    url: str  # of the message
+    cancel_url: str
+    text: str
+    role: Literal["user", "assistant"] = "user"
+
+
+@view("chat/_message.html")
+class ChatMessage(View):
+    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
+
+    id: str
+    role: Literal["user", "assistant"]
+    text: str = ""
+    html: str = ""
+    model: str = ""
+    is_edited: bool = False  # the user changed the reply's text
+    open: OpenBlock | None = None  # present while the reply is being written
+    stream_url: str | None = None  # URL of the reply's live events
+    figures: ReplyFigures | None = None
+    error: ErrorNotice | None = None
+    actions: MessageActions | None = None  # None while the reply is being written
+    edit: EditForm | None = None  # shown instead of the text
+    thinking: ReasoningView | None = None
+    calls: tuple[ToolCallCard | ToolNotes, ...] = ()
+    result_form: ResultForm | None = None
+    results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
+    files: tuple[AttachmentChip, ...] = ()
+    sources: Sources | None = None  # passages of long files that the model read before it answered
+    is_left_out: bool = False  # the model does not read it any more
+    has_failed: bool = False  # the turn failed, so the model does not read it
+    origin: SummaryOrigin | None = None  # of a summary
+
+
+@view("chat/_comparison.html")
+class ComparedReplies(View):
+    """Replies of two models to one message, beside each other, until one is kept."""
+
+    replies: tuple[ChatMessage, ...]
+    urls: tuple[str, ...]  # of the messages
+
+
+@view("chat/_other_model.html")
+class OtherModel(View):
+    """The form that has a message answered by another model, or by two."""
+
+    url: str  # of the message
+    names: tuple[ModelChoice, ...]
+    model: str
+    beside: str = ""
+    error: ErrorNotice | None = None
+
+
+@view("chat/_outline.html")
+class Outline(View):
+    """The questions of a chat, as links to them: (text, URL)."""
+
+    questions: tuple[tuple[str, str], ...]
+
+
+@view("chat/_message_list.html")
+class MessageList(View):
+    """A range of a chat's messages, with links to earlier and later ones."""
+
+    messages: tuple[ChatMessage | ComparedReplies, ...] = ()
+    earlier_url: str = ""
+    num_earlier: int = 0
+    later_url: str = ""
+    last_left_out: str = ""  # id of the last message that the model does not read any more; a line follows it
+    bring_back_url: str = ""
+
+
+@view("chat/_reply_progress.html")
+class ReplyProgress(View):
+    """One live update of a reply: the finished blocks, and the open block as a whole (`open`) or its new end
+    (`appended`).
+    """
+
+    message_id: str
+    html: str = ""  # blocks that were finished since the last update
+    replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
+    open: OpenBlock | None = None
+    appended: str = ""
+    thinking: ReasoningView | None = None  # the whole reasoning block, sent when reasoning begins or ends
+    thinking_html: str = ""
+    thinking_open: OpenBlock | None = None
+    thinking_appended: str = ""
+
+
+@view("chat/_reply_finished.html")
+class ReplyFinished(View):
+    """The last live update of a reply."""
+
+    message: ChatMessage
+    action: ComposerAction
+    head: ChatHead
+    announcement: str
+
+
+@view("chat/_calls_progress.html")
+class CallsProgress(View):
+    """A live update of a reply whose calls run: the whole message is drawn again."""
+
+    message: ChatMessage
+    announcement: str = ""
+
 
 PREVIEW_CHARS = 20_000
 """Characters of a file that are shown in its message."""
@@ -131,6 +295,7 @@ ENDS = {
     "interrupted": "interrupted: the server stopped",
 }
 """The unusual ends. A reply that ended by itself says nothing."""
+
 BROKEN = ("length", "error", "interrupted")
 
 
@@ -167,72 +332,6 @@ def _details(details: Mapping[str, Any]) -> list[tuple[str, str]]:
         share = f"{format_count(accepted)} of {format_count(drafted)} tokens accepted ({accepted / drafted:.0%})"
         found.append(("Drafts", share))
     return found
-
-
-MAX_KEPT_CHARS = 2_000_000
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})([^`\n]*)\n?")
-_RUN = re.compile("`+")
-
-
-def user_html(text: str) -> str:
-    """Return the safe HTML of a message. Line breaks of its text stay line breaks; the style sheet shows them."""
-    env: dict[str, Any] = {}
-    parts = (_code(body, language, env) if is_code else _text(body) for is_code, language, body in _parts(text))
-    return "".join(parts)
-
-
-def _parts(text: str) -> Iterator[tuple[bool, str, str]]:
-    """Yield the parts of a text: whether it is code, its language, and its lines. A fence that is not closed goes on to
-    the end.
-    """
-    lines, plain, at = text.splitlines(keepends=True), list[str](), 0
-    while at < len(lines):
-        fence = _FENCE.fullmatch(lines[at])
-        if fence is None:
-            plain.append(lines[at])
-            at += 1
-            continue
-        end = next((n for n in range(at + 1, len(lines)) if _closes(lines[n], fence[1])), len(lines))
-        if plain:
-            yield False, "", "".join(plain)
-        yield True, fence[2].strip().split(" ")[0], "".join(lines[at + 1 : end])
-        plain, at = [], end + 1
-    if plain:
-        yield False, "", "".join(plain)
-
-
-def _closes(line: str, opener: str) -> bool:
-    mark = line.strip()
-    return mark.startswith(opener) and not mark.strip(opener[0]) and len(line) - len(line.lstrip(" ")) < 4
-
-
-def _code(source: str, language: str, env: dict[str, Any]) -> str:
-    return fenced_code(source, language, env).rstrip("\n")
-
-
-def _text(text: str) -> str:
-    return "".join(_line(line) for line in text.splitlines(keepends=True))
-
-
-def _line(line: str) -> str:
-    """Return a line of text; what stands between two equal runs of backticks is code."""
-    runs, closing, after = [run.span() for run in _RUN.finditer(line)], dict[int, int](), dict[int, int]()
-    for number in reversed(range(len(runs))):
-        length = runs[number][1] - runs[number][0]
-        if length in after:
-            closing[number] = after[length]
-        after[length] = number
-    found, at, number = list[str](), 0, 0
-    while number < len(runs):
-        if number in closing:
-            start, end = runs[number], runs[closing[number]]
-            found += [escape(line[at : start[0]]), f"<code>{escape(line[start[1] : end[0]])}</code>"]
-            at, number = end[1], closing[number]
-        number += 1
-    return "".join([*found, escape(line[at:])])
-
-
-cached_user_html = HTMLCache(MAX_KEPT_CHARS, user_html)
 
 
 GOES_ON = ("length", "abort", "interrupted")
@@ -368,46 +467,6 @@ def head(chat: Chat, messages: Sequence[StoredMessage], card: ModelCard | None) 
     return ChatHead(
         chat.title, f"/c/{chat.id}/manage", meter, chat.project_name, project_url, when(chat.updated_s), "", outline_url
     )
-
-
-def sampling(
-    card: ModelCard | None,
-    settings: Mapping[str, str],
-    presets: Sequence[str] = (),
-    *,
-    preset: str = "",
-    is_open: bool = False,
-    error: ErrorNotice | None = None,
-    wrong: str = "",
-) -> Sampling:
-    """Return the drawer, with the defaults that apply to empty fields. `wrong`: a field whose value was refused."""
-    return Sampling(
-        system=settings.get("system", ""),
-        fields=tuple(
-            _field(name, card, settings, wrong) for name in sorted(SETTINGS, key=lambda each: each not in FIRST)
-        ),
-        presets=tuple(presets),
-        preset=preset,
-        is_open=is_open or wrong in BEHAVIOUR,
-        error=error,
-        tools=settings.get("tools", ""),
-        schema=settings.get("schema", ""),
-        num_set=num_set(settings),
-        wrong=wrong,
-    )
-
-
-def _field(name: str, card: ModelCard | None, settings: Mapping[str, str], wrong: str) -> SettingField:
-    info, (default, source) = SETTINGS[name], effective(name, card)
-    return SettingField(
-        name, label(name), info.kind, settings.get(name, ""), default, source, note(name), info.low, info.high,
-        name in FIRST, name == wrong,
-    )  # fmt: skip
-
-
-def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
-    """Return the composer's button: it stops every reply of the chat that is being written, else it sends."""
-    return ComposerAction(f"/c/{chat_id}/stop" if replies.unfinished(chat_id) else None)
 
 
 def reply_finished(

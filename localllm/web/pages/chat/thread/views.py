@@ -1,340 +1,64 @@
-"""Views of the chat page, and of the parts of a message: reasoning, tool calls, tool results and files."""
+"""The chat page as a whole, its answers to a message and to a change, and the start of a new chat.
+
+Does not know: routes, templates, how a reply is generated.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
-
-from localllm.engine.params import Kind
-from localllm.web.pages.chat.composer.views import BehaviourChip, LoadProgress, Refusal, SummaryOrigin, ThinkingChoice
-from localllm.web.pages.chat.offer.views import Announcement, OfferCard, OfferRoom
-from localllm.web.pages.chat.sidebar.views import ChatHead, ChatList, Undo
-from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningView(View):
-    """The reasoning of a model. `html` is safe markup."""
-
-    template: ClassVar[str] = "chat/_thinking.html"
-    message_id: str
-    html: str
-    seconds: float
-    tokens: int = 0
-    open: View | None = None  # present while the model is still reasoning
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallCard(View):
-    """A tool call in a reply. `html` shows its arguments as a code block."""
-
-    template: ClassVar[str] = "chat/_tool_call.html"
-    name: str
-    html: str
-    broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
-    server: str = ""  # the server of the tool; empty: the result is typed
-    state: Literal["asks", "running", "done"] = "asks"  # of a call to a server
-    note: str = ""  # why it asks again
-    text: str = ""  # the result, before it is sent with those of the other calls
-    url: str = ""  # of the call; each decision is a path below it
-
-
-@dataclass(frozen=True, slots=True)
-class ToolNotes(View):
-    """The reasons why tools that the chat has chosen were not offered to the model."""
-
-    template: ClassVar[str] = "chat/_tool_notes.html"
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ResultForm(View):
-    """The form where the user types the results of a reply's tool calls."""
-
-    template: ClassVar[str] = "chat/_result_form.html"
-    url: str  # of the message
-    message_id: str
-    calls: tuple[tuple[int, str], ...]  # number and name of each call without a result
-    is_folded: bool = False  # a server can give the results, so typing is the second choice
-    goes_on: bool = False  # every call has a result
-    error: ErrorNotice | None = None  # why the results could not be sent
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult(View):
-    """The result of one tool call."""
-
-    template: ClassVar[str] = "chat/_tool_result.html"
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class AttachmentChip(View):
-    """A file attached to the next message (removable by its id), or a file of a sent message."""
-
-    template: ClassVar[str] = "chat/_attachment.html"
-    name: str
-    num_bytes: int
-    num_tokens: int | None = None
-    id: str = ""
-    text: str = ""  # extracted text of a file in a sent message
-    is_estimate: bool = False  # `num_tokens` is not counted exactly
-    is_missing: bool = False  # its chat was imported, and an export does not contain it
-    searched: bool = False  # too long to be read whole: the passages that match the question are read
-
-
-@dataclass(frozen=True, slots=True)
-class Attachments(View):
-    """The files attached to the next message, and the token count of those that are read whole."""
-
-    template: ClassVar[str] = "chat/_attachments.html"
-    chips: tuple[AttachmentChip, ...] = ()
-    num_tokens: int | None = None  # None: no file is read whole
-    context_tokens: int = 0
-    error: ErrorNotice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SourcePassage:
-    """A passage of a long file that the model read before it answered."""
-
-    source: str  # such as "note.pdf, p. 3"
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sources(View):
-    """The passages that an answer was given, below it."""
-
-    template: ClassVar[str] = "chat/_sources.html"
-    title: str  # such as "From note.pdf, p. 3, p. 7"
-    passages: tuple[SourcePassage, ...]
-    note: str = ""  # why these passages, if the question matched none
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyFigures(View):
-    """The line of statistics below a finished reply, and the details that it opens."""
-
-    template: ClassVar[str] = "chat/_figures.html"
-    line: tuple[str, ...]
-    end: str = ""  # why the reply ended, if it is unusual
-    is_broken: bool = False  # it ended by an error or a limit
-    details: tuple[tuple[str, str], ...] = ()  # (name, value)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenBlock(View):
-    """The last, unfinished Markdown block of a reply that is being written, as plain text."""
-
-    template: ClassVar[str] = "chat/_open_block.html"
-    message_id: str
-    kind: Literal["text", "code", "note"] = "text"
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageActions(View):
-    """The actions of a message, and the links to its other versions."""
-
-    template: ClassVar[str] = "chat/_message_actions.html"
-    url: str  # of the message; each action is a path below it
-    role: Literal["user", "assistant"]
-    goes_on: bool = False  # the reply was cut off and the model can continue it
-    version: int = 1  # number of the shown version, from 1
-    versions: int = 1
-    previous_url: str = ""
-    next_url: str = ""
-    edits: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class EditForm(View):
-    """The form that replaces a message while the user edits it."""
-
-    template: ClassVar[str] = "chat/_edit_form.html"
-    message_id: str
-    url: str  # of the message
-    cancel_url: str
-    text: str
-    role: Literal["user", "assistant"] = "user"
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage(View):
-    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
-
-    template: ClassVar[str] = "chat/_message.html"
-    id: str
-    role: Literal["user", "assistant"]
-    text: str = ""
-    html: str = ""
-    model: str = ""
-    is_edited: bool = False  # the user changed the reply's text
-    open: OpenBlock | None = None  # present while the reply is being written
-    stream_url: str | None = None  # URL of the reply's live events
-    figures: ReplyFigures | None = None
-    error: ErrorNotice | None = None
-    actions: MessageActions | None = None  # None while the reply is being written
-    edit: EditForm | None = None  # shown instead of the text
-    thinking: ReasoningView | None = None
-    calls: tuple[ToolCallCard | ToolNotes, ...] = ()
-    result_form: ResultForm | None = None
-    results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
-    files: tuple[AttachmentChip, ...] = ()
-    sources: Sources | None = None  # passages of long files that the model read before it answered
-    is_left_out: bool = False  # the model does not read it any more
-    has_failed: bool = False  # the turn failed, so the model does not read it
-    origin: SummaryOrigin | None = None  # of a summary
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedReplies(View):
-    """Replies of two models to one message, beside each other, until one is kept."""
-
-    template: ClassVar[str] = "chat/_comparison.html"
-    replies: tuple[ChatMessage, ...]
-    urls: tuple[str, ...]  # of the messages
-
-
-@dataclass(frozen=True, slots=True)
-class OtherModel(View):
-    """The form that has a message answered by another model, or by two."""
-
-    template: ClassVar[str] = "chat/_other_model.html"
-    url: str  # of the message
-    names: tuple[ModelChoice, ...]
-    model: str
-    beside: str = ""
-    error: ErrorNotice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outline(View):
-    """The questions of a chat, as links to them: (text, URL)."""
-
-    template: ClassVar[str] = "chat/_outline.html"
-    questions: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ComposerAction(View):
-    """The button of the composer: Send, Stop while a reply is being written, or why neither is possible now."""
-
-    template: ClassVar[str] = "chat/_composer_action.html"
-    stop_url: str | None = None
-    over_tokens: int = 0  # tokens that the message is too long by
-    load: LoadProgress | None = None  # of the model that was picked
-    load_url: str = ""  # URL of the load's live events
-
-
-@dataclass(frozen=True, slots=True)
-class SettingField:
-    """One setting: the value that was typed, and the default that applies if the field is empty."""
-
-    name: str
-    label: str
-    kind: Kind
-    value: str
-    default: str
-    source: str  # where the default comes from
-    note: str
-    low: float | None = None
-    high: float | None = None
-    is_first: bool = False  # shown at once, not behind `More sampling`
-    is_wrong: bool = False  # the value was refused
-
-
-@dataclass(frozen=True, slots=True)
-class ServerChoice:
-    """A server whose tools the chat offers to the model, or not."""
-
-    name: str
-    chosen: bool
-    note: str = ""  # its state, if it is of interest
-
-
-@dataclass(frozen=True, slots=True)
-class ToolServers(View):
-    """The choice of servers in the drawer."""
-
-    template: ClassVar[str] = "chat/_tool_servers.html"
-    choices: tuple[ServerChoice, ...]
-    note: str = ""  # why none of them is used
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling(View):
-    """The drawer with the model's behaviour in this chat: system prompt, sampling and presets."""
-
-    template: ClassVar[str] = "chat/_sampling_drawer.html"
-    system: str = ""
-    fields: tuple[SettingField, ...] = ()
-    presets: tuple[str, ...] = ()
-    preset: str = ""  # name of the preset that was chosen last
-    is_open: bool = False
-    error: ErrorNotice | None = None
-    tools: str = ""  # a JSON list, as it was typed
-    schema: str = ""  # a JSON object, as it was typed
-    num_set: int = 0  # number of fields that are filled in
-    wrong: str = ""  # name of the field whose value was refused; the drawer is open then
-    tool_servers: ToolServers | None = None  # None: the user has none
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """A model that the message can be sent to."""
-
-    name: str
-    chosen: bool
-    note: str = ""  # state and size: "not loaded · 610 MiB"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoices(View):
-    """The list from which the model of the next message is chosen."""
-
-    template: ClassVar[str] = "chat/_model_choices.html"
-    choices: tuple[ModelChoice, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Composer(View):
-    """The form where the next message is typed."""
-
-    template: ClassVar[str] = "chat/_composer.html"
-    conversation_id: str
-    sampling: Sampling
-    action: ComposerAction
-    text: str = ""
-    error: ErrorNotice | None = None
-    attachments: Attachments = field(default_factory=Attachments)
-    models: ModelChoices = field(default_factory=ModelChoices)
-    thinking: ThinkingChoice = field(default_factory=ThinkingChoice)
-    refusal: Refusal | None = None
-    context_tokens: int = 0  # of the model; 0: not known
-    project_id: str = ""  # of a new chat
-    begins: str = ""  # the id that a new chat will have, so that two quick messages begin one chat
-
-    @property
-    def stop_url(self) -> str:
-        return f"/c/{self.conversation_id or self.begins}/stop"
-
-
-@dataclass(frozen=True, slots=True)
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from typing import Any
+from urllib.parse import unquote
+
+from litestar import Request
+
+from localllm.errors import LocalLLMError, RequestError
+from localllm.models.library.about import count_parameters
+from localllm.models.library.catalog import DEMO_NAME, demo_path
+from localllm.serving.entry import ModelEntry
+from localllm.serving.served import ModelCard
+from localllm.units import format_bytes, format_parameters
+from localllm.web.access.caller import owner_of
+from localllm.web.pages.chat.composer.settings import BEHAVIOUR, NAMES, num_set
+from localllm.web.pages.chat.composer.views import (
+    BehaviourChip,
+    Composer,
+    ComposerAction,
+    Refusal,
+    Sampling,
+    attachments_view,
+    card_of,
+    composer_action,
+    drawer,
+    thinking_choice,
+)
+from localllm.web.pages.chat.composer.views import chip as behaviour_chip
+from localllm.web.pages.chat.files.attachments import Attachment, divided
+from localllm.web.pages.chat.offer.views import Announcement, OfferCard, OfferRoom, live_url_of, shown_offer
+from localllm.web.pages.chat.replies.messages import is_summary
+from localllm.web.pages.chat.sidebar.views import ChatHead, ChatList, Undo, chat_list
+from localllm.web.pages.chat.state import ChatState, chat_state
+from localllm.web.pages.chat.store import Branch, Chat, Chats, Project
+from localllm.web.pages.chat.store.tables import new_id
+from localllm.web.pages.chat.thread.messages import ChatMessage, MessageList, head, message_list
+from localllm.web.pages.chat.tools.views import chosen_again
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View, view
+
+
+@view("chat/_examples.html")
 class Examples(View):
     """Messages to begin with: a click sends one."""
 
-    template: ClassVar[str] = "chat/_examples.html"
     texts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_empty_chat.html")
 class EmptyChat(View):
     """The start of a new chat: what the model is. The page shows the examples below the offered model."""
 
-    template: ClassVar[str] = "chat/_empty_chat.html"
     model: str
     context_tokens: int
     examples: Examples
@@ -343,24 +67,10 @@ class EmptyChat(View):
     size: str = ""  # of its files, such as 8.5 MiB; empty: unknown
 
 
-@dataclass(frozen=True, slots=True)
-class MessageList(View):
-    """A range of a chat's messages, with links to earlier and later ones."""
-
-    template: ClassVar[str] = "chat/_message_list.html"
-    messages: tuple[ChatMessage | ComparedReplies, ...] = ()
-    earlier_url: str = ""
-    num_earlier: int = 0
-    later_url: str = ""
-    last_left_out: str = ""  # id of the last message that the model does not read any more; a line follows it
-    bring_back_url: str = ""
-
-
-@dataclass(frozen=True, slots=True)
+@view("chat/page.html")
 class ChatPage(View):
     """`/`, `/c/{id}` and the other pages of the chats."""
 
-    template: ClassVar[str] = "chat/page.html"
     shell: Shell
     head: ChatHead
     chats: ChatList
@@ -376,11 +86,10 @@ class ChatPage(View):
     chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_turn.html")
 class ChatTurn(View):
     """The answer to a message posted by htmx: the user's message, the reply's placeholder, the new composer state."""
 
-    template: ClassVar[str] = "chat/_turn.html"
     user: ChatMessage
     reply: ChatMessage
     action: ComposerAction
@@ -390,11 +99,10 @@ class ChatTurn(View):
     chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_chat_update.html")
 class ChatUpdate(View):
     """The answer to a change elsewhere than at the end of a chat: all its messages are drawn again."""
 
-    template: ClassVar[str] = "chat/_chat_update.html"
     list: MessageList
     action: ComposerAction
     head: ChatHead
@@ -406,30 +114,210 @@ class ChatUpdate(View):
     chats: ChatList | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyProgress(View):
-    """One live update of a reply: the finished blocks, and the open block as a whole (`open`) or its new end
-    (`appended`).
+WINDOW = 40
+"""Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""
+
+MODEL_COOKIE = "localllm_model"
+"""The name of the model that this browser sent to or picked last, percent-encoded."""
+
+EXAMPLES = (
+    "Explain in simple words why the sky is blue",
+    "Write a Python function that finds the longest common prefix of a list of strings",
+    "Plan three quick dinners for two, with a shopping list",
+)
+
+DEMO_EXAMPLES = (
+    "What is paged attention in simple words?",
+    "Why do we need continuous batching?",
+    "Write a function that reverses a string.",
+)
+"""The demo answers little, and these well: its own test asks them."""
+
+
+async def chat_page(
+    request: Request[Any, Any, Any],
+    chat: Chat | None,
+    *,
+    before: str | None = None,
+    editing: str = "",
+    undo: Undo | None = None,
+    settings: Mapping[str, str] | None = None,
+    project: Project | None = None,
+    shows_behaviour: bool = False,
+) -> ChatPage:
+    """Return the page of a chat, or of a new one, which may be in a project. There is a composer even if the model
+    sleeps: a message wakes it.
     """
+    state, owner = chat_state(request), owner_of(request)
+    if settings is None:
+        start = {**chosen_last(request), **(project.settings if project is not None else {})}
+        settings = chat.settings if chat is not None else start
+    branch = Branch(())
+    if chat is not None:
+        branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
+    entry = state.pages.manager.default
+    waits = state.pages.card is None and (entry is None or entry.state != "unloaded")
+    card = card_of(state, settings)
+    begins = new_id() if chat is None else ""
+    composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
+    if not waits:
+        action = composer_action(state.replies, chat.id) if chat else ComposerAction()
+        sampling = await drawer(state, owner, card, settings, is_open=shows_behaviour)
+        composer = Composer(
+            chat.id if chat else "",
+            sampling,
+            action,
+            models=await state.picker.choices(settings),
+            thinking=thinking_choice(state, settings),
+            context_tokens=card.plan.max_model_len if card is not None else 0,
+            project_id=project.id if project is not None else "",
+            begins=begins,
+        )
+        if chat is None and card is not None:
+            empty = await asyncio.to_thread(empty_chat, card)
+        elif chat is None and entry is not None and not settings.get("model"):
+            empty = await _resting_chat(state, entry)
+    messages = [state.replies.current(message) for message in branch.messages]
+    if composer is not None and messages and is_summary(messages[-1]):
+        composer = await _with_draft(state, owner, composer, messages[-1].details)
+    return ChatPage(
+        shell=state.pages.shell(
+            request,
+            chat.title if chat else "New chat",
+            "chat",
+            live_url_of(offer, "" if waits else chat.id if chat else begins, settings.get("model", "")),
+            waits=waits,
+            moves=isinstance(offer, OfferRoom),
+            pill=state.pages.chat_pill(settings.get("model", "")),
+        ),
+        head=new_head(project) if chat is None else head(chat, messages, card),
+        chats=await chat_list(state, owner, chat),
+        list=await message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
+        composer=composer,
+        empty=empty,
+        loading=state.pages.loading() if waits and (offer is None or state.pages.manager.default is not None) else None,
+        offer=offer,
+        undo=undo,
+        notice=ErrorNotice(state.store.notice) if state.store.notice else None,
+        chip=behaviour_chip(chat, settings),
+    )
 
-    template: ClassVar[str] = "chat/_reply_progress.html"
-    message_id: str
-    html: str = ""  # blocks that were finished since the last update
-    replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
-    open: OpenBlock | None = None
-    appended: str = ""
-    thinking: ReasoningView | None = None  # the whole reasoning block, sent when reasoning begins or ends
-    thinking_html: str = ""
-    thinking_open: OpenBlock | None = None
-    thinking_appended: str = ""
+
+def new_head(project: Project | None) -> ChatHead:
+    """Return the head of a chat that has not begun."""
+    if project is None:
+        return ChatHead("New chat")
+    return ChatHead("New chat", project_name=project.name, project_url=f"/projects/{project.id}")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyFinished(View):
-    """The last live update of a reply."""
+async def _with_draft(state: ChatState, owner: str, composer: Composer, details: Mapping[str, Any]) -> Composer:
+    """Return the composer with the text and the files that waited while a summary was written."""
+    try:
+        files = state.attachments.get(owner, details.get("draft_files", []))
+    except RequestError:  # the server was restarted since
+        files = []
+    attachments = attachments_view(divided(files, composer.context_tokens * 3 // 4), composer.context_tokens)
+    return replace(composer, text=details.get("draft", ""), attachments=attachments)
 
-    template: ClassVar[str] = "chat/_reply_finished.html"
-    message: ChatMessage
-    action: ComposerAction
-    head: ChatHead
-    announcement: str
+
+async def panel_page(request: Request[Any, Any, Any], title: str, panel: View, undo: Undo | None = None) -> ChatPage:
+    """Return a page with a form or a list in place of a chat; with scripts a small one is a dialog."""
+    state = chat_state(request)
+    chats = await chat_list(state, owner_of(request), None)
+    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel, undo=undo)
+
+
+async def update(
+    request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None, *, sent: bool = False
+) -> ChatUpdate:
+    """Return the changed parts of an open page after messages changed. `sent`: the composer's message is among them."""
+    state = chat_state(request)
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
+    return ChatUpdate(
+        list=await message_list(state.replies, chat.id, branch),
+        action=composer_action(state.replies, chat.id),
+        head=head(chat, [state.replies.current(m) for m in branch.messages], card_of(state, chat.settings)),
+        announcement=announcement,
+        undo=undo,
+        chip=behaviour_chip(chat, chat.settings),
+        clears_composer=sent,
+        chats=await chat_list(state, owner_of(request), chat) if sent else None,
+    )
+
+
+async def earlier(request: Request[Any, Any, Any], chat: Chat, before: str) -> MessageList:
+    """Return the messages before one, to be inserted above it."""
+    state = chat_state(request)
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
+    return await message_list(state.replies, chat.id, branch, outside=False)
+
+
+def with_error(
+    page: ChatPage,
+    form: Mapping[str, str],
+    error: LocalLLMError | None,
+    files: Sequence[Attachment] = (),
+    refusal: Refusal | None = None,
+) -> ChatPage:
+    """Return the page with what was typed and attached, and the error where it belongs."""
+    if page.composer is None:
+        return page
+    composer = page.composer
+    changed = replace(
+        composer,
+        sampling=refused_drawer(composer.sampling, form, error.param if error is not None else None),
+        text=_bounded_text(form.get("message", "")),
+        attachments=attachments_view(files, composer.context_tokens),
+        error=notice(error) if error is not None and refusal is None else None,
+        refusal=refusal,
+    )
+    return replace(page, composer=changed)
+
+
+def refused_drawer(drawer: Sampling, form: Mapping[str, str], param: str | None) -> Sampling:
+    """Return the drawer with the typed values; it is open if `param` is one of its fields."""
+    typed = {name: _bounded_text(form.get(name, "")) for name in NAMES}
+    wrong = behaviour_field(param)
+    return replace(
+        drawer,
+        system=typed["system"],
+        tools=typed["tools"],
+        schema=typed["schema"],
+        fields=tuple(replace(field, value=typed[field.name], is_wrong=field.name == wrong) for field in drawer.fields),
+        tool_servers=chosen_again(drawer.tool_servers, form),
+        num_set=num_set(typed),
+        is_open=bool(wrong),
+        wrong=wrong,
+    )
+
+
+def _bounded_text(text: str) -> str:
+    """Return the typed text; a very long one that was refused is not sent back."""
+    return text if len(text) < 100_000 else ""
+
+
+def empty_chat(card: ModelCard) -> EmptyChat:
+    """Return the start of a new chat with this model. Blocking: it reads the demo's header once."""
+    is_demo = card.path == demo_path()
+    toy_size = format_parameters(count_parameters(card.path)) if is_demo else ""
+    examples = Examples(DEMO_EXAMPLES if is_demo else EXAMPLES)
+    return EmptyChat(card.name, card.plan.max_model_len, examples, toy_size)
+
+
+async def _resting_chat(state: ChatState, entry: ModelEntry) -> EmptyChat:
+    """Return the start of a new chat with a model that nothing has loaded yet."""
+    size_bytes = await state.picker.size_of(entry)
+    examples = Examples(DEMO_EXAMPLES if entry.name == DEMO_NAME else EXAMPLES)
+    return EmptyChat(entry.name, 0, examples, rests=True, size=format_bytes(size_bytes) if size_bytes else "")
+
+
+def behaviour_field(param: str | None) -> str:
+    """Return the drawer's field that an error's parameter names; empty for any other."""
+    name = re.split(r"[.\[]", param or "")[0]
+    return name if name in BEHAVIOUR else ""
+
+
+def chosen_last(request: Request[Any, Any, Any]) -> dict[str, str]:
+    """Return the settings of a new chat: the model that this browser chose last, while it is ready."""
+    name = unquote(request.cookies.get(MODEL_COOKIE, ""))
+    return {"model": name} if name and chat_state(request).picker.is_ready(name) else {}

@@ -16,16 +16,17 @@ from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat.replies.claims import usable_servers
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
-from localllm.web.pages.chat.thread import messages, presenters
+from localllm.web.pages.chat.thread import messages as m
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, requested_message
-from localllm.web.pages.chat.tools import views
+from localllm.web.pages.chat.thread.messages import CallsProgress
+from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.chat.tools.runs import tool_runs_of
-from localllm.web.pages.chat.tools.views import CallsProgress, ToolsPanel
+from localllm.web.pages.chat.tools.views import ToolsPanel
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 CALLS = "/c/{conversation_id:str}/m/{message_id:str}/calls"
@@ -33,7 +34,7 @@ CALLS = "/c/{conversation_id:str}/m/{message_id:str}/calls"
 
 @post(
     f"{CALLS}/{{number:int}}/{{decision:str}}",
-    guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES,
+    status_code=200, request_max_body_size=MAX_BODY_BYTES,
 )  # fmt: skip
 async def decide(request: Request[Any, Any, Any]) -> Response[Any]:
     """Run a call once or always, never run its tool, or stop it."""
@@ -70,12 +71,12 @@ async def _progress(request: Request[Any, Any, Any], chat: Chat, message: Stored
     state = chat_state(request)
     message = await state.store.call(Chats.message, chat.id, message.id)
     now = state.replies.current(message)
-    return sse(render(CallsProgress(messages.one_message(chat.id, now, state.replies.get(message.id)), says)))
+    return sse(render(CallsProgress(m.one_message(chat.id, now, state.replies.get(message.id)), says)))
 
 
 async def _update(request: Request[Any, Any, Any], chat: Chat, announcement: str) -> Any:
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat.id)
-    return await presenters.update(request, chat, announcement)
+    return await v.update(request, chat, announcement)
 
 
 @get("/chats/tools")
@@ -84,11 +85,11 @@ async def tools_panel(request: Request[Any, Any, Any]) -> Response[str]:
     state, owner = chat_state(request), owner_of(request)
     consents = await state.store.call(Chats.consents, owner)
     names = [server.name for server in usable_servers(state, owner)]
-    panel = ToolsPanel(views.server_list(state.mcp, names), views.consent_list(consents, "/chats/tools"))
-    return html(panel if is_scripted(request) else await presenters.panel_page(request, "Tools", panel))
+    panel = ToolsPanel(t.server_list(state.mcp, names), t.consent_list(consents, "/chats/tools"))
+    return html(panel if is_scripted(request) else await v.panel_page(request, "Tools", panel))
 
 
-@post("/chats/tools/revoke", guards=[same_origin], status_code=303)
+@post("/chats/tools/revoke", status_code=303)
 async def revoke_consent(request: Request[Any, Any, Any]) -> Redirect:
     """Have a tool ask again."""
     form = await fields_of(request)

@@ -16,10 +16,9 @@ from typing import Any
 from litestar import Litestar
 
 from localllm.errors import InvalidParameter, LocalLLMError
-from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import require_mcp
-from localllm.mcp.values import McpMissing
-from localllm.web.access.tools import MAX_CUTS, MAX_ROUNDS, may_use
+from localllm.mcp.values import McpMissing, bounded, limit_for
+from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS, ConsentPolicy, may_use
 from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply, CallRun, Round, server_calls
 from localllm.web.pages.chat.replies.messages import calls_of
@@ -149,21 +148,15 @@ class ToolRuns:
     async def _begin(self, round_: Round) -> None:
         """Look up the consents, and run what is allowed."""
         try:
-            consents = {
-                (each.server, each.tool): each for each in await self._state.store.call(Chats.consents, round_.owner)
-            }
+            consents = ConsentPolicy(await self._state.store.call(Chats.consents, round_.owner))
             for number, call in enumerate(server_calls(round_.message.details)):
-                if call is None:
-                    continue
-                consent = consents.get((call["server"], call["tool"]))
-                if consent is None:
-                    continue
-                if consent.choice == "always" and consent.digest != call["digest"]:
+                choice = consents.choice(call["server"], call["tool"], call["digest"]) if call is not None else ""
+                if choice == "changed":
                     round_.runs[number].note = "The tool has changed since you allowed it."
-                elif consent.choice == "always" and round_.num_before >= MAX_ROUNDS:
+                elif choice == "always" and round_.num_before >= MAX_ROUNDS:
                     round_.runs[number].note = f"{MAX_ROUNDS} replies in a row have called tools by themselves."
-                else:
-                    self._answer(round_, number, consent.choice)
+                elif choice:
+                    self._answer(round_, number, choice)
         except LocalLLMError as error:
             log.warning("consents not read chat=%s error=%s", round_.chat_id, error)
         finally:

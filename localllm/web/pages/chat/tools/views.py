@@ -1,4 +1,4 @@
-"""Views of tool calls, their results, the choice of servers, and what a user has allowed.
+"""Tool calls, their results, the choice of servers, and what a user has allowed.
 
 Does not know: handlers, how a call is run, where chats are stored.
 """
@@ -9,36 +9,76 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from localllm.mcp.servers import McpServers, ServerState
-from localllm.serving.chat import calls_tools
+from localllm.serving.answers.conversation import calls_tools
 from localllm.web.pages.chat.composer.settings import is_chosen
 from localllm.web.pages.chat.markdown.render import code_block
 from localllm.web.pages.chat.replies.claims import usable_servers
 from localllm.web.pages.chat.replies.messages import calls_of
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Consent
-from localllm.web.pages.chat.thread.views import (
-    ChatMessage,
-    ResultForm,
-    ServerChoice,
-    ToolCallCard,
-    ToolNotes,
-    ToolResult,
-    ToolServers,
-)
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.frame.views import ErrorNotice, View, view
+
+
+@view("chat/_tool_call.html")
+class ToolCallCard(View):
+    """A tool call in a reply. `html` shows its arguments as a code block."""
+
+    name: str
+    html: str
+    broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
+    server: str = ""  # the server of the tool; empty: the result is typed
+    state: Literal["asks", "running", "done"] = "asks"  # of a call to a server
+    note: str = ""  # why it asks again
+    text: str = ""  # the result, before it is sent with those of the other calls
+    url: str = ""  # of the call; each decision is a path below it
+
+
+@view("chat/_tool_notes.html")
+class ToolNotes(View):
+    """The reasons why tools that the chat has chosen were not offered to the model."""
+
+    notes: tuple[str, ...]
+
+
+@view("chat/_result_form.html")
+class ResultForm(View):
+    """The form where the user types the results of a reply's tool calls."""
+
+    url: str  # of the message
+    message_id: str
+    calls: tuple[tuple[int, str], ...]  # number and name of each call without a result
+    is_folded: bool = False  # a server can give the results, so typing is the second choice
+    goes_on: bool = False  # every call has a result
+    error: ErrorNotice | None = None  # why the results could not be sent
+
+
+@view("chat/_tool_result.html")
+class ToolResult(View):
+    """The result of one tool call."""
+
+    name: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallsProgress(View):
-    """A live update of a reply whose calls run: the whole message is drawn again."""
+class ServerChoice:
+    """A server whose tools the chat offers to the model, or not."""
 
-    template: ClassVar[str] = "chat/_calls_progress.html"
-    message: ChatMessage
-    announcement: str = ""
+    name: str
+    chosen: bool
+    note: str = ""  # its state, if it is of interest
+
+
+@view("chat/_tool_servers.html")
+class ToolServers(View):
+    """The choice of servers in the drawer."""
+
+    choices: tuple[ServerChoice, ...]
+    note: str = ""  # why none of them is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +91,10 @@ class ConsentRow:
     date: str
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_consents.html")
 class ConsentList(View):
     """The tools that a user allows always or never, each with a button that takes the decision back."""
 
-    template: ClassVar[str] = "chat/_consents.html"
     rows: tuple[ConsentRow, ...]
     back: str = ""  # the page to return to
 
@@ -78,11 +117,10 @@ class UsableServer:
     error: ErrorNotice | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_tools_panel.html")
 class ToolsPanel(View):
     """The tools that a user may use, and what is allowed; in a dialog or as a page."""
 
-    template: ClassVar[str] = "chat/_tools_panel.html"
     servers: tuple[UsableServer, ...]
     consents: ConsentList
 

@@ -12,21 +12,20 @@ import re
 import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, ClassVar, Literal, cast
+from typing import IO, TYPE_CHECKING, Literal, cast
 
 import msgspec
 
+from localllm.web.pages.chat.composer.views import AttachmentChip
 from localllm.web.pages.chat.imports.own import FORMAT, VERSION
 from localllm.web.pages.chat.markdown.maths import with_mathml
-from localllm.web.pages.chat.markdown.stream import cached_html
+from localllm.web.pages.chat.markdown.stream import cached_html, user_html
 from localllm.web.pages.chat.replies.messages import calls_of, files_of, with_files
 from localllm.web.pages.chat.store import Chat, StoredMessage
-from localllm.web.pages.chat.thread.messages import file_chips, sources, user_html
-from localllm.web.pages.chat.thread.views import AttachmentChip, Sources, ToolResult
-from localllm.web.pages.chat.tools.views import results
+from localllm.web.pages.chat.thread.messages import Sources, file_chips, sources
+from localllm.web.pages.chat.tools.views import ToolResult, results
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.views import View
+from localllm.web.pages.frame.views import View, view
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -116,11 +115,10 @@ class _Sink(io.RawIOBase):
         return taken
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/_shared_message.html")
 class SharedMessage(View):
     """A message without its actions. `html` and `thinking_html` are safe markup."""
 
-    template: ClassVar[str] = "chat/_shared_message.html"
     role: Literal["user", "assistant"]
     author: str
     html: str
@@ -132,11 +130,10 @@ class SharedMessage(View):
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@view("chat/shared.html")
 class SharedChat(View):
     """The whole document."""
 
-    template: ClassVar[str] = "chat/shared.html"
     title: str
     day: str  # of the export
     messages: tuple[SharedMessage, ...]

@@ -21,18 +21,15 @@ from localllm.web.access.caller import may, owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import NotAChat
-from localllm.web.pages.chat.markdown.stream import cached_html
-from localllm.web.pages.chat.sidebar.presenters import chat_list
-from localllm.web.pages.chat.sidebar.views import ImportRefused, ManageChats, WipeChats
+from localllm.web.pages.chat.markdown.stream import cached_html, cached_user_html
+from localllm.web.pages.chat.sidebar.views import ImportRefused, ManageChats, WipeChats, chat_list
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
-from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import COOKIE, requested_chat
-from localllm.web.pages.chat.thread.messages import cached_user_html
 from localllm.web.pages.chat.transfer import export
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
@@ -44,7 +41,7 @@ MAX_PROBLEMS = 10
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import chats and to export all."""
     form = _form(request)
-    return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
+    return html(form if is_scripted(request) else await v.panel_page(request, "Chats", form))
 
 
 @get("/c/{conversation_id:str}/export/{kind:str}")
@@ -94,7 +91,7 @@ def _as_file(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
-@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
+@post("/chats/import", status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
 async def import_chats(request: Request[Any, Any, Any]) -> Response[Any]:
     """Import the chats of the chosen files. What cannot be imported is said in the dialog, by the file's name."""
     state, owner = chat_state(request), owner_of(request)
@@ -149,7 +146,7 @@ async def _refused(
     if is_scripted(request):
         chats = await chat_list(state, owner, None) if imported else None
         return html(ImportRefused(errors, chats), 400)
-    return html(await presenters.panel_page(request, "Chats", _form(request, ImportRefused(errors))), 400)
+    return html(await v.panel_page(request, "Chats", _form(request, ImportRefused(errors))), 400)
 
 
 def _form(request: Request[Any, Any, Any], refused: ImportRefused | None = None) -> ManageChats:
@@ -165,7 +162,7 @@ def _chats(count: int) -> str:
     return "One chat" if count == 1 else f"{count:,} chats"
 
 
-@post("/chats/wipe", guards=[same_origin], status_code=303)
+@post("/chats/wipe", status_code=303)
 async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     """Delete everything of the caller, permanently."""
     if not (await fields_of(request)).get("sure"):

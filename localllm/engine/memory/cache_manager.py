@@ -1,0 +1,196 @@
+"""The memory of all requests: their KV blocks, their slots of recurrent states, and the prefix cache over both.
+
+    find -> enter       what the cache has of a waiting request's prompt; the request holds it from `enter` on
+    grow                blocks for the positions of its next row
+    name_blocks         share the blocks that are full of accepted tokens
+    drop_unread         give back what no later query of a windowed group reads
+    release             give back everything
+
+A model without recurrent states has no slots, and the methods that concern them do nothing.
+Does not know: why a request runs, how many tokens a row should get, torch, text, threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.ledger import BlockIds, Counts, Hit, Ledger
+from localllm.engine.memory.state_checkpoints import StateCheckpoints
+from localllm.engine.memory.state_pool import StatePool
+from localllm.engine.prefill import num_sharable_tokens
+from localllm.engine.request import NEVER, Request, State
+from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.step import StateUse
+
+
+class CacheManager:
+    """Finds, gives, shares and takes back the memory of requests."""
+
+    def __init__(
+        self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, state_pool: StatePool | None = None
+    ) -> None:
+        """state_pool: the slots of recurrent states; None: the model has none."""
+        self.ledger, self.hasher, self._config, self._block_size = ledger, hasher, config, config.block_size
+        self.states = None if state_pool is None else StateCheckpoints(state_pool, config, ledger, self._names_to)
+        self.hit_multiple = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it, in blocks
+        self._watermark = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
+
+    # ---- a request comes and goes ------------------------------------------------------------------------------------
+
+    @property
+    def num_changes(self) -> int:
+        """The number of changes of the prefix cache so far: what `find` returns is valid until the next change."""
+        return self.ledger.num_changes + (0 if self.states is None else self.states.pool.num_changes)
+
+    def uses_cache(self, request: Request) -> bool:
+        """Return whether a request may begin from the cache: prompt logprobs need all of its prompt computed."""
+        return self._config.enable_prefix_caching and request.params.prompt_logprobs is None
+
+    def find(self, request: Request) -> Hit:
+        """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
+        if not self.uses_cache(request):
+            return self.ledger.lookup(())
+        self._hash_blocks(request)
+        names = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        hit = self.ledger.lookup(names, self.hit_multiple)
+        return hit if self.states is None else self.states.find(names, hit)
+
+    def is_being_computed(self, request: Request, hit: Hit, running: Iterable[Request]) -> bool:
+        """Return whether a running request will fill the first block that this request misses in the prefix cache, or
+        save a recurrent state that it could begin from."""
+        index = hit.num_blocks
+        if self.states is not None:
+            return self.states.will_find_more(request, index * self._block_size, running)
+        return index < len(request.block_hashes) and any(
+            other.num_registered_blocks <= index < len(other.block_hashes)
+            and other.block_hashes[index] == request.block_hashes[index]
+            for other in running
+        )
+
+    def has_slot(self, num_entering: int) -> bool:
+        """Return whether a state slot is free if `num_entering` other requests enter in the same step."""
+        return self.states is None or self.states.can_enter(num_entering)
+
+    def enter(self, request: Request, hit: Hit) -> bool:
+        """Give a request without memory a state slot and the blocks of a hit. False, without a change: no slot is
+        left."""
+        if self.states is not None and not self.states.enter(request, hit):
+            return False
+        self.ledger.enter(request, hit)
+        request.num_registered_blocks = hit.num_blocks
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take back the blocks and the state slot of a request that ends or is preempted. The named blocks can be
+        found until they are reused."""
+        if self.states is not None:
+            self.states.release(request)
+        self.ledger.release(request)
+
+    # ---- room for admission ------------------------------------------------------------------------------------------
+
+    def free_beside(self, running: Sequence[tuple[Request, int]]) -> Counts:
+        """Return the free blocks that are left when running requests have grown to these lengths in tokens, less a
+        margin for one step; all free blocks if none runs."""
+        ledger = self.ledger
+        if not running:
+            return ledger.num_free
+        promised = list(self._watermark)
+        for request, num_tokens in running:
+            needs = zip(ledger.needs(num_tokens), request.num_held_blocks, strict=True)
+            for group, (need, held) in enumerate(needs):
+                promised[group] += max(0, need - held)
+        kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
+        return tuple([free - blocks - reserve for free, blocks, reserve in kept])
+
+    # ---- a step is planned -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Name the states that earlier steps saved, as far as their tokens are known by now."""
+        if self.states is not None:
+            self.states.begin_step()
+
+    def grow(self, request: Request, end: int) -> BlockIds | None:
+        """Append blocks until the tables of a running request reach position `end`. Return them, () if there was room
+        already, or None without a new block if a group has too few."""
+        missing = end - len(request.block_tables[0]) * self._block_size
+        if missing <= 0:
+            return ()
+        self.drop_unread(request)
+        return self.ledger.allocate(request, -(-missing // self._block_size))
+
+    def end_of_row(self, request: Request, end: int) -> int:
+        """Return where a row of several tokens that could end at position `end` should end."""
+        return end if self.states is None else self.states.end_of_row(request, end)
+
+    def state_of_row(self, request: Request, end: int, *, is_known: bool) -> StateUse | None:
+        """Return the slots of a row that ends at position `end`; None without recurrent states. is_known: False if
+        `end` is a bound, since drafts in flight may be rejected: no state is saved there."""
+        held = request.held_state
+        if held is None or self.states is None:
+            return None
+        return self.states.use(request, end) if is_known and end >= held.next_use else held.steady
+
+    def drop_unread(self, request: Request) -> None:
+        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
+        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
+        position = request.num_computed_tokens - request.num_output_placeholders
+        if self.ledger.has_windows and position >= request.next_drop and request.state is State.RUNNING:
+            self.ledger.drop_before(request, position)
+
+    def name_blocks(self, request: Request, end: int) -> None:
+        """Name the blocks before position `end` that are full of accepted tokens: never drafts, never placeholders.
+
+        In each layer, a step writes the K and V of all its rows before any row attends. A block can therefore be shared
+        already in the step that fills it.
+        """
+        full = min(end, self._num_sharable(request)) // self._block_size
+        if full <= request.num_registered_blocks or not self._config.enable_prefix_caching:
+            return
+        self._hash_blocks(request)
+        for index in range(request.num_registered_blocks, full):
+            self.ledger.register(request, index, request.block_hashes[index])
+        request.num_registered_blocks = full
+
+    def commit(self) -> None:
+        """Count the step's rows as launched."""
+        if self.states is not None:
+            self.states.commit()
+
+    # ---- failures ----------------------------------------------------------------------------------------------------
+
+    def forget_all(self, running: Iterable[Request]) -> None:
+        """Drop all names after a row produced NaN. Its KV blocks and states, and any computed from them, may contain
+        NaN for an unknown time, so no existing one, and none that a running request fills later, is shared."""
+        self.ledger.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
+        for request in running:
+            request.num_registered_blocks = NEVER
+
+    def clear(self) -> None:
+        """Free all blocks and slots and drop all names. Requests are not changed."""
+        self.ledger.clear()
+        if self.states is not None:
+            self.states.clear()
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def _names_to(self, request: Request, end: int) -> Sequence[bytes]:
+        """Return the names of the blocks before position `end`, and register those that the request still holds."""
+        if request.state is State.RUNNING:
+            self.name_blocks(request, end)
+        self._hash_blocks(request)
+        return request.block_hashes[: end // self._block_size]
+
+    def _hash_blocks(self, request: Request) -> None:
+        """Compute the missing names of the request's full blocks that may be shared."""
+        ids = request.token_ids
+        if self._config.fixed_chunk:
+            ids = ids[: self._num_sharable(request)]
+        self.hasher.extend(request.block_hashes, request.hash_root, ids, request.spans)
+
+    def _num_sharable(self, request: Request) -> int:
+        chunk = self._config.fixed_chunk
+        return num_sharable_tokens(request.prompt_len, chunk) if chunk else request.num_tokens

@@ -1,0 +1,220 @@
+"""Allocate, share and release the blocks of all requests, over the KV groups of a model: one `BlockPool` per group.
+
+Layers with the same window and the same shape of K and V form a group, and read through one block table per request.
+All tables of a request have the same length: entry i of each holds the positions from i * block_size on. A windowed
+group replaces the blocks before its window by the null block and gives them back (`drop_before`).
+
+    allocate    append blocks to the tables of all groups, or to none
+    lookup      the longest prefix of which every group still has what a query at its end reads
+    release     the blocks of all groups at once
+
+Does not know: torch, text, why a request runs, what a step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.request import NEVER, Request
+from localllm.engine.stats import KVGroupStats
+from localllm.models.spec.model_spec import held_blocks, main_group
+
+Counts = tuple[int, ...]
+"""Blocks of each group."""
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Blocks of each group, equally many."""
+
+NO_STATE = -1
+"""Instead of a slot to read a recurrent state from: begin from zeros."""
+
+
+class Hit(NamedTuple):
+    """A prefix found in the cache: `num_blocks` full blocks of each group."""
+
+    num_blocks: int
+    blocks: BlockIds  # of a windowed group the null block before the window
+    state: int = NO_STATE  # slot of the recurrent state at the prefix's end
+    num_kv_blocks: int = 0  # full blocks whose K and V are known: more than num_blocks for want of a state
+
+
+class Ledger:
+    """The pools of all KV groups, and the block tables of requests."""
+
+    def __init__(
+        self, num_blocks: Sequence[int], block_size: int, windows: Sequence[int | None] = (), *, step_tokens: int = 0
+    ) -> None:
+        """num_blocks: of each group, with its null block. windows: tokens that the layers of each group see, None: all.
+        step_tokens: the most tokens of a step, whose blocks windowed groups hold besides their windows."""
+        self.num_blocks = tuple(num_blocks)
+        self.pools = tuple(map(BlockPool, num_blocks))
+        self.windows = tuple(windows) or (None,) * len(self.pools)
+        assert len(self.windows) == len(self.pools), (num_blocks, windows)
+        self.block_size = block_size
+        self._windowed = [(group, window) for group, window in enumerate(self.windows) if window is not None]
+        self.has_windows, self._step_tokens = bool(self._windowed), step_tokens
+        self.main_pool = self.pools[main_group(self.windows)]  # whose blocks are those of the longest requests
+        self.step_reserve = tuple(0 if w is None else self.blocks_for(step_tokens) for w in self.windows)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks `num_tokens` tokens need in one group."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- counts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> Counts:
+        return tuple([pool.num_free for pool in self.pools])
+
+    @property
+    def capacity(self) -> Counts:
+        return tuple([pool.capacity for pool in self.pools])
+
+    def needs(self, num_tokens: int, step_tokens: int = 0) -> Counts:
+        """Return the blocks per group that a request of `num_tokens` tokens holds during a step of `step_tokens`
+        tokens."""
+        return tuple([held_blocks(num_tokens, window, self.block_size, step_tokens) for window in self.windows])
+
+    def needs_alone(self, num_tokens: int) -> Counts:
+        """Return the most blocks that a request of this length ever holds."""
+        return self.needs(num_tokens, self._step_tokens)
+
+    def taken_by_hit(self, hit: Hit) -> Counts:
+        """Return the blocks that a request takes from the free lists with a hit, less the blocks of the hit, which it
+        need not allocate. A windowed group's blocks are replaced as the window moves on, so they save none."""
+        counts = []
+        for pool, blocks, window in zip(self.pools, hit.blocks, self.windows, strict=True):
+            counts.append(pool.num_unreferenced(blocks) - len(blocks) if window is None else 0)
+        return tuple(counts)
+
+    def stats(self) -> tuple[KVGroupStats, ...]:
+        """Return the use of each group."""
+        pools = zip(self.windows, self.pools, strict=True)
+        return tuple(KVGroupStats(window, pool.capacity, pool.num_used, pool.num_cached) for window, pool in pools)
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, request: Request, count: int) -> BlockIds | None:
+        """Append `count` blocks to each table of a request and return them; None without a change if a group has too
+        few."""
+        for pool in self.pools:
+            if pool.num_free < count:
+                return None
+        new = []
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            blocks = tuple(pool.take(count))
+            table += blocks
+            new.append(blocks)
+        return tuple(new)
+
+    def drop_before(self, request: Request, position: int) -> None:
+        """Give back the blocks of windowed groups that no query at `position` or later reads, and set the position from
+        which on there are others."""
+        size, dropped, next_drop = self.block_size, request.num_dropped_blocks, NEVER
+        for group, window in self._windowed:
+            start, end = dropped[group], (position - window + 1) // size
+            if end > start:
+                table = request.block_tables[group]
+                self.pools[group].release(table[start:end])
+                for index in range(start, end):
+                    table[index] = NULL_BLOCK
+                dropped[group] = start = end
+            if (due := (start + 1) * size + window - 1) < next_drop:
+                next_drop = due
+        request.next_drop = next_drop
+
+    def release(self, request: Request) -> None:
+        """Release all blocks of a request."""
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            pool.release(table)
+        request.block_tables, request.num_dropped_blocks = [], []
+
+    # ---- the prefix cache --------------------------------------------------------------------------------------------
+
+    def lookup(self, names: Sequence[bytes], multiple: int = 1) -> Hit:
+        """Return the longest cached prefix of a chain of block names whose number of blocks is a multiple of
+        `multiple`. Changes nothing: call `enter` to keep it."""
+        found = [
+            pool.lookup(names) if window is None else None
+            for pool, window in zip(self.pools, self.windows, strict=True)
+        ]
+        count = min([len(blocks) for blocks in found if blocks is not None], default=len(names))
+        count = self._windowed_prefix(names, count - count % multiple, multiple)
+        return Hit(count, tuple(
+            self._window_blocks(group, names, count) if blocks is None else tuple(blocks[:count])
+            for group, blocks in enumerate(found)
+        ), num_kv_blocks=count)  # fmt: skip
+
+    @property
+    def num_changes(self) -> int:
+        """The number of changes of the prefix cache so far: until the next one, a hit stays what `lookup` returns."""
+        return sum([pool.num_changes for pool in self.pools])
+
+    def can_enter(self, hit: Hit, num_blocks: int) -> bool:
+        """Return whether a request that starts from a hit can have `num_blocks` blocks of each group now."""
+        new = num_blocks - hit.num_blocks
+        pools = zip(self.pools, hit.blocks, strict=True)
+        return all(new + pool.num_unreferenced(blocks) <= pool.num_free for pool, blocks in pools)
+
+    def enter(self, request: Request, hit: Hit) -> None:
+        """Give the blocks of a hit to a request without blocks."""
+        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+            pool.acquire([block for block in blocks if block != NULL_BLOCK])
+        request.block_tables = [list(blocks) for blocks in hit.blocks]
+        request.num_dropped_blocks = [self._first_read(window, hit.num_blocks) for window in self.windows]
+        self.drop_before(request, 0)  # drops nothing: sets when to drop first
+
+    def register(self, request: Request, index: int, name: bytes) -> None:
+        """Name the blocks at an index of the tables, which are full of accepted tokens, in all groups that hold it."""
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            if table[index] != NULL_BLOCK:
+                pool.register(table[index], name)
+
+    def forget_all(self) -> None:
+        for pool in self.pools:
+            pool.forget_all()
+
+    def clear(self) -> None:
+        """Free all blocks and drop all names. Tables of requests are not changed."""
+        for pool in self.pools:
+            pool.clear()
+
+    def _first_read(self, window: int | None, num_blocks: int) -> int:
+        """Return the index of the first block that the next query reads after `num_blocks` full blocks."""
+        return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
+
+    def _windowed_prefix(self, names: Sequence[bytes], count: int, multiple: int) -> int:
+        """Return the longest prefix of at most `count` blocks whose windows are all cached."""
+        while count:
+            missing = max(
+                [self._last_missing(group, window, names, count) for group, window in self._windowed], default=-1
+            )
+            if missing < 0:
+                break
+            count = missing - missing % multiple  # a longer one would need the missing block, too
+        return count
+
+    def _last_missing(self, group: int, window: int, names: Sequence[bytes], count: int) -> int:
+        """Return the index of the last uncached block that the next query reads after `count` blocks, -1 if all are
+        cached."""
+        pool = self.pools[group]
+        for index in range(count - 1, self._first_read(window, count) - 1, -1):
+            if pool.find(names[index]) is None:
+                return index
+        return -1
+
+    def _window_blocks(self, group: int, names: Sequence[bytes], count: int) -> tuple[int, ...]:
+        first = self._first_read(self.windows[group], count)
+        kept = [self.pools[group].find(name) for name in names[first:count]]
+        return (NULL_BLOCK,) * first + tuple([block for block in kept if block is not None])
+
+
+def fits(counts: Counts, room: Counts) -> bool:
+    """Return whether these blocks of each group are within `room`."""
+    return all(count <= most for count, most in zip(counts, room, strict=True))
+
+
+def plus(first: Counts, second: Counts) -> Counts:
+    return tuple([a + b for a, b in zip(first, second, strict=True)])

@@ -1,0 +1,68 @@
+"""Attention of decode rows through the native library, which reads the cache where it is.
+
+Plain torch copies all keys and values of a step first, which takes two thirds of a step of 128 rows. Here a result
+depends on its row alone, and has the bits that it has in a native step.
+Does not know: prompts, which blocks a row has (paged_attention/twin.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.native.library import Library, Pool
+from localllm.kernels.cpu.native.structures import CacheType, NativeAttention
+from localllm.kernels.cpu.recurrent import STATE_TYPES
+from localllm.kernels.layer_cache import LayerKV
+
+CACHE_TYPES = {**STATE_TYPES, torch.int8: CacheType.I8}
+
+
+def reads_cache(kv: LayerKV) -> bool:
+    """Return whether the native library reads a cache of these types and shapes."""
+    return kv.k.dtype in CACHE_TYPES and kv.k.shape == kv.v.shape and kv.k.is_contiguous() and kv.v.is_contiguous()
+
+
+def rows_of(block_table: Tensor, context_lens: Sequence[int]) -> Tensor:
+    """Return [n, 3] int64: NativeRow of the first n rows of block_table [B, max_blocks] int32 as numbers. They are the
+    address of its blocks, the position of its query, and a slot that nothing is written to."""
+    assert block_table.dtype == torch.int32
+    assert block_table.stride(1) == 1
+    rows = torch.zeros(len(context_lens), 3, dtype=torch.int64)
+    rows[:, 0] = torch.arange(len(context_lens)).mul_(block_table.stride(0) * 4).add_(block_table.data_ptr())
+    rows[:, 1] = torch.tensor(context_lens) - 1
+    return rows
+
+
+def attend_decodes(
+    library: Library | Pool,
+    q: Tensor,
+    kv: LayerKV,
+    rows: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the attention of q [n, heads, dim] to out [n, heads * dim].
+
+    rows: of `rows_of`, whose block table is kept. window: tokens that a query sees, its own included; None: all. sinks,
+    slopes: [heads]. Raises MemoryError.
+    """
+    (count, heads, dim), (kv_heads, num_blocks, block_size, _) = q.shape, kv.k.shape
+    queries, wide = q.float().reshape(count, heads * dim), out.float()  # out itself if it is fp32
+    extras = [None if each is None else each.float().contiguous() for each in (kv.k_scale, kv.v_scale, sinks, slopes)]
+    k_scales, v_scales, sink_scores, tilts = (None if each is None else each.data_ptr() for each in extras)
+    attention = NativeAttention(
+        k=kv.k.data_ptr(), v=kv.v.data_ptr(), k_scales=k_scales, v_scales=v_scales,
+        cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size, heads=heads,
+        kv_heads=kv_heads, head_dim=dim, window=window or 0, scale=scale, softcap=softcap or 0.0, sinks=sink_scores,
+        slopes=tilts, growth_period=1,
+    )  # fmt: skip
+    library.attend(attention, rows, queries, wide)
+    if wide is not out:
+        out.copy_(wide)
