@@ -48,6 +48,8 @@ from localllm.runner.self_check import (
     is_checked,
     known_choice,
     next_choice,
+    served_as,
+    slower_graphs,
 )
 from localllm.units import format_bytes
 
@@ -109,8 +111,13 @@ def open_runner(
     if is_checked(config, device):
         choice = _check(model, spec, config, plan, device, base, report, drafter)
 
+    compares = is_checked(config, device) and config.check_kernels != "off"
+    served = served_as(spec, config, plan, base)
+    slower = slower_graphs(served, device) if compares else ""
+
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
-        fitting, options = plan, choice.options(base)
+        without_graphs = base.avoids | {"graphs"} if slower else base.avoids
+        fitting, options = plan, choice.options(replace(base, avoids=without_graphs))
         if device.type == "cuda":
             report("measuring one full step")
             measured = measure(
@@ -134,8 +141,12 @@ def open_runner(
             later = _after(error, choice, config, device)
         choice = later  # outside the handler: until its end the error holds the tensors of the attempt
         empty_cache()
+    if compares and not slower and (slower := slower_graphs(served, device, runner)):
+        runner.close()
+        runner, fitting = attempt()
     runner.tell_of_kernels(fall_backs_of(choice), choice.summary)
-    notes = [*fitting.notes, *map(str, choice.fall_backs), *_notes_on_graphs(runner), *filter(None, [choice.summary])]
+    told = [f"Steps are not recorded as CUDA graphs: {slower}." if slower else "", choice.summary]
+    notes = [*fitting.notes, *map(str, choice.fall_backs), *_notes_on_graphs(runner), *filter(None, told)]
     return runner, replace(fitting, notes=tuple(dict.fromkeys(notes)))
 
 

@@ -11,6 +11,7 @@ Does not know: the kernels and their variants (kernels/checks/table.py), who sta
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -127,13 +128,8 @@ def check_model(
         finally:
             runner.close()
 
-    served = (  # what decides which kernels are launched
-        spec, plan.dtype, plan.kv_dtype, plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len,
-        plan.block_size, base.deterministic, base.programmatic_launch, sorted(base.without), sorted(base.avoids),
-        config.speculation, config.enable_lora, config.check_kernels,
-    )  # fmt: skip
     with _one_at_a_time:
-        _compile_ahead(record, repr(served), rehearse, report)
+        _compile_ahead(record, served_as(spec, config, plan, base), rehearse, report)
         if config.check_kernels == "off":
             return before
         report("checking kernels")
@@ -143,6 +139,40 @@ def check_model(
 def has_drafts(config: EngineConfig, options: LaunchOptions) -> bool:
     """Return whether steps of a runner may have drafts, as far as the settings and the kernels go."""
     return not config.speculation.is_off and "drafts" not in options.avoids
+
+
+def served_as(spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, base: LaunchOptions) -> str:
+    """Return what decides which kernels a model launches."""
+    return repr((
+        spec, plan.dtype, plan.kv_dtype, plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len,
+        plan.block_size, base.deterministic, base.programmatic_launch, sorted(base.without), sorted(base.avoids),
+        config.speculation, config.enable_lora, config.check_kernels,
+    ))  # fmt: skip
+
+
+SPEED = "speed of graphs"
+
+
+def slower_graphs(served: str, device: torch.device, runner: TorchRunner | None = None) -> str:
+    """Return why steps of a model are better launched than replayed, as measured at its first start on this GPU; empty
+    if they are not. runner: measures where no start has; None: nothing is measured."""
+    record, case = read_record(device), hashlib.blake2b(served.encode(), digest_size=8).hexdigest()
+    if (known := record.failed_with(SPEED, "recorded", case)) is not None:
+        return known.why
+    if runner is None or record.passed_with(SPEED, "recorded", case):
+        return ""
+    replayed, launched = (runner.step_s(replayed=each) for each in (True, False))
+    if replayed is None or launched is None:
+        return ""
+    why = ""
+    if replayed <= launched:
+        record.pass_(SPEED, "recorded", case, replayed / launched)
+    else:
+        why = f"a step takes {replayed * 1e3:.2f} ms as a graph, and {launched * 1e3:.2f} ms kernel by kernel"
+        record.fail(VariantFailure(SPEED, "recorded", case, why))
+    log.info("step of one request replayed=%.3fms launched=%.3fms", replayed * 1e3, launched * 1e3)
+    record.write()
+    return why
 
 
 def _compile_ahead(record: CheckRecord, served: str, launch: Callable[[], None], report: Report) -> None:
