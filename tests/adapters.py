@@ -3,8 +3,6 @@
 Names come from transformers' own modules, as PEFT's do. Does not know: localllm.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures every room may use: tiny random models on disk, one per family and session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

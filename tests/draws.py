@@ -1,7 +1,5 @@
 """The day of a quick run, and how many examples a test draws: all with `scripts/check --slow`, else a quarter."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -3,8 +3,6 @@
 Does not know: localllm.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

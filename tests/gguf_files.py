@@ -6,8 +6,6 @@ where it cannot, blocks are made of random bits with scales of the right size, a
 Does not know: how localllm reads any of it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

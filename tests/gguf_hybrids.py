@@ -4,8 +4,6 @@ package's table, and what is done to a tensor's values and to the order of its r
 Does not know: how localllm reads any of it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Does not know: how localllm reads any of it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

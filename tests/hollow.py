@@ -4,8 +4,6 @@ Only the headers of such a checkpoint can be used (`localllm fit`); its files ta
 Does not know: localllm.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

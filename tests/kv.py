@@ -1,7 +1,5 @@
 """Sizes of a small KV cache over all groups of a model."""
 
-from __future__ import annotations
-
 from localllm.engine.memory.ledger import Ledger
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
 

@@ -4,8 +4,6 @@ A tiny model of three layers is made; its last layer becomes the prediction laye
 Does not know: localllm.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A process that gets a socket as systemd passes one: as file descriptor 3, with LISTEN_PID and LISTEN_FDS."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

@@ -3,8 +3,6 @@
 The environments run this checkout's code; their metadata says how they were installed.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the tests of loading a model and those of the manager share: settings of a small engine, a spy."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

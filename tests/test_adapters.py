@@ -1,7 +1,5 @@
 """Adapters of a model that serves: which request runs under which, whose prefixes are whose, coming and going."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """Imports point one way, no two modules import each other, and scheduling stays free of torch."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory bandwidth: measured in a moment, kept for this machine, and unknown rather than wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,8 +14,7 @@ import pytest
 from localllm.files.folders import cache_folder
 from localllm.machine import bandwidth
 from localllm.machine.bandwidth import LEAST_BYTES, Measured, memory_bandwidth, undisturbed_s
-from localllm.machine.cpu import fast_instructions, read_cpu_flags
-from localllm.machine.hardware import Hardware, count_cores
+from localllm.machine.hardware import Hardware, count_cores, fast_instructions, read_cpu_flags
 
 HERE = Hardware((), "CPU", count_cores(), 8 << 30, 6 << 30)
 

@@ -1,7 +1,5 @@
 """Beam search over a real engine, offline and through the API: what a plain search over `transformers` gives."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Loading, from a name to an engine: phases in order, clear errors, nothing left behind."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,9 @@ from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidPara
 from localllm.runner.runner import TorchRunner
 from localllm.serving import build
 from localllm.serving.build import build_engine, sampling_defaults
-from localllm.serving.fingerprints import fingerprint
 from localllm.serving.names import short_name
 from localllm.serving.phases import Phase
+from localllm.serving.profiles import fingerprint
 from tests.serving import PHASES, settings_for, spy_on_closing
 
 

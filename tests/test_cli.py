@@ -1,7 +1,5 @@
 """The command line: what each word means, what is refused and how, what comes out."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

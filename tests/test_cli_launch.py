@@ -1,7 +1,5 @@
 """`localllm launch`: stand-in programs record what they get, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`localllm run` and `localllm bench` with a tiny model: what goes where, and what a chat remembers."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import json

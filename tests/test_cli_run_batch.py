@@ -1,7 +1,5 @@
 """`localllm run-batch`: in this process, and through a server that has the model."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

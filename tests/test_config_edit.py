@@ -1,7 +1,5 @@
 """One line of config.toml: only it changes, and only to what a start takes."""
 
-from __future__ import annotations
-
 import stat
 import tomllib
 from pathlib import Path

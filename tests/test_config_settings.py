@@ -1,7 +1,5 @@
 """The table of settings: each has one description, and the bounds it names are those that construction enforces."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -5,8 +5,6 @@ server with the demo and a small model. Numbers, times, sizes and the names of m
 line must be printed, and every printed line must be in the block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The documentation says what the code does, and leads somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """`localllm doctor`: what it says of machines that are not this one, and what it does not import or contact."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Which models are evicted for another one, and the memory that they give back, on every device that they are on."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

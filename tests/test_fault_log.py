@@ -1,7 +1,5 @@
 """Faults that nobody handled: one line, the details in a file, and nothing left of a run without any."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

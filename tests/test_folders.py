@@ -1,7 +1,5 @@
 """The data folder: what is kept there is for its owner alone."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

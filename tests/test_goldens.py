@@ -1,7 +1,5 @@
 """The whole engine against transformers in fp32, one family at a time: 64 greedy tokens, however they are scheduled."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each reason why a GPU cannot be used is told with its numbers and its remedy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

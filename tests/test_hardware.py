@@ -1,7 +1,5 @@
 """Hardware is read tolerantly: limits of a container count, a missing driver does not hurt."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path

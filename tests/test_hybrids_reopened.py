@@ -4,8 +4,6 @@ Afterwards sequences begin from zeros, prefixes are found only if they were comp
 transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

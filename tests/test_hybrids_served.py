@@ -1,8 +1,6 @@
 """Hybrid decoders through the whole engine: greedy tokens are transformers', also where a second turn begins at the
 state that the first one left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each test starts an interpreter, since this one has imported everything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How an environment was installed, and the command that adds a package to it, in environments of every kind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whatever is wrong with a file of JSON is told as a checkpoint's fault, with the file's name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys in a file: made once, kept as hashes, seen by a server that runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """The bars of the package's layout: what was reached stays reached. scripts/count_layout prints the counts."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 from statistics import median, quantiles

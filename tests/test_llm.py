@@ -1,7 +1,5 @@
 """The offline API: vLLM's calls and shapes, over the real engine and a tiny random model."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from collections.abc import Iterator, Sequence

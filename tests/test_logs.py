@@ -1,7 +1,5 @@
 """The log of a server: in memory for who watches, in a bounded file, and `localllm logs`, which reads it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The manager: which model is served."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import shutil

@@ -1,7 +1,5 @@
 """A model that is lent: its weights are somebody else's for a while, and then everything is as it was."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

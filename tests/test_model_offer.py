@@ -1,7 +1,5 @@
 """The offered model's states: real downloads from a local hub, the real manager, an engine made of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

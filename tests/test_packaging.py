@@ -5,8 +5,6 @@ the real package, and make wheels for other platforms where the `ziglang` packag
 Building needs hatchling, a development tool; nothing here uses the network.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Users at the other end of loopback connections, as the kernel says."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What macOS and Windows lack is replaced: each gate is tried with the platform's name, as far as it can be here."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import logging

@@ -1,7 +1,5 @@
 """Models that embed and score, offline and over a real socket with the real `openai` client."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

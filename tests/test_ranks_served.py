@@ -1,7 +1,5 @@
 """A model over ranks is served like any other: same answers, sleep, adapters, trials. Ranks die at any time."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

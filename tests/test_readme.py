@@ -3,8 +3,6 @@
 Every command is parsed by the program that it calls; README's first code block is run as it is, slowly.
 """
 
-from __future__ import annotations
-
 import os
 import pty
 import re

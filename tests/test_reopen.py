@@ -1,7 +1,5 @@
 """Weights that stay while the engine around them is made anew, with another context than they were loaded for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

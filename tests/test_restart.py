@@ -1,7 +1,5 @@
 """A server that is restarted from its settings page: the real command, which replaces itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

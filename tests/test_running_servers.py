@@ -1,7 +1,5 @@
 """Servers of this machine find their way to the command line, and keys do not find theirs to other machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

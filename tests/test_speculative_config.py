@@ -1,7 +1,5 @@
 """The settings of speculation: what is read, what is refused and how."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

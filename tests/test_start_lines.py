@@ -1,7 +1,5 @@
 """The lines that a person reads when a server starts and when `localllm run` names no model: whole texts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The interface of systemd to a service: passed sockets, states, credentials, and the program that uses a port."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

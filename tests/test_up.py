@@ -1,7 +1,5 @@
 """A server from its address to its last request: the real command, a real socket, real signals."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The words of the package and its documentation: plain sentences, and names of files that exist."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

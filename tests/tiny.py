@@ -6,8 +6,6 @@ a norm or a bias applied in the wrong place changes the logits.
 Does not know: localllm.
 """
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path

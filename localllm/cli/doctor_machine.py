@@ -24,8 +24,7 @@ from localllm.cli.findings import Finding
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
 from localllm.kernels.cpu.native.choice import X86_V3, chosen_set, why_unusable
-from localllm.machine.cpu import fast_instructions, read_cpu_flags
-from localllm.machine.hardware import GPU_DEVICES, may_have_gpu
+from localllm.machine.hardware import GPU_DEVICES, fast_instructions, may_have_gpu, read_cpu_flags
 from localllm.machine.install_kind import how_to_install, install_kind
 from localllm.machine.platforms import VERSION, is_wsl, this_platform
 from localllm.units import format_bytes

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step has, and how they are divided among prompts.
+"""The prompt tokens of a step: how many there are, and their shares among prompts.
 
     PromptPace       a limit beside requests that decode, from the measured times of steps
     prefill_shares   the tokens of each prompt

@@ -56,7 +56,7 @@ class _Prefill(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Draft:
+class _StepBuilder:
     """The step under construction."""
 
     budget: int
@@ -142,33 +142,33 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step. Return None if there is nothing to launch now."""
         started_s = now_s()
-        draft = _Draft(budget=self.config.max_num_batched_tokens)
+        step = _StepBuilder(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
         self.cache.begin_step()
         for request in self._prefilled:
             self.cache.drop_unread(request)
-        self._make_room_for_an_urgent_request(draft)
+        self._make_room_for_an_urgent_request(step)
         if self.speculation is not None:
             self._set_num_drafts(self.speculation)
         has_background = self._has_background()
-        draft.defers_background = has_background and self._computes_an_urgent_prompt()
-        self._schedule_decodes(draft)
-        draft.prefill_budget = self._prefill_budget(draft, has_background=has_background)
-        self._schedule_prefills(draft)
-        if draft.defers_background and not draft.rows:  # the prompt cannot enter yet
-            draft.defers_background = False
-            self._schedule_decodes(draft)
-            draft.prefill_budget = self._prefill_budget(draft, has_background=True)
-            self._schedule_prefills(draft)
-        if not draft.rows:
+        step.defers_background = has_background and self._computes_an_urgent_prompt()
+        self._schedule_decodes(step)
+        step.prefill_budget = self._prefill_budget(step, has_background=has_background)
+        self._schedule_prefills(step)
+        if step.defers_background and not step.rows:  # the prompt cannot enter yet
+            step.defers_background = False
+            self._schedule_decodes(step)
+            step.prefill_budget = self._prefill_budget(step, has_background=True)
+            self._schedule_prefills(step)
+        if not step.rows:
             self.recorder.degraded_steps += any(map(self._is_held_back, self.running))
             return None
-        plan = self._commit(draft)
+        plan = self._commit(step)
         planned_s, budget = now_s() - started_s, self.config.max_num_batched_tokens
-        self.recorder.on_plan(plan.step_id, draft.rows.values(), budget - draft.budget, budget, planned_s)
+        self.recorder.on_plan(plan.step_id, step.rows.values(), budget - step.budget, budget, planned_s)
         return plan
 
-    def _make_room_for_an_urgent_request(self, draft: _Draft) -> None:
+    def _make_room_for_an_urgent_request(self, step: _StepBuilder) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken. Background
         requests are also preempted for their blocks, as many as it takes, but only if that is enough."""
         head = next(iter(self.waiting), None)
@@ -192,8 +192,8 @@ class Scheduler:
             victims = self._victims_for(head, need, self._spare_blocks(priority))
             if victims is not None:
                 for each in victims:
-                    self._preempt(each, draft)
-                draft.preempted = False  # no row is planned yet, so the waiting request may enter in this step
+                    self._preempt(each, step)
+                step.preempted = False  # no row is planned yet, so the waiting request may enter in this step
                 return
 
     def _victims_for(self, head: Request, need: Counts, room: Counts) -> list[Request] | None:
@@ -219,21 +219,21 @@ class Scheduler:
         has_prompts = len(decoding) < len(self.running) or bool(self.waiting and self.table.free_slots)
         speculation.set_drafts(decoding, self.config.max_num_batched_tokens, self.ledger, has_prompts=has_prompts)
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
+    def _schedule_decodes(self, step: _StepBuilder) -> None:
         """Schedule the requests that have one token to compute, and drafts from what the budget leaves beside them."""
         decoding = [
             (request, wanted)
             for request in self._next_cohort()
             if 0 < (wanted := self._wanted(request)) <= 1 + request.num_drafts
-            and not (draft.defers_background and request.priority == BACKGROUND_PRIORITY)
+            and not (step.defers_background and request.priority == BACKGROUND_PRIORITY)
         ]
-        spare = max(0, draft.budget - len(decoding))  # tokens for drafts
+        spare = max(0, step.budget - len(decoding))  # tokens for drafts
         for request, wanted in decoding:
-            if draft.budget <= 0:
+            if step.budget <= 0:
                 break
             if request.state is State.RUNNING:  # not preempted by one before it
                 count = min(wanted, 1 + spare)
-                spare -= self._schedule_one(request, count, draft) and count - 1
+                spare -= self._schedule_one(request, count, step) and count - 1
 
     def _has_background(self) -> bool:
         last = self.waiting.least_urgent
@@ -260,38 +260,38 @@ class Scheduler:
         most = -(-len(decoding) // self._num_cohorts)
         return [request for request in decoding if self._wanted(request) > 0][:most]
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
+    def _schedule_prefills(self, step: _StepBuilder) -> None:
         """Divide the budget that decodes left among running prompts and prompts to be admitted."""
         self._prefilled = ()
-        if draft.prefill_budget <= 0:
+        if step.prefill_budget <= 0:
             return
         prefills = [
             _Prefill(request, wanted)
             for request in self.running
-            if request.request_id not in draft.rows
+            if request.request_id not in step.rows
             and (wanted := self._wanted(request)) > 1 + request.num_drafts
-            and not (draft.defers_background and request.priority == BACKGROUND_PRIORITY)
+            and not (step.defers_background and request.priority == BACKGROUND_PRIORITY)
         ]
-        if self.table.free_slots and not draft.preempted:
-            prefills += self._admissible(prefills, draft)
+        if self.table.free_slots and not step.preempted:
+            prefills += self._admissible(prefills, step)
         num_changes = self.cache.num_changes  # so far, the hits are up to date
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
         self._prefilled = [each.request for each in prefills]
-        shares = self._shares(prefills, draft.prefill_budget)
+        shares = self._shares(prefills, step.prefill_budget)
         spare, ran = 0, []
         for each, share in zip(prefills, shares, strict=True):
             if share and each.hit is None and each.request.state is State.RUNNING:
-                if count := self._schedule_one(each.request, share, draft):
+                if count := self._schedule_one(each.request, share, step):
                     ran.append((each.request, count))
                 spare += share - count
-        if draft.preempted:
+        if step.preempted:
             return
         for request, count in ran:  # from here on no row leaves the step: its blocks may be shared
             self.cache.name_blocks(request, request.num_computed_tokens + count)
         for each, share in zip(prefills, shares, strict=True):
             if share and each.hit is not None:
                 hit = each.hit if self.cache.num_changes == num_changes else self.cache.find(each.request)
-                spare += share - self._enter(each.request, hit, share + spare, draft)
+                spare += share - self._enter(each.request, hit, share + spare, step)
 
     def _shares(self, prefills: Sequence[_Prefill], budget: int) -> list[int]:
         """Return the tokens of each prompt, which are in order of urgency and arrival."""
@@ -302,17 +302,17 @@ class Scheduler:
     def _chunk_length(self, request: Request, start: int) -> int:
         return chunk_length(start, request.prompt_len, self.config.fixed_chunk)
 
-    def _prefill_budget(self, draft: _Draft, *, has_background: bool) -> int:
+    def _prefill_budget(self, step: _StepBuilder, *, has_background: bool) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed, and
         for background prompts, so that a request that arrives meanwhile does not wait for a long step. With a target
         for the step's time, by what prompt tokens were measured to take (prefill.py)."""
         config = self.config
-        cap = config.long_prefill_token_threshold or draft.budget
+        cap = config.long_prefill_token_threshold or step.budget
         if config.target_step_s:
             cap = min(cap, self._pace.num_tokens())
-        is_limited = bool(draft.rows) or (has_background and not draft.defers_background)
+        is_limited = bool(step.rows) or (has_background and not step.defers_background)
         is_limited = is_limited or any(map(self._is_held_back, self.running))
-        return min(draft.budget, max(cap, config.fixed_chunk)) if is_limited else draft.budget
+        return min(step.budget, max(cap, config.fixed_chunk)) if is_limited else step.budget
 
     def _is_held_back(self, request: Request) -> bool:
         """Return whether a request that has tokens left to generate waits for those in flight."""
@@ -331,7 +331,7 @@ class Scheduler:
             request.num_drafts = room - 1
         return request.num_wanted_tokens
 
-    def _schedule_one(self, request: Request, count: int, draft: _Draft, num_reread: int = 0) -> int:
+    def _schedule_one(self, request: Request, count: int, step: _StepBuilder, num_reread: int = 0) -> int:
         """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
         how many tokens it runs; 0: none, since it was preempted or ended. num_reread: see `Row`."""
         cache, start = self.cache, request.num_computed_tokens
@@ -341,7 +341,7 @@ class Scheduler:
         blocks = cache.grow(request, end_of_blocks)
         if not blocks:
             if blocks is None:
-                blocks = self._make_room(request, end_of_blocks, draft)
+                blocks = self._make_room(request, end_of_blocks, step)
                 if blocks is None:
                     return 0
             elif self._lookahead:
@@ -356,11 +356,11 @@ class Scheduler:
             request.slot, request.request_id, start, count, blocks, samples, drafts, state,
             num_drafts, num_reread,
         )  # fmt: skip
-        draft.rows[request.request_id] = (request, row)
-        draft.budget -= count + num_reread
+        step.rows[request.request_id] = (request, row)
+        step.budget -= count + num_reread
         return count
 
-    def _make_room(self, request: Request, end: int, draft: _Draft) -> BlockIds | None:
+    def _make_room(self, request: Request, end: int, step: _StepBuilder) -> BlockIds | None:
         """Preempt requests until a running one has blocks up to position `end`, and return its new blocks.
         None: it was itself preempted, or ended."""
         while (blocks := self.cache.grow(request, end)) is None:
@@ -368,7 +368,7 @@ class Scheduler:
             if victim is request and len(self.running) == 1:
                 self.fail(request, self._exhausted(request))
                 return None
-            self._preempt(victim, draft)
+            self._preempt(victim, step)
             if victim is request:
                 return None
         return blocks
@@ -392,21 +392,21 @@ class Scheduler:
         """Return the request to preempt: the youngest of the least urgent ones."""
         return max(self.running, key=lambda request: (request.priority, request.sequence))
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
+    def _preempt(self, request: Request, step: _StepBuilder) -> None:
         """Preempt a running request, and take its row out of the step under construction.
 
         Outputs already launched are still delivered when their step is settled; the request is not readmitted before
         that.
         """
-        entry = draft.rows.pop(request.request_id, None)
+        entry = step.rows.pop(request.request_id, None)
         if entry is not None:
-            draft.budget += entry[1].num_scheduled_tokens + entry[1].num_reread
-        draft.preempted = True
+            step.budget += entry[1].num_scheduled_tokens + entry[1].num_reread
+        step.preempted = True
         self.table.preempt(request)
 
     # Waiting requests enter -----------------------------------------------------------------------------------
 
-    def _admissible(self, running: Sequence[_Prefill], draft: _Draft) -> list[_Prefill]:
+    def _admissible(self, running: Sequence[_Prefill], step: _StepBuilder) -> list[_Prefill]:
         """Return the waiting requests that may be admitted in this step, first come, first served.
 
         A request whose blocks do not fit blocks those behind it. A request is skipped without blocking others if it
@@ -419,10 +419,10 @@ class Scheduler:
         entering = (0,) * len(ledger.pools)  # blocks of the found requests, including the reserve for their outputs
         spare: dict[int, Counts] = {}  # blocks by priority: nothing here changes them
         for request in tuple(self.waiting):
-            num_beyond += filled >= draft.prefill_budget
+            num_beyond += filled >= step.prefill_budget
             if len(found) == len(self.table.free_slots) or num_beyond > LOOKAHEAD:
                 break
-            if draft.defers_background and request.priority == BACKGROUND_PRIORITY:
+            if step.defers_background and request.priority == BACKGROUND_PRIORITY:
                 break
             if request.num_in_flight_tokens:
                 continue
@@ -473,7 +473,7 @@ class Scheduler:
             ends.append((request, self._end_of_blocks(request, end)))
         return self.cache.free_beside(ends)
 
-    def _enter(self, request: Request, hit: Hit, limit: int, draft: _Draft) -> int:
+    def _enter(self, request: Request, hit: Hit, limit: int, step: _StepBuilder) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
         admitted just before is computing their common prefix, or took the last slot for a recurrent state, or if a
         fixed chunk does not fit any more."""
@@ -489,8 +489,8 @@ class Scheduler:
         new = self.table.admit(request, hit)
         if new is None:
             return 0
-        draft.new_slots.append(new)
-        count = self._schedule_one(request, count, draft, reread)
+        step.new_slots.append(new)
+        count = self._schedule_one(request, count, step, reread)
         assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count
         self.cache.name_blocks(request, end)  # the next admitted request may share these blocks
@@ -498,10 +498,10 @@ class Scheduler:
 
     # The step is sealed ---------------------------------------------------------------------------------------
 
-    def _commit(self, draft: _Draft) -> StepPlan:
+    def _commit(self, step: _StepBuilder) -> StepPlan:
         """Advance the counters as if the step had run, and register the blocks that it fills."""
         requests, sampling, name_blocks = [], [], self.cache.name_blocks
-        for request, row in draft.rows.values():
+        for request, row in step.rows.values():
             requests.append(request)
             request.num_computed_tokens += row.num_scheduled_tokens
             request.num_in_flight_tokens += row.num_scheduled_tokens
@@ -512,21 +512,21 @@ class Scheduler:
             name_blocks(request, request.num_computed_tokens)
         self.cache.commit()
         self._step_id += 1
-        rows = tuple([row for _, row in draft.rows.values()])
-        known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
+        rows = tuple([row for _, row in step.rows.values()])
+        known = self._known_token_ids(step) if self._num_cohorts > 1 else ()
         propose = 0 if self.speculation is None else self.speculation.propose(sampling)
         is_unmasked = all(request.grammar is None for request in sampling)
         plan = StepPlan(
-            self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots(), known, propose, is_unmasked
+            self._step_id, rows, tuple(step.new_slots), self.table.take_freed_slots(), known, propose, is_unmasked
         )
         self.launched.append(LaunchedStep(plan, tuple(requests)))
         return plan
 
-    def _known_token_ids(self, draft: _Draft) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def _known_token_ids(self, step: _StepBuilder) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Return the sampled ids that the step's rows begin with. They are settled, since their requests waited."""
         return tuple([
             (row.slot, (request.token_ids[-1],))
-            for request, row in draft.rows.values()
+            for request, row in step.rows.values()
             if row.num_computed_tokens == request.num_tokens - 1 >= request.prompt_len
         ])  # fmt: skip
 

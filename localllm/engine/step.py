@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether the row generates: its last known token, and drafts. A prompt's last token may be one, too."""
+        """Return whether the row generates: its last known token, and drafts. A prompt's last token may be one, too."""
         return self.samples and self.num_scheduled_tokens == 1 + self.num_drafts
 
 

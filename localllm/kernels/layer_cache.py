@@ -98,9 +98,9 @@ class HostRow(NamedTuple):
 
 
 class DraftedInputs:
-    """The projections of a step with drafts, of all recurrent layers. A state cannot be cut back to the last right draft,
-    so such a step writes no state; when the right drafts are known, the recurrences alone run over their projections
-    again. Buffers stay where they are, since recorded steps write to them."""
+    """The projections of a step with drafts, of all recurrent layers. A state cannot be cut back to the last right
+    draft, so such a step writes no state; when the right drafts are known, the recurrences alone run over their
+    projections again. Buffers stay where they are, since recorded steps write to them."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens

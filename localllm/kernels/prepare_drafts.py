@@ -24,7 +24,7 @@ ROWS = 32  # rows of one program
 
 
 class DraftRules(NamedTuple):
-    """What limits a drafter; fixed while serving."""
+    """The limits of a drafter; fixed while serving."""
 
     block_size: int
     first_key: int  # first slot that has keys

@@ -50,8 +50,8 @@ class DrafterOnDevice:
         self, opened: OpenDrafter, staged: StagedInputs, tables: SlotTables, most: Tensor, features_dtype: torch.dtype,
         features_size: int, max_model_len: int, *, has_states: bool = False,
     ) -> None:  # fmt: skip
-        """most: [slots] int32, drafts that a slot may have. features_size: of one tap. has_states: whether the model has
-        recurrent states; the drafter then reads tokens alone."""
+        """most: [slots] int32, drafts that a slot may have. features_size: of one tap. has_states: whether the model
+        has recurrent states; the drafter then reads tokens alone."""
         assert not (has_states and opened.drafter.taps), "no token of a model with recurrent states runs again"
         self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
         self._num_groups, self._staged, self._tables, self._most = len(opened.kv.num_blocks), staged, tables, most

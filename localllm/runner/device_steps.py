@@ -147,8 +147,8 @@ class DeviceSteps:
         return fitting_width(wanted, [width for width in fitting if self._graphs.shape_for(shapes[width])])
 
     def extend(self, batch: StepBatch, features: Tensor | None) -> None:
-        """Launch the drafter behind the tokens that this step accepts, unless its graph has done so. It runs behind each
-        step, since blocks that the step has filled may be shared."""
+        """Launch the drafter behind the tokens that this step accepts, unless its graph has done so. It runs behind
+        each step, since blocks that the step has filled may be shared."""
         shape, drafter = self._shape, self._drafter
         if drafter is None or self._drawn is not None:
             return
@@ -161,8 +161,8 @@ class DeviceSteps:
             drafter.launch_unless_failed(batch, shape, proposed, FEATURE_SETS[-1])
 
     def propose(self, batch: StepBatch, most: int) -> DeviceProposals:
-        """Launch the lookup behind the tokens that this step accepts, unless a drafter has. It finds as many drafts as a
-        slot may have, whatever `most` is, so that every step launches the same."""
+        """Launch the lookup behind the tokens that this step accepts, unless a drafter has. It finds as many drafts
+        as a slot may have, whatever `most` is, so that every step launches the same."""
         shape = self._shape
         has_proposed = self._drafter is not None or (self._drawn is not None and shape.drafts > 0)
         proposed = self._proposed[: shape.rows] if has_proposed else self._look_up(shape)

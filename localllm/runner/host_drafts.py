@@ -40,8 +40,8 @@ class Drafters(Protocol):
         """Set up a slot, in place of its last request."""
 
     def extend(self, batch: StepBatch, features: Tensor | None) -> None:
-        """Let a drafter with weights read what a step made known, whether drafts are wanted or not: blocks that the step
-        has filled may be shared."""
+        """Let a drafter with weights read what a step made known, whether drafts are wanted or not: blocks that the
+        step has filled may be shared."""
 
     def propose(self, batch: StepBatch, most: int) -> Proposals:
         """Put at most `most` drafts behind each sampling row's tokens. Return them by row of the plan."""

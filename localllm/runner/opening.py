@@ -21,7 +21,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.kernels.checks.choose import KernelChoice
-from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS
+from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS, Feature
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.gpu_support import read_nvidia
 from localllm.machine.hardware import Hardware, read_hardware
@@ -116,8 +116,8 @@ def open_runner(
     slower = slower_graphs(served, device) if compares else ""
 
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
-        without_graphs = base.avoids | {"graphs"} if slower else base.avoids
-        fitting, options = plan, choice.options(replace(base, avoids=without_graphs))
+        avoids: frozenset[Feature] = base.avoids | frozenset({"graphs"}) if slower else base.avoids
+        fitting, options = plan, choice.options(replace(base, avoids=avoids))
         if device.type == "cuda":
             report("measuring one full step")
             measured = measure(

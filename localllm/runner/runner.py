@@ -91,11 +91,8 @@ class TorchRunner:
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
-        why_no_drafts = _why_off(has_drafts, launch_options)
-        if group is not None or not samples:
-            why_no_drafts = "the model is split over several ranks"
-        elif states.num_places and staged and not isinstance(model, DecoderModel):
-            why_no_drafts = "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
+        keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
+        why_no_drafts = _why_off(has_drafts, launch_options, keeps_states, group is not None or not samples)
         drafter = None if why_no_drafts else drafter
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
@@ -327,8 +324,13 @@ class TorchRunner:
         return self._steps
 
 
-def _why_off(has_drafts: bool, options: LaunchOptions) -> str:
-    """Return why no step has drafts, whatever the model; empty if steps may have some."""
+def _why_off(has_drafts: bool, options: LaunchOptions, keeps_states: bool, is_split: bool) -> str:
+    """Return why no step has drafts; empty if steps may have some. keeps_states: whether the model's states can follow
+    the right drafts alone."""
+    if is_split:
+        return "the model is split over several ranks"
+    if not keeps_states:
+        return "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
     if "drafts" in options.avoids:
         return "the check of drafts failed on this GPU"
     return "" if has_drafts else "speculation is off"

@@ -6,9 +6,8 @@ served.py     a model with its engine                       entry.py        one 
 reopen.py     a new engine on weights that stay loaded      transitions.py  one change of a model's state at a time
 sleep.py      weights to host memory and back               lending.py      weights lent to a tuning run
 adapters.py   LoRA adapters of a model that runs            loading.py      the blocking calls, and the loading thread
-profiles.py   tuned settings, kept for the next start       eviction.py     which model makes room for another
+profiles.py   tuned settings; hashes of checkpoints       eviction.py     which model makes room for another
 phases.py     progress reports of a load                    names.py        the names of a served model
-compute.py    torch, its threads, the memory that is free     fingerprints.py  hashes of a checkpoint
-drain.py      how long running requests may take          free_memory.py  the memory of an engine that has ended
+compute.py    torch, its threads, free memory             drain.py        how long running requests may take
 answers/      from a conversation to events, counts and whole answers, and the calls of tools
 """

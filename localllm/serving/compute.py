@@ -1,4 +1,4 @@
-"""Import torch, set its threads, and read the hardware that a load may use.
+"""Import torch, set its threads, read the hardware that a load may use, and free what an ended engine held.
 
 Does not know: models, plans.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from localllm.serving.served import LoadLimits
 
 if TYPE_CHECKING:
     from localllm.machine.hardware import Hardware
+
 
 log = logging.getLogger(__name__)
 
@@ -57,3 +59,23 @@ def set_compute_threads(hardware: Hardware) -> None:
     if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(hardware.cpu_cores)
     log.info("compute threads=%d physical_cores=%d", torch.get_num_threads(), hardware.cpu_cores)
+
+
+def release_cached_memory() -> None:
+    """Return freed memory to the device and the system; otherwise both allocators would keep it. Does nothing in a
+    process that has not imported torch, which has held no model.
+    """
+    if "torch" not in sys.modules:
+        return
+    from localllm.models.loader import trim_heap
+    from localllm.runner.device_memory import empty_cache
+
+    empty_cache()
+    trim_heap()
+
+
+def clear_tracebacks(error: BaseException | None) -> None:
+    """Clear the frames of a stored error's traceback, as they would hold the weights."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

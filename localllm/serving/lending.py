@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar
 
 from localllm.config.settings import Settings
 from localllm.errors import DeviceLost, LocalLLMError, UnsupportedOption
+from localllm.serving.compute import clear_tracebacks
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.entry import Lease, ModelEntry, ModelNotLoaded, ModelStatus, ModelTuning
 from localllm.serving.eviction import reserved_bytes
-from localllm.serving.free_memory import clear_tracebacks
 from localllm.serving.loading import in_compute_thread
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel

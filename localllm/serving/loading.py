@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped
+from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.entry import ModelEntry
-from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import LoadLimits, ServedModel

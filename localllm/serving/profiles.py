@@ -4,7 +4,8 @@
 
 A profile records what it was measured on. A start uses the newest applied profile (or the one that `--profile` names)
 if device, driver, versions, model and the form of the weights are unchanged. Flags, environment and config file take
-precedence over it. If less memory is free than at tuning time, its settings are dropped in steps.
+precedence over it. If less memory is free than at tuning time, its settings are dropped in steps. A model is recognised
+by a hash over its files.
 Does not know: how settings are found (tuning/), how they are planned.
 """
 
@@ -18,14 +19,17 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.config.settings import EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 from localllm.machine.hardware import Hardware
-from localllm.serving.fingerprints import model_fingerprint
 from localllm.units import format_count
+
+if TYPE_CHECKING:
+    from localllm.models.fit import MemoryPlan
+
 
 SCHEMA = 1
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -312,3 +316,33 @@ def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = 
     source: Source = "profile"
     sources = {**settings.sources, **dict.fromkeys(values, source)}
     return replace(settings, engine=replace(settings.engine, **values), sources=sources)
+
+
+def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
+    """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files_of(path):
+        status = file.stat()
+        digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
+    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
+    return digest.digest()
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a hash of the names and sizes of a checkpoint's files and the content of the small ones. A copy in another
+    folder has the same fingerprint."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files_of(path):
+        digest.update(f"{file.name}:{file.stat().st_size};".encode())
+        if file.name == "config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: the JSON and safetensors files of a folder, or all parts of a GGUF model."""
+    if path.is_file():
+        from localllm.models.formats.gguf.file_names import parts_of
+
+        return [path.with_name(name) for name in parts_of(path.name)]
+    return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from localllm.config.settings import Settings
-from localllm.serving.free_memory import release_cached_memory
+from localllm.serving.compute import release_cached_memory
 from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel

@@ -132,7 +132,7 @@ STOP_S = 45
 WATCHDOG_S = 120
 """systemd restarts a server that has been stuck for this long, by its own watchdog (web/watchdog.py)."""
 MAX_STARTS, STARTS_S = 5, 600
-"""systemd's start limit: a number of starts within a number of seconds. Starts of an idle server by its socket count."""
+"""systemd's start limit: a number of starts within a number of seconds. Starts by the socket count, too."""
 NVIDIA = Path("/proc/driver/nvidia")
 KEY_FILE = Path("/etc/localllm/api-key")
 """The API key of the machine's service, readable by root alone."""

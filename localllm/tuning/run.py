@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
+from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.tuning.agreement import Agreement, agreement
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto

@@ -19,7 +19,7 @@ from typing import Any
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
+from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.served import ServedModel
 from localllm.tuning.drive import Cancelled, LoadMonitor, monitored, running
 from localllm.tuning.trial import TrialRunner

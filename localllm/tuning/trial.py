@@ -19,7 +19,7 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
 from localllm.serving.build import build_engine
-from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
+from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import ServedModel

@@ -1,7 +1,5 @@
 """Which device and which types."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

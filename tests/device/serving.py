@@ -1,7 +1,5 @@
 """Requests of many kinds, and an engine of random weights for them; what each got, in a form that compares by bits."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several adapters in one batch, through graphs and without: each request gets what merging its adapter would give."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

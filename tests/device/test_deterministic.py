@@ -1,7 +1,5 @@
 """Deterministic mode: a request's tokens and log-probabilities have the same bits beside 0 to 127 neighbours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

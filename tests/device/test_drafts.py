@@ -1,7 +1,5 @@
 """Drafts change no token: with them a request gets what it gets without, through graphs and without."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

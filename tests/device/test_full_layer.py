@@ -1,7 +1,5 @@
 """One layer of an 8B model in 16 bits, prefill and decode, against the same numbers in fp32 on the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

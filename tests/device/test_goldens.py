@@ -1,7 +1,5 @@
 """Tiny models of every family on the device have the logits of the CPU's fp32 (tests/models: those of transformers)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests under a grammar on a device: masks reach their own rows, whatever way a step takes, at depth two."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -1,7 +1,5 @@
 """A step that is replayed as one graph gives the bits of the same step launched kernel by kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

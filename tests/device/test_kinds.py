@@ -3,8 +3,6 @@
 On a CPU tests/runner runs these models under more schedules.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The copy that tests peer access, between two processes on one GPU: the driver's calls are the same for two GPUs."""
 
-from __future__ import annotations
-
 from localllm.ranks.peers import run_copies
 from tests.device.conftest import DEVICE
 

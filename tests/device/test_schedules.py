@@ -4,8 +4,6 @@ In fp32 the tokens are compared. In 16 bits sums in another order may change a t
 to keep every bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -8,8 +8,6 @@ repeated by its number; every twentieth uses the engine's own thread. The runner
 also be poisoned here, like by NaN.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

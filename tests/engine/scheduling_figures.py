@@ -6,8 +6,6 @@ The scheduler and the loop run on the fake model, which takes no time: the resul
 same on every machine.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What is refused before it queues, and with which numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

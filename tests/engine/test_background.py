@@ -1,7 +1,5 @@
 """Background requests: every other request runs first, and their outputs stay the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

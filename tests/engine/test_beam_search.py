@@ -1,7 +1,5 @@
 """The search itself, over a table of probabilities: it finds what looking at everything finds."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

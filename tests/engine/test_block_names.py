@@ -1,7 +1,5 @@
 """Equal names mean equal prefixes under equal extras in the same model, and nothing else does."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent states in the engine: walks over random schedules on the fake model's hash chain, then policies by name."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The crossing between asyncio and the engine's thread, on the model made of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

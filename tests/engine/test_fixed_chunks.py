@@ -4,8 +4,6 @@ The model made of memory notes for each position which row wrote it. Whoever rea
 one that a lone request would have written it in.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever the engine's calls raise: every request ends once, nothing stays held, and the next one is answered."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every parameter has a range, and leaving it is refused by name."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of inputs: everybody is answered, with what is theirs, within the limits, the oldest first."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence

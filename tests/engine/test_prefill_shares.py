@@ -1,7 +1,5 @@
 """How a step's prefill tokens are divided: nothing is wasted, the oldest keeps its half, short prompts pass."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

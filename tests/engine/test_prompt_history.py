@@ -1,7 +1,5 @@
 """Why a prompt was not found in the prefix cache: what is said, to whom, and with what bounds."""
 
-from __future__ import annotations
-
 import random
 import time
 from array import array

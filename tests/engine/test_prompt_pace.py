@@ -1,7 +1,5 @@
 """Prompts beside streams: by measured times, how long a step may take, and that a prompt is read nevertheless."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

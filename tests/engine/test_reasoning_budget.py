@@ -1,7 +1,5 @@
 """A bound of reasoning in the engine: however steps are made, it ends in the same place, and costs nothing before."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

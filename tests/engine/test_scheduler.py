@@ -1,7 +1,5 @@
 """The scheduler and the loop on the model made of memory: walks over the whole state, then properties by name."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace
@@ -16,7 +14,7 @@ from hypothesis.stateful import initialize, rule
 from localllm.engine import scheduler as scheduler_module
 from localllm.engine.recorder import SHOWN_WAITING
 from localllm.engine.request import State
-from localllm.engine.scheduler import _Draft
+from localllm.engine.scheduler import _StepBuilder
 from localllm.engine.step import RowResult, RunnerStats
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
 from tests.draws import draws
@@ -139,8 +137,8 @@ def test_output_never_depends_on_how_it_was_scheduled(seed, depth, stages, budge
         assert engine.endings[name][0].finish_reason == "length"
 
 
-def scheduler_draft():
-    return _Draft(budget=0)
+def scheduler_step():
+    return _StepBuilder(budget=0)
 
 
 def test_first_scheduling_follows_arrival():
@@ -1098,7 +1096,7 @@ def test_late_outputs_of_a_preempted_request_hold_nobody_else_back():
     for _ in range(4):
         engine.loop.step()
     scheduler = engine.scheduler
-    scheduler._preempt(scheduler.requests["b"], scheduler_draft())
+    scheduler._preempt(scheduler.requests["b"], scheduler_step())
     assert scheduler.requests["b"].num_in_flight_tokens
     engine.add("c", [7, 8], max_tokens=2, priority=2)
     engine.loop.step()

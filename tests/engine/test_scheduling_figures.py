@@ -1,7 +1,5 @@
 """Bounds on the figures that tests/engine/scheduling_figures.py prints; docs/lab.md has the figures themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.scheduling_figures import churn, wait

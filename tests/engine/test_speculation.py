@@ -1,7 +1,5 @@
 """Drafts on the model made of memory: whatever is guessed, the tokens are those of a run without drafts."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from array import array

@@ -1,7 +1,5 @@
 """The places of recurrent states: a random walk against a list of what should be there, then properties by name."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule

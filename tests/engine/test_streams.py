@@ -1,7 +1,5 @@
 """When readers are woken: first and last events at once, the others at a rate, in turn, and none is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

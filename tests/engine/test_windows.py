@@ -4,8 +4,6 @@ The fake model reads every position inside each group's window through its own b
 anything but the request's own prefix; the harness checks before each step that a request still holds what it reads.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule

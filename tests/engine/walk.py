@@ -1,8 +1,6 @@
 """What the random walks over an engine share: steps, requests that end early, invariants after each rule, and the
 tokens of all requests at the end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A local hub, and an empty cache that belongs to one test."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ never see a token. Every request is written down with the bytes that were sent f
 Does not know: localllm.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The same over HTTP, for the pages: search, plan, downloads with progress, cancel, delete. Through a real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

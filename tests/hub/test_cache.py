@@ -1,7 +1,5 @@
 """What is in the cache, what a name means to `remove`, and how many bytes that frees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

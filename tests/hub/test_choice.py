@@ -1,7 +1,5 @@
 """Which files of a repository are fetched, and what GGUF files' names mean: tables of names, no hub."""
 
-from __future__ import annotations
-
 import pytest
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel

@@ -1,7 +1,5 @@
 """`localllm doctor --network`: the real client asks a real hub."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Downloads beside a server: paused, resumed, discarded, forgotten."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from localllm.models.library.hub import cache

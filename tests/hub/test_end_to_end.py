@@ -3,8 +3,6 @@
 Every step is the real command in a process of its own, against a local hub; answers come over a real socket.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A name that only the hub knows, on its way to an engine: fetched as a phase, or refused offline."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

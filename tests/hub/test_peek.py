@@ -1,7 +1,5 @@
 """Config and headers of a checkpoint that was not downloaded, read by what reads any checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Downloads through the real client from a hub that misbehaves: what arrives is whole, and comes once."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

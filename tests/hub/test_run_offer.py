@@ -1,7 +1,5 @@
 """`localllm run` without a model, at a real terminal, beside a real hub: it asks, downloads after a yes, and runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

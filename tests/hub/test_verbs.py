@@ -1,7 +1,5 @@
 """The verbs around the hub, as they are typed: what comes out, with which code, and a process killed in mid-file."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

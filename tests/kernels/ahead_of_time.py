@@ -8,8 +8,6 @@ holds them to their limits and scripts/make_docs writes the table in docs/refere
 version of Triton. A file is used as long as the source of the kernel, and of all functions that it calls, is the same.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

@@ -9,8 +9,6 @@ rounds a row differently at another place of the matrix on some processors; here
 results have the same bits on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values and weights that the tests of several kernels use."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

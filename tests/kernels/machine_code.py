@@ -6,8 +6,6 @@ barrier wait behind the end of the kernel, and its branch back into the loop spa
 Does not know: Triton, budgets.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

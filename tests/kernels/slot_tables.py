@@ -1,7 +1,5 @@
 """Slot tables written by hand: what `SamplingState` does for requests, here for keyword arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

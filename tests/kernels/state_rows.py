@@ -3,8 +3,6 @@
 The pool is NaN at first, place 0 included: a state that is read before it is written shows.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

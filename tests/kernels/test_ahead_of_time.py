@@ -9,8 +9,6 @@ PYTHONPATH=FOLDER pytest tests/kernels/test_ahead_of_time.py      with the one i
     pip install --target FOLDER --no-deps triton==3.6.0
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ numpy's OpenBLAS picks its matrix product by the processor; OPENBLAS_CORETYPE ma
 tests whose names speak of independence run once for each that this machine can execute, each in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checks choose the best variant that is right: what fails, hangs or stops the GPU is replaced, remembered and told."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

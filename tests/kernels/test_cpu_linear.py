@@ -5,8 +5,6 @@ p / (127 * sqrt(12)) = p / 440 (rms), weights and activations alike; bf16 by 2^-
 error is the root of the sum of their squares; twice that is what a test allows for the luck of the draw.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Drafts on the device: those that a draw accepts, against a walk by hand, and those of lookup, against the host's."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

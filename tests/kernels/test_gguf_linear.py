@@ -1,7 +1,5 @@
 """GGUF's block types: repacked without losing a bit, and multiplied as the matrix they stand for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

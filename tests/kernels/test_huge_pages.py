@@ -1,7 +1,5 @@
 """Huge pages are made piece by piece; memory without any does no harm."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """4-bit linear layers: what is packed comes back, and the product is that of the dequantised matrix in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

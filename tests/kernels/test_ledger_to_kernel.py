@@ -4,8 +4,6 @@ The model made of memory says in every step which token it holds where; each is 
 slot that the ledger says. Chunks, shared prefixes and preemptions move tokens between blocks and must not show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

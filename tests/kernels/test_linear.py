@@ -1,7 +1,5 @@
 """The packed layout gives what the plain weight gives, for any number of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear

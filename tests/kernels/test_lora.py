@@ -1,7 +1,5 @@
 """Low-rank products against a definition in float64, one token at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

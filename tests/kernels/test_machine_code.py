@@ -1,7 +1,5 @@
 """Loops are found by the flow of control, not by the order of addresses."""
 
-from __future__ import annotations
-
 from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, is_handed_over, num_spills
 
 

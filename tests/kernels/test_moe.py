@@ -1,7 +1,5 @@
 """Routing, alignment and the experts' products against definitions in float64, one token and one expert at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

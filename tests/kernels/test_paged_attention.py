@@ -1,7 +1,5 @@
 """Paged attention against attention written out in float64, over caches that hold NaN wherever nothing was stored."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """An RMSNorm between two products: the first adds itself to the stream, the second divides its sums by the root mean
 square. Against the norm's own kernel, and float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

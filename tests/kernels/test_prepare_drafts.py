@@ -1,6 +1,6 @@
 """The inputs of a drafter's passes: the kernels, in the interpreter or on a GPU, against their definition."""
 
-from __future__ import annotations
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ class Step:
         inputs.slots.copy_(torch.tensor(drawing))
         ids = torch.arange(SLOTS * (LENGTH + 1), dtype=torch.int32).view(SLOTS, -1) + 1000
         fields = (getattr(inputs, name).to(device) for name in StepInputs.__dataclass_fields__)
-        self.inputs, self.longest = StepInputs(*fields), max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        self.inputs, self.longest = StepInputs(*fields), max(b - a for a, b in pairwise(starts))
         self.staged, self.table = torch.tensor(slots, dtype=torch.int32).to(device), table.to(device)
         self.slots = SlotTokens(ids.to(device), known.to(device), valid.to(device))
         self.most = torch.tensor([ask(st.integers(0, 4)) for _ in range(SLOTS)], dtype=torch.int32).to(device)

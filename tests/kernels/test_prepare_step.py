@@ -1,7 +1,5 @@
 """A step's inputs against a walk by hand: the kernels in the interpreter and on a GPU, else their twin."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Fp8Weight and Int8Weight: made from a 16-bit weight, close to it; a product as exact as its activations allow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

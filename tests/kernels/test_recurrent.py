@@ -2,8 +2,6 @@
 transformers' versions of it, by tokens and by chunks, and the causal convolution against torch's in float64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

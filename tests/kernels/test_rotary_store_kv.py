@@ -1,7 +1,5 @@
 """From one projection to q and the paged cache, against the definition in float64: one pair of dimensions at a time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

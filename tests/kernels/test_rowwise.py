@@ -4,8 +4,6 @@
 in every type, on rows of a wider tensor and with no rows, and a row has the same bits in any batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

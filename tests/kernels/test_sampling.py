@@ -1,7 +1,5 @@
 """Sampling on the device: each kernel and the whole against definitions in float64, whatever rows ask."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

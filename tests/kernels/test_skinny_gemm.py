@@ -1,7 +1,5 @@
 """x W^T + b for every kind of weight, number of rows and way of splitting, against float64."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

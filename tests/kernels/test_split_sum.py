@@ -1,7 +1,5 @@
 """A product whose K is split: the last program of a tile adds the parts in order, and does the reader's work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

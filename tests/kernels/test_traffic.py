@@ -4,8 +4,6 @@ A product at few rows reads W once from memory through L2. Everything else that 
 the sums of splits, takes from the same bandwidth: at 4.3 TB/s of weights L2 has little more than a fifth to spare.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

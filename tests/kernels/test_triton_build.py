@@ -4,8 +4,6 @@ The driver is a stub that is compiled here, whose functions return 0; a process 
 Triton finds neither gcc nor clang. scripts/check --slow runs this file with each Triton that an install brings.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

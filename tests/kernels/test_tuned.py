@@ -1,7 +1,5 @@
 """Launch settings: what was measured wins over what ships, that over the heuristic; a failing cache is told once."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

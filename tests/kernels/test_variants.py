@@ -1,7 +1,5 @@
 """The lists of compiled variants are complete: they have every kernel that the package launches."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton")

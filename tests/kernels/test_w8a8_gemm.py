@@ -1,7 +1,5 @@
 """Both sides in 8 bits: every kind of scale, against float64 on the quantised values, so that only sums can be off."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

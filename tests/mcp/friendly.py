@@ -4,8 +4,6 @@ python friendly.py                  over stdio
 python friendly.py http PORT        over streamable HTTP at http://127.0.0.1:PORT/mcp
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import sys

@@ -1,7 +1,5 @@
 """Calls of a tool server and what the tests expect of its refusals."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

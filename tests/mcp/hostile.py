@@ -3,8 +3,6 @@
 python hostile.py MODE [FILE]
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The servers of tools that the tests start, as entries of the config file."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tables of servers in config.toml: what is read, what is refused by name, and changes of single tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers at a URL that misbehave: endless, compressed or unrelated answers, redirects elsewhere, and silence."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

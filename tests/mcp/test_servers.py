@@ -1,7 +1,5 @@
 """The client of MCP servers against real servers: well-behaved ones over both transports, and hostile ones."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

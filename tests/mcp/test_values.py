@@ -1,7 +1,5 @@
 """Names, schemas and results of tools, as plain values; and what is said where the package is missing."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -5,8 +5,6 @@ one entry per layer, entries are kept so that each kind of layer occurs. What a 
 Does not know: localllm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

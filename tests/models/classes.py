@@ -11,8 +11,6 @@ counts. Reference: the class's forward without a cache, fp32, over each whole se
 Does not know: which class should have which outcome (test_classes.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Drives a loaded model and its paged cache directly, without scheduler and runner: the goldens' hand crank."""
 
-from __future__ import annotations
-
 import random
 from collections import abc
 from dataclasses import dataclass, field, fields, replace

@@ -4,8 +4,6 @@ Reads weights only in the layout `KIND_F32`, and caches in fp32.
 Does not know: models.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Does not know: runners, schedulers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixtures of experts as checkpoints store them: fused, per expert, MXFP4."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Finding models: the demo, folders, and a Hugging Face cache laid out as huggingface_hub does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

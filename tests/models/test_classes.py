@@ -1,7 +1,5 @@
 """Small models of the classes of `transformers`: they run and agree, or are refused by name (classes.py)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

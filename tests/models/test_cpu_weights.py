@@ -1,8 +1,6 @@
 """Whole models whose low-bit weights are laid out for the CPU: their logits beside those of the same model with its
 weights as stored, and their layouts while another model's bytes are counted."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

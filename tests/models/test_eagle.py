@@ -1,7 +1,5 @@
 """EAGLE-1 and EAGLE-3 drafters: what they compute, over a paged cache in any pieces, and which files they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Experts and latents as checkpoints hold them: one tensor an expert or one for all, in few bits, for either device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan is arithmetic: tables of machines, models and flags, and the refusals with the numbers that help."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

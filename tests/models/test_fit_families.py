@@ -1,8 +1,6 @@
 """`localllm fit` of hybrids and of models with windows, at the sizes of published models: layers that keep K and V,
 states, and the memory of a request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is offered instead really fits, gives more, and can be typed; and what `localllm fit` says of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The plan of several ranks: each within its own memory, the automatic choice and its reason, refusals with numbers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

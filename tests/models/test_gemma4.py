@@ -1,7 +1,5 @@
 """Gemma 3n and 4 beyond what every family is held to: configs, repositories as published, sizes, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

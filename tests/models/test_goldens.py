@@ -4,8 +4,6 @@ The properties that make a serving engine right are asked of each, and at length
 prompt into chunks, unlike neighbours in the batch and the order of the blocks change nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

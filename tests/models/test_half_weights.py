@@ -3,8 +3,6 @@
 Row by row, products differ from those of the widened weights by the order of their sums alone.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Decoders with recurrent layers: prompts of every length around chunks, mixed batches, quantised and adapted layers,
 limits and norms of Mamba-2, and what is refused. Each against transformers, eager, fp32."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The KV groups of a model, what ranks hold of them, and how memory is divided among them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Broken checkpoints: each is refused with the file, the tensor and the numbers; none loads half a model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

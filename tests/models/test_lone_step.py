@@ -3,8 +3,6 @@
 Without a native library on the testing machine, the operations' definitions (operations.py) run the lists.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Adapters against the same adapter merged by hand into the base and run by transformers, eager, fp32."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A Mamba-2 layer with limits of the time step against transformers' own."""
 
-from __future__ import annotations
-
 import torch
 
 from localllm.kernels.layer_cache import LayerState

@@ -1,7 +1,5 @@
 """The layer against transformers' own blocks: random weights, fp32, token by token and all at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

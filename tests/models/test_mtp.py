@@ -1,8 +1,6 @@
 """Prediction layers against the same layer computed over the whole text, in float32: hidden states and logits within
 1e-5, whatever steps the text is cut into."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

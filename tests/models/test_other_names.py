@@ -3,8 +3,6 @@ are stored as the family stores them, and the logits must stay what they were. O
 it is written down here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

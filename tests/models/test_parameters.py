@@ -1,7 +1,5 @@
 """The walk over a model's tensors: it finds each once, and can change all of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The list of models to begin with: sound, true to the loader's arithmetic, chosen by what fits, and replaceable."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Embeddings in place of tokens: they go where the model's own would, and what is none is refused for what it is."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

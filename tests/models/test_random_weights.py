@@ -1,7 +1,5 @@
 """Random models have the published sizes, live on the device asked for, and keep activations of ordinary size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

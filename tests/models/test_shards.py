@@ -1,7 +1,5 @@
 """Shards of a model against the whole model, in fp32: logits, bytes, KV, adapters, experts, stored formats."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """config.json in the styles the field has used, and the ways it can be wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The solver: as good as trying everything on small worlds, within memory, and fast on large ones."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The bytes of recurrent states, against the sizes that llama.cpp prints for the same models (its states are fp32)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

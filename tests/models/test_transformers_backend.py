@@ -1,7 +1,5 @@
 """Models through the code of transformers, over our paged cache: the same goldens as for decoders of our own."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

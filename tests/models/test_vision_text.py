@@ -1,7 +1,5 @@
 """The text parts of models that also see, as transformers saves and computes the whole models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows and columns of matrices as a layer asks for them: plain, fused, transposed, and of experts in one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any

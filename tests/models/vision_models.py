@@ -1,7 +1,5 @@
 """Tiny checkpoints of models that read pictures, for the tests of their text part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers for the tests of install.sh and of the bundle."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 Does not know: whether the files are right.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -5,8 +5,6 @@ The process has a network address of this machine only, but the headers of reque
 Does not know: containers (test_image_build.py), what the probes should answer.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal

@@ -5,8 +5,6 @@ network of a few pages.
 Does not know: what install.sh should say (test_install.py).
 """
 
-from __future__ import annotations
-
 import os
 import pty
 import shutil

@@ -4,8 +4,6 @@ The header and packaging/bundle's function that fills it in are the real ones; t
 The slow tests at the end make the real file, and install from a real folder of wheels without a network.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

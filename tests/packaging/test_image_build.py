@@ -5,8 +5,6 @@ the first time: LOCALLLM_TEST_BASE=IMAGE and LOCALLLM_TEST_WHEELS=FOLDER name fi
 whole image. Skipped where the tools are missing: sudo apt-get install -y buildah podman runc mmdebstrap
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The Dockerfile, the compose files, the manifests and scripts/image, read without building anything."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

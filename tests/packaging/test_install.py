@@ -4,8 +4,6 @@ The script runs as it is, under dash and bash; only the machine around it is mad
 Nothing here uses the network, and nothing is written outside the test's folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

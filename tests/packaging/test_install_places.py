@@ -2,8 +2,6 @@
 and what it gives to uv. Nothing here uses the network.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ removals, and every one of them has to be there in the end. An installed environ
 localllm's as a whole. Does not know: what `localllm uninstall` removes (tests/setup/test_footprint.py).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

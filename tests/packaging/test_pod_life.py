@@ -2,8 +2,6 @@
 lost GPU. No probe may end a process that needs nothing but time, and every end has the exit code that the docs name.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The server's side of fake ranks: their executor, or the links to ranks on threads."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a rank inherits: threads, processors, interfaces; and what a client hears of its loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

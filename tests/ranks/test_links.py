@@ -1,7 +1,5 @@
 """The engine over real records: same tokens as without ranks, an end for every request wherever a rank dies."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

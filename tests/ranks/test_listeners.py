@@ -1,7 +1,5 @@
 """Listening sockets that nobody can connect to any more, and connections that go on."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

@@ -1,7 +1,5 @@
 """The test of peer access: which pairs, what a copy compares, what is kept, and what ranks inherit."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading

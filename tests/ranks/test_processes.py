@@ -1,7 +1,5 @@
 """Real processes with a fake model: every way to die is noticed in time, and nothing is left over."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Tiny models on real ranks that exchange tensors over gloo: the same tokens as in one process."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

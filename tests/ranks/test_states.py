@@ -1,7 +1,5 @@
 """The state of ranks between two readings: mean steps, and the share of the time that a rank computed."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import cast

@@ -1,7 +1,5 @@
 """Records: what is sent is what arrives, and what is damaged ends the reader with an error."""
 
-from __future__ import annotations
-
 import socket
 from array import array
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The tiny Llama that the runner's tests execute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

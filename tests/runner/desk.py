@@ -1,7 +1,5 @@
 """A minimal scheduler for tests of the runner: the test decides who runs how many tokens, `Desk` writes the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests, a scheduler that serves them on a runner, and drafters with known answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The sampler's definition, one row at a time in plain Python and float64: the reference for the fast one."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A kernel is recompiled for each combination of its constants, its arguments' typ
 launches run, hooks included, over a driver and a compiler that do nothing (`Launches`).
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

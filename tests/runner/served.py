@@ -1,7 +1,5 @@
 """Small models in every way of serving whose steps have kernels of their own, and steps of every kind for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The runners of all shards as one `Runner`: every call goes to each of them, in a thread of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """A plan becomes exactly the inputs that its rows describe, in the model's order and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

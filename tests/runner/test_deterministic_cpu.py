@@ -1,7 +1,5 @@
 """Deterministic mode on a CPU: every bit of a request's answer is the one that it gets alone."""
 
-from __future__ import annotations
-
 from functools import cache
 from random import Random
 from typing import Any

@@ -1,8 +1,6 @@
 """Drafters with weights in staged steps, as on a GPU: answers are those of a run without, and what a drafter keeps of a
 block is what it would compute for the block's text alone. On a CPU through the twins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 On a CPU through the twins; test_through_kernels.py does the same through the kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Recording a graph and emptying the allocator's cache exclude each other; a recording that fails is ended."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,8 +1,6 @@
 """Drafters with weights in the real runner on a CPU: answers are those of a run without, and a drafter that is the
 model itself is always right."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence as Listed
 from dataclasses import replace

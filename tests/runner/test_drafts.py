@@ -1,7 +1,5 @@
 """Drafts in the real runner on a CPU: the tokens and logprobs of every request are those of a run without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """EAGLE drafters in the real runner on a CPU: answers are those of a run without, and what the drafter keeps of a block
 is what it would compute for the block's text alone."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array
@@ -130,7 +128,10 @@ def often_right_on_device(texts: list[list[int]], share: float) -> Callable[...,
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(
     ("way", "num_blocks", "depth"),
-    [("native", 200, 1), ("native", 18, 2), ("torch", 200, 2), ("torch", 18, 1), ("staged", 18, 2), ("replayed", 200, 2)],
+    [
+        ("native", 200, 1), ("native", 18, 2), ("torch", 200, 2), ("torch", 18, 1), ("staged", 18, 2),
+        ("replayed", 200, 2),
+    ],
     indirect=["way"],
 )  # fmt: skip
 def test_answers_and_the_drafters_blocks_are_those_of_runs_alone(

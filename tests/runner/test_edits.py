@@ -1,7 +1,5 @@
 """Each change to the logits, alone and in its place in the order, against the definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The share of an engine's steps that a recorded shape holds, under loads like those of a chat service."""
 
-from __future__ import annotations
-
 import pytest
 
 from localllm.engine.step import StepPlan

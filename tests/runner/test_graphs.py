@@ -1,7 +1,5 @@
 """Recorded steps: which shape a step is padded to, and in which order shapes are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ Counted are the nodes of the graph that a decode step of one request records on 
 operations, and copies between tensors. Weights are reserved and never written or read, so an 8B model costs no memory.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The runner over native steps: which batches they take, what requests get, and what they keep in memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lookup against a search by hand."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

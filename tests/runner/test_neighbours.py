@@ -3,8 +3,6 @@
 The stream's own prompt is read before the neighbours arrive, since prompts that are read together share their products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

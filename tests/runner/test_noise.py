@@ -1,7 +1,5 @@
 """Noise is a function of seed, position and token id, and looks like noise in each of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

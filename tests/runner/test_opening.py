@@ -1,7 +1,5 @@
 """A runner is opened: what the largest steps are, and how a plan follows what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests with embeddings in place of tokens, under the real scheduler and runner: each gets what it gets alone."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

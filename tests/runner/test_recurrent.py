@@ -1,7 +1,5 @@
 """Models with recurrent states through the real scheduler and runner: whatever the schedule, the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans written by hand over a real tiny model: output depends on a request's tokens and on nothing else."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator

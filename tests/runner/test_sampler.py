@@ -1,7 +1,5 @@
 """The fast sampler equals its definition, whatever a row asks and whoever its neighbours are."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

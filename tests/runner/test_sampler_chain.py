@@ -1,7 +1,5 @@
 """llama.cpp's samplers: equal to its own results on fixed logits, and independent of what runs beside a request."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ replaced by name, and the load goes on while a right variant is left.
 The kernels themselves run where TRITON_INTERPRET=1; the rest is tested everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

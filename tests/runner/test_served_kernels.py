@@ -4,8 +4,6 @@ The variants of tests/kernels/variants are written by hand, with real sizes and 
 the launches themselves, of small models in every way of serving.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Sequence

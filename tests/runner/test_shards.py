@@ -1,7 +1,5 @@
 """Runners of shards against the runner of the whole model: tokens, log-probabilities, errors, graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Runs where kernels run: TRITON_INTERPRET=1, or on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """After the warm-up no step compiles a kernel, whatever its size and whatever its requests ask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Blocks before a window are given back and written by other requests. Whatever th
 alone with every token kept, and in the same steps even the same bits.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

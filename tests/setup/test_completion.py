@@ -1,7 +1,5 @@
 """What the shells themselves complete with our scripts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The files that `localllm uninstall` removes, in folders with files of others. test_uninstall.py runs the verb."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

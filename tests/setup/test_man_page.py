@@ -1,7 +1,5 @@
 """The manual page: everything that the parsers know, in a form that `man` formats without a complaint."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

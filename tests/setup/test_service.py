@@ -1,7 +1,5 @@
 """`localllm service`: what it writes, what it tells systemctl or launchctl, and what it never touches."""
 
-from __future__ import annotations
-
 import os
 import plistlib
 import sys

@@ -1,7 +1,5 @@
 """A server as a service: the real command with a passed socket, states for systemd, and an end when it is idle."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`localllm uninstall`: in environments of every kind of install, with everything that localllm stores."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The texts of the units: the command in them, the environment, what systemd-analyze says, the packaged ones."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

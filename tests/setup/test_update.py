@@ -1,7 +1,5 @@
 """`localllm update`: what it finds at real servers, what it says, and what it changes in real environments."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

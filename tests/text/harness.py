@@ -1,7 +1,5 @@
 """Grammars, hostile ones among them, and texts drawn from them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 """
 
 # ruff: noqa: E501
-from __future__ import annotations
-
 from typing import Any
 
 Schema = dict[str, Any]

@@ -1,7 +1,5 @@
 """Prompts equal transformers' `apply_chat_template`; what a template cannot say is refused in its own words."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

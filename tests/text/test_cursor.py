@@ -1,7 +1,5 @@
 """I26: deltas add up to the decoded output, no part of a stop string leaks, text, ids and logprobs agree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DRY's breakers as tokens: all tokens and sequences of tokens that spell a string."""
 
-from __future__ import annotations
-
 import itertools
 
 from localllm.text.dry_breakers import DryBreakers

@@ -1,7 +1,5 @@
 """Prompts for filling in the middle, as each family's model card writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

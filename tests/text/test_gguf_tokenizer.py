@@ -4,8 +4,6 @@ With GGUF_VOCABULARIES=FOLDER the ggml-vocab-*.gguf files of llama.cpp's sources
 token ids that lie beside them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

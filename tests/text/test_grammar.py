@@ -1,7 +1,5 @@
 """Structured output on the level of tokens: whatever is drawn from the masks is what was asked for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """No schema or grammar ends the process that compiles it: each case runs in a process whose exit is looked at."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Templates that would never end, or take all memory, end with a word on it; each runs where a crash would be seen."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

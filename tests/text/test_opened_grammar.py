@@ -1,7 +1,5 @@
 """Calls in `auto` always parse: whatever a random model writes, from the marker of a call on its grammar applies."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The bound of reasoning on the level of tokens: whatever is drawn from the masks reasons no longer than it may."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

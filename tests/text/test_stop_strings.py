@@ -1,7 +1,5 @@
 """The automaton of stop strings, held against its plain definition."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Encoding and decoding: equal to `tokenizers`, safe between threads; loading every layout a checkpoint comes in."""
 
-from __future__ import annotations
-
 import json
 import random
 import string

@@ -5,8 +5,6 @@ space stripped). `sentencepiece_bare`: Gemma (no strip). `metaspace`: the Metasp
 `wordpiece`: BERT, whose decoder looks at neighbours.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

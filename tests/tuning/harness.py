@@ -1,7 +1,5 @@
 """The scripts, loaded as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib.machinery import SourceFileLoader

@@ -6,8 +6,6 @@ A machine is a landscape over one of three spaces, as they are on CPUs and GPUs:
 each for itself, or a hill with trials that are refused. Run it before and after a change of tuning/search.py.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

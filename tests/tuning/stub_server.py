@@ -1,7 +1,5 @@
 """An OpenAI-compatible server of a few lines, whose manners and timing the tests choose."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

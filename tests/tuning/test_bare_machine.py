@@ -2,8 +2,6 @@
 development environment has are refused in every process.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """scripts/bench_kernels on the twins: every case runs and is right; what it tries when it tunes; what it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Throughput and latency in this process, on a tiny random model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The load client against a server whose manners we choose."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

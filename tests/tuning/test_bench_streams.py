@@ -1,7 +1,5 @@
 """scripts/bench_streams, run once on something tiny: the server, its readers and the meter work together."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """scripts/compare, with servers of a few lines in the place of engines."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

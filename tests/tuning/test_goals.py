@@ -1,7 +1,5 @@
 """Goals and what is searched for them: the same work for every trial, and only settings that may matter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

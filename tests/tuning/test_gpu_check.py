@@ -1,7 +1,5 @@
 """scripts/gpu_check where there is no GPU: arithmetic, the stage runner, the table, what is said when it cannot run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Profiles: used where everything is as it was, never over what somebody said, and with one line about it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -20,13 +18,13 @@ from localllm.llm import LLM
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.serving import profiles
 from localllm.serving.build import build_engine
-from localllm.serving.fingerprints import model_fingerprint
 from localllm.serving.phases import Phase
 from localllm.serving.profiles import (
     Profile,
     ProfileKey,
     choose,
     key_of,
+    model_fingerprint,
     now,
     profiles_folder,
     read_profiles,

@@ -1,7 +1,5 @@
 """The figures mean what vLLM's figures of the same names mean."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark scripts and the maker of random models, each run once on something tiny."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The search on landscapes whose best point is known: near it, at a third of the grid's price, whatever refuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Trials on a tiny model: each leaves the weights and nothing else, and whatever goes wrong is a result."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

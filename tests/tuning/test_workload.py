@@ -1,7 +1,5 @@
 """Workloads are what they say, and the same every time."""
 
-from __future__ import annotations
-
 import pytest
 
 from localllm.errors import ConfigError

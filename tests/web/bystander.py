@@ -8,8 +8,6 @@ a stream `took` is the longest wait for its next piece.
 Does not know: what the others do.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import sys

@@ -1,7 +1,5 @@
 """One live server for all API tests, and clients that speak to it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Does not know: who throws them, how often.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

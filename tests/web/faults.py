@@ -9,8 +9,6 @@ the next piece of its stream, the resident memory that is not given back, and ho
 themselves are in fault_kinds.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -6,8 +6,6 @@ turned into something else. Each answer has to be one that the document knows, i
 prints for every operation how many answers of which status there were, and each finding with the request that made it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Does not know: servers, answers.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random

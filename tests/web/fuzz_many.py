@@ -8,8 +8,6 @@ looks at fewer answers and at all that is in them.
 Does not know: what an answer holds.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

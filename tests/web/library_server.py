@@ -1,7 +1,5 @@
 """A server whose models are made of memory and load in no time, on a local hub: for the Models page."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 `fake_model` builds a served model without torch or weights; `LiveServer` serves any served model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

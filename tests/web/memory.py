@@ -6,8 +6,6 @@ prints a line for every tenth of them, the highest that was seen, and what is le
 Does not know: who holds it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

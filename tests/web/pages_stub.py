@@ -4,8 +4,6 @@ For the pages' tests, and for looking at the pages: `python -m tests.web.pages_s
 `python -m tests.web.pages_stub 8011 ranks` with four ranks on the dashboard.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -1,7 +1,5 @@
 """A program of ours at the other end of a pty."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

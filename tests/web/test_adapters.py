@@ -1,7 +1,5 @@
 """Adapters over a real socket, spoken to by the real `openai` client: loaded, used, listed, unloaded."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

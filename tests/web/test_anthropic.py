@@ -1,7 +1,5 @@
 """Anthropic's dialect: the real anthropic client against a real socket, golden events, and bad input in every field."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import typing

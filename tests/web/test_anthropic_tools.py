@@ -1,7 +1,5 @@
 """Tool calls, reasoning and structured output in Anthropic's dialect: the real client, and a model that says a text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Offline batches over real sockets: files, batches, their owners, limits and ends, and a server that is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

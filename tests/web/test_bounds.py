@@ -1,7 +1,5 @@
 """What no client should send, over a real socket: refused clearly and soon, in flat memory; the next one is served."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

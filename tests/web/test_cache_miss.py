@@ -1,7 +1,5 @@
 """What clients and the dashboard say about a prompt that was not found in the prefix cache, and to whom."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

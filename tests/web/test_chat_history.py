@@ -1,7 +1,5 @@
 """What the model reads of a chat, whatever happened in it before: a walk over a real store of chats."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Coroutine

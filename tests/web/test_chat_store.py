@@ -1,7 +1,5 @@
 """The store of chats: held against a plain model of it, and given files that are locked, broken, old or new."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

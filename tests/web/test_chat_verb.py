@@ -1,7 +1,5 @@
 """`localllm chat` and `complete` against a real server, at a terminal that is one: a pty."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -2,8 +2,6 @@
 longer than the context.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from typing import Any

@@ -2,8 +2,6 @@
 tools, and the items of their calls.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

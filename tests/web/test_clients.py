@@ -3,8 +3,6 @@
 scripts/client_check runs the others too; here the files are kept from rotting.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

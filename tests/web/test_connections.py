@@ -1,7 +1,5 @@
 """Connections of old clients, of clients that would rather speak something else, and of too many clients."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Where requests come from on the dashboard, cancelling all of them, several models, and the first request of all."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

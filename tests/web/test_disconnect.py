@@ -1,7 +1,5 @@
 """A client that goes away, in whatever state its request is, gives its blocks back within a step."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Who may do what, and how often: scopes by route, a key file that changes, limits a minute and at a time."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server with a draft model: answers are those without one, and a drafter that does not belong to it is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from localllm.config.lora_modules import LoraModule
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.speculation import Speculation
 from localllm.errors import DoesNotFit, DrafterMismatch, ModelNotFound, UnsupportedOption
@@ -75,7 +74,7 @@ def test_a_drafter_guesses_for_an_adapter(
     """The drafter reads no adapter: it is right less often, and the answers are those of the adapter."""
     monkeypatch.setattr(Speculation, "width", as_many_as_possible)
     adapter = make_tiny_adapter(tmp_path / "one", tiny_llama_path, seed=3)
-    asked = {"draft": str(tiny_llama_path), "lora_modules": (f"one={adapter}",)}
+    asked = {"draft": str(tiny_llama_path), "lora_modules": (LoraModule("one", str(adapter)),)}
     with LiveServer(build_engine(settings_of(tiny_llama_path, **asked))) as server:
         texts = {}
         for model in ("one", None):

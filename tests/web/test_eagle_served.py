@@ -1,7 +1,5 @@
 """A server with an EAGLE drafter: answers are those without one, and another model's drafter is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input over a real socket: each gets OpenAI's envelope with a status, a code and the field; the server goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tiny models of the families of 2026 answer over HTTP, from a folder and from a GGUF file, as transformers does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

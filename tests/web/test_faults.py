@@ -1,7 +1,5 @@
 """A share of what tests/web/faults.py throws for as long as one likes: one bad request harms nobody else."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -3,8 +3,6 @@
 The programs themselves are tried by scripts/client_check --programs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

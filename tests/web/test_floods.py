@@ -1,7 +1,5 @@
 """Too much of something: bytes of all requests together, wrong keys from one address, addresses altogether."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Nothing of a request stays in memory when it is answered, and nothing of a chat when it is wiped."""
 
-from __future__ import annotations
-
 import gc
 import http.client
 import json

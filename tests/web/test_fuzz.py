@@ -1,7 +1,5 @@
 """A share of what tests/web/fuzz.py asks: no request made from /openapi.json gets an answer that is not in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hints of a request are accepted in every dialect, with a warning header where nothing follows them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

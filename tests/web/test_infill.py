@@ -1,7 +1,5 @@
 """Filling in the middle over HTTP: a suffix in two dialects, and llama.cpp's /infill."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """llama.cpp's own routes: POST /completion, GET /props and /slots, templates. Its router is in test_models."""
 
-from __future__ import annotations
-
 from threading import Thread
 from typing import Any
 

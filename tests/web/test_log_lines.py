@@ -1,7 +1,5 @@
 """What a server logs: enough to find a request again, and nothing of what was said in it."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Formulas of a saved page: the supported ones as MathML, all others as TeX, none as markup of its own."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

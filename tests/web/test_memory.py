@@ -1,7 +1,5 @@
 """Resident memory of a server after two thousand requests of all kinds, no two alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """/metrics against the snapshot that it is made from, read by Prometheus' own parser."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The lists of models, in the shapes of several clients: what each model can do, without a load and while one loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several models over a real socket: loaded by a request, listed, put to sleep, woken, unloaded; and the verbs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

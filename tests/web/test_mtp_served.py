@@ -1,7 +1,5 @@
 """A model with its own prediction layer, served with --speculative mtp: the answers are those without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

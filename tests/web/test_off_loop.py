@@ -1,7 +1,5 @@
 """Long work beside the event loop: large texts one after the other, everything else at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

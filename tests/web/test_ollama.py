@@ -1,7 +1,5 @@
 """Ollama's dialect: the real ollama client against a real socket, golden lines, and bad input in every field."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import typing

@@ -1,7 +1,5 @@
 """Tool calls, reasoning and formats in Ollama's dialect: the real client, and a model that says a known text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The real openai client against a real socket: chat and text completions, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every request field that clients send is honoured, harmless, or refused by name: nothing is ignored in silence."""
 
-from __future__ import annotations
-
 import typing
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The API over a tiny random model with the real runner: what needs true probabilities."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The document at /openapi.json is true: it has every route, each field is read, or refused, as it says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose requests a server without keys answers: its owner's, those of other users of the machine, one-time links."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

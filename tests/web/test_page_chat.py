@@ -1,7 +1,5 @@
 """Chats over a real socket: branches, undo, search, files, presets, whose they are, and a store that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import json

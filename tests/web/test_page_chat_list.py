@@ -1,7 +1,5 @@
 """The list of chats, the list behind Ctrl K, whose prompts and projects are whose, and written titles."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """The composer over a real socket: a full chat and its ways on, the drawer, the model, thinking, a schema."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

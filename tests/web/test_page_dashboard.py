@@ -1,7 +1,5 @@
 """The dashboard's tiles from made-up snapshots, and its pages and files from a live server."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

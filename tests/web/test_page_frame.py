@@ -1,7 +1,5 @@
 """The frame of the pages over a real socket: the menu, errors, the form that asks for a key, and the log out button."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

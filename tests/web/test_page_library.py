@@ -1,7 +1,5 @@
 """The Models page over a real socket, without scripts, on a local hub that real clients ask."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The logs page over a real socket: what is chosen, what comes, what is refused."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Long files over a real socket: searched, with their passages in the prompt and under the answer."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator, Sequence

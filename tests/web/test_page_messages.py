@@ -1,7 +1,5 @@
 """What is inside a message, over a real socket: reasoning, calls and their results, files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

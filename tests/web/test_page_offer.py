@@ -1,7 +1,5 @@
 """The offered model on the chat page, over a real socket: a local hub, its real client, an engine made of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The playground over a real socket: what it sends is what the API takes, and what it shows is what came of it."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

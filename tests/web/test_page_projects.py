@@ -1,7 +1,5 @@
 """Prompts and projects over a real socket, with scripts and without."""
 
-from __future__ import annotations
-
 import json
 import re
 

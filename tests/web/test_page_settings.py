@@ -1,7 +1,5 @@
 """The settings page over a real socket: values and sources, lines for the file, keys that lock nobody out unsaid."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The page for servers of tools, over a real socket: add, test, disable and remove one, and what it refuses."""
 
-from __future__ import annotations
-
 import html
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tools that servers run, in the chat, over a real socket: a scripted model calls them, real servers answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

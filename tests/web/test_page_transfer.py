@@ -1,7 +1,5 @@
 """Chats as files over a real socket: exports of other programs imported, broken ones refused by name, all exported."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The wizard's pages without scripts, on a tiny model that is really tuned; and what becomes of requests meanwhile."""
 
-from __future__ import annotations
-
 import html
 import re
 import tomllib

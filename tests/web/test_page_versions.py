@@ -1,7 +1,5 @@
 """What a message's menu does, over a real socket: edited replies, forks, previews, the outline, two models compared."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

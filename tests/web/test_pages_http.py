@@ -1,7 +1,5 @@
 """The pages over a real socket: with scripts, without them, and under attack."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

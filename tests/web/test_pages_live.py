@@ -1,7 +1,5 @@
 """Replies that outlive their tabs, and a sampler that works only while somebody looks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Markdown from a model: whole, safe, and cut into blocks without changing what it says."""
 
-from __future__ import annotations
-
 import re
 import string
 import time

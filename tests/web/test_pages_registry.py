@@ -1,7 +1,5 @@
 """One registry of pages: a new page is a folder and its line in `web/pages/__init__.py`."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the browser is given: vendored files as their makers made them, small, and from here only."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Every template draws its view, strictly and safely."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

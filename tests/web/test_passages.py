@@ -1,7 +1,5 @@
 """Passages of long files: how a text is cut, which passages a question finds, what is stored with a chat."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 alike in all dialects.
 """
 
-from __future__ import annotations
-
 import base64
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces of the engine's steps over HTTP and from the offline API, with a real model on the CPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

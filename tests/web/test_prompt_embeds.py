@@ -1,7 +1,5 @@
 """`prompt_embeds` over a real socket and offline: where it is allowed, and where it is not."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What /metrics, the dashboard and `localllm top` show of a model's ranks, and that they show nothing without ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """The bound of reasoning over a real socket, by every name that a dialect has for it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

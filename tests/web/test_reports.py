@@ -1,7 +1,5 @@
 """What llama.cpp's clients hear beside the tokens: timings in every chunk, and how far a prompt has been read."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

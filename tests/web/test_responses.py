@@ -3,8 +3,6 @@
 The model says what a grammar makes it say, so each answer is known.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import runpy

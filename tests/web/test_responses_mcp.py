@@ -1,7 +1,5 @@
 """Tools of MCP servers through /v1/responses: the official client over a real socket, a scripted model, servers."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence

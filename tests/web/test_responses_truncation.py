@@ -1,7 +1,5 @@
 """`truncation: "auto"` of OpenAI's responses: which items go, which stay, and what the answer says of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

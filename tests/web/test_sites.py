@@ -1,7 +1,5 @@
 """What pages of other sites may do to this server through a browser, and whom a proxy may speak for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

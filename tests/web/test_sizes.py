@@ -1,7 +1,5 @@
 """Requests that ask for much with few bytes, or send much: refused before the work, and nobody else waits for them."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator

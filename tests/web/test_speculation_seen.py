@@ -1,7 +1,5 @@
 """Speculation in a server as people start it, without a flag: fewer steps for a repeated text, and figures of them."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Speculation through the API over a tiny random model: answers stay the same, and what it did is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

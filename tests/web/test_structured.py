@@ -1,7 +1,5 @@
 """Structured output over a real socket: every way of asking, whole and streamed, and refusals that name the field."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

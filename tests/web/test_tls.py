@@ -1,7 +1,5 @@
 """https with a certificate of our own, and what is said about one that is of no use."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import ssl

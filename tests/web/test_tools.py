@@ -1,7 +1,5 @@
 """Tool calls and reasoning over a real socket. The model says what a grammar makes it say, so each answer is known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """`localllm top`: its figures are the engine's, and it says when the server is gone and when it is back."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

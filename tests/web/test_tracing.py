@@ -1,7 +1,5 @@
 """Spans as a collector receives them, over HTTP; without the flag nothing of OpenTelemetry is imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What the wizard's result page advises, from made-up runs: apply what is clearly better, else keep what runs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The watchdog: slow is not stuck, stuck is said once, and what it says is what happened."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """A server whose model is real, tiny and quickly tuned: most of what could be searched is set, trials are short."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@
 prints how long the server took until nothing of them was left: no request, no block, no task, no connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

@@ -146,6 +146,11 @@ class Generation:
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
     @property
+    def is_open(self) -> bool:
+        """Return whether the requests were submitted."""
+        return self._first is not None
+
+    @property
     def engine_id(self) -> str:
         """The engine's id of the first choice."""
         return child_id(self._requests[0].request_id, 0, self._params.n)

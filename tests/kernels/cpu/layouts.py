@@ -3,8 +3,6 @@
 Does not know: the library, how the package packs weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

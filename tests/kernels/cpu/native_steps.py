@@ -1,7 +1,5 @@
 """Builds small steps for the native library: matrices in fp32, caches, operations."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

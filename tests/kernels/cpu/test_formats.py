@@ -1,7 +1,5 @@
 """Weights of every 4-bit format in the layout of the native library, and what happens without the library."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

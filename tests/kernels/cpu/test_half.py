@@ -1,7 +1,5 @@
 """16-bit weights that stay 16 bits wide, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Weights of layers as matrices of the native library: the library's product is that of the weight itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

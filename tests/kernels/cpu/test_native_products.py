@@ -4,8 +4,6 @@ Every library is tested that this processor can run. Bounds: 15-bit codes are of
 step nearly always, where the largest magnitude p of a row has 32512 steps; fp32 sums of K products by some 1e-6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The recurrent operations of the native library against their twins, and the same bits with any number of threads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

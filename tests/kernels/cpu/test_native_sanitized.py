@@ -1,7 +1,5 @@
 """The native sources under the thread, address and undefined-behaviour sanitizers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Each operation of the native step against the torch twin that batches use, in every library that this processor
 runs."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterator

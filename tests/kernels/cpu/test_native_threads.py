@@ -1,7 +1,5 @@
 """Threads of the native pool: the same results with any number of them, asleep or awake, called by several at once."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """4-bit weights of checkpoints in blocks for the native library, against their definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

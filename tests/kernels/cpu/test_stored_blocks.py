@@ -1,7 +1,5 @@
 """A GGUF file's blocks in the layouts for a CPU, packed by the native library, against packing them through torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

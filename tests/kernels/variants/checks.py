@@ -1,7 +1,5 @@
 """kernels/checks/plain.py: a chain of kernels, and a tile loaded by the tensor memory accelerator."""
 
-from __future__ import annotations
-
 from localllm.kernels.checks.plain import BLOCK, SPIN_NS, TILE, _add_in_turn_kernel, _load_tile_kernel
 from tests.kernels.ahead_of_time import Variant
 

@@ -1,7 +1,5 @@
 """Kernels that make and verify drafts as served: one set of settings for every model."""
 
-from __future__ import annotations
-
 from localllm.kernels import accept_drafts, prepare_drafts, propose_lookup
 from tests.kernels.ahead_of_time import MEMORY, Variant
 

@@ -1,7 +1,5 @@
 """kernels/first_launch.py: one program that adds 1."""
 
-from __future__ import annotations
-
 from localllm.kernels.first_launch import SIZE, _add_one_kernel
 from tests.kernels.ahead_of_time import Variant
 

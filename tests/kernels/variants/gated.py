@@ -1,7 +1,5 @@
 """kernels/gated.py at the widths of Llama-3.1-8B and Gemma 3 4B."""
 
-from __future__ import annotations
-
 from localllm.kernels.gated import _gated_kernel
 from tests.kernels.ahead_of_time import Variant
 

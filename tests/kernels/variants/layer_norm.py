@@ -1,7 +1,5 @@
 """kernels/layer_norm.py at the width of a 7B model."""
 
-from __future__ import annotations
-
 from localllm.kernels.layer_norm import _layer_norm_kernel
 from localllm.kernels.rms_norm import norm_launch
 from tests.kernels.ahead_of_time import Variant

@@ -1,7 +1,5 @@
 """kernels/lora.py for a model as wide as Llama-3.1-8B: rank 16 on one matrix, and on the three of q, k and v."""
 
-from __future__ import annotations
-
 from localllm.kernels.lora import BLOCK_M, PART, _expand_kernel, _shrink_kernel, lora_tile
 from tests.kernels.ahead_of_time import Variant
 

@@ -1,7 +1,5 @@
 """Mixtures as they are served: Mixtral 8x7B (8 experts, top 2), Qwen3-30B-A3B (128, top 8), gpt-oss-20b (32, top 4)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Paged attention as served: the settings that the heuristic gives each architecture, for shapes of real models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.kernels.paged_attention import device, kernels

@@ -1,8 +1,6 @@
 """W4A16 and GGUF at the shapes of an 8B model. Instructions a weight: 4.3 TB/s leave 3.8 to 4.1 at 4.25 bits a weight
 and twice that at 8.5, so what is above is bound by issue, not by memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """kernels/prepare_step.py as served: one set of settings for every model."""
 
-from __future__ import annotations
-
 from localllm.kernels import prepare_step as module
 from localllm.kernels.fused_epilogue import COUNTERS
 from tests.kernels.ahead_of_time import MEMORY, Variant

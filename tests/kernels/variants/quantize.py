@@ -1,7 +1,5 @@
 """kernels/quantize.py at the width of Llama-3.1-8B's attention output."""
 
-from __future__ import annotations
-
 from localllm.kernels.quantize import _quantize_kernel
 from tests.kernels.ahead_of_time import Variant
 

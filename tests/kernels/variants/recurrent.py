@@ -1,7 +1,5 @@
 """The recurrent operations at the sizes of Qwen3.5 4B, LFM2 1.2B, Granite 4 H Tiny and Nemotron-H."""
 
-from __future__ import annotations
-
 from localllm.kernels.causal_conv import TOKENS, _causal_conv_kernel
 from localllm.kernels.gated_delta import EPS, _gated_delta_kernel
 from localllm.kernels.gated_norm import _gated_norm_kernel

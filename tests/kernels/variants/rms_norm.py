@@ -1,7 +1,5 @@
 """kernels/rms_norm.py at the widths of Llama-3.1-8B, Qwen2.5-0.5B and Gemma 3."""
 
-from __future__ import annotations
-
 from localllm.kernels.rms_norm import _rms_norm_kernel, norm_launch
 from tests.kernels.ahead_of_time import Variant
 

@@ -1,7 +1,5 @@
 """kernels/rotary_store_kv.py with the heads of Llama-3.1-8B, Qwen2.5-0.5B, Qwen3-8B, Gemma 3 and Phi-4-mini."""
 
-from __future__ import annotations
-
 from localllm.kernels.rotary_store_kv import _rotary_store_kv_kernel, rotary_launch
 from tests.kernels.ahead_of_time import Variant
 

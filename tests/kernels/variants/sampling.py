@@ -1,7 +1,5 @@
 """The sampler's kernels at the vocabularies of Llama 3 and Qwen 2.5. Memory bound: few registers, no tensor core."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decode's matrix products at the shapes of Llama-3.1-8B and Qwen2.5-0.5B, as `skinny_gemm_tile` launches them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.kernels.launch import next_power_of_2

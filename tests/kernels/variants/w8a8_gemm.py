@@ -1,7 +1,5 @@
 """Products with both sides in 8 bits, as `w8a8_tile` launches them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.kernels.w8a8_gemm import _w8a8_gemm_kernel, w8a8_tile

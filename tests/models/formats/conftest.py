@@ -1,7 +1,5 @@
 """The tiny Llama that the tests of quantised formats start from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ caller then checks; nothing else, and without taking memory for what is not ther
 Does not know: any format.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar

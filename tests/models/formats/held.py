@@ -1,7 +1,5 @@
 """A checkpoint in memory, a count of what is read of it, and what predicted and real weights have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

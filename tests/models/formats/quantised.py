@@ -6,8 +6,6 @@ transformers in fp32 on the dequantised matrices.
 Does not know: localllm's formats.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Matrices as the quantising tools store them: the configs of six formats, and a `Store` for each of their ways."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantised at load: the model that comes out, its bytes, the memory on the way there, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Matrices come from the tools' formats as the other tests here write them, withou
 tensors count as the file.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

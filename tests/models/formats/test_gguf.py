@@ -1,7 +1,5 @@
 """GGUF files: for every block type and a family of each kind the logits of what the file stands for, in fp32."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """GGUF headers that lie: each is refused by name, with numbers, before anything of that size is allocated."""
 
-from __future__ import annotations
-
 import struct
 import time
 import tracemalloc

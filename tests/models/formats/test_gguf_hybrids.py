@@ -1,7 +1,5 @@
 """Hybrid decoders in GGUF: the logits of the checkpoint that was converted, in fp32, and of what blocks stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

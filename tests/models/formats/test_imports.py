@@ -1,7 +1,5 @@
 """Models run without torch's compiler (80 MiB that no unload gives back) and, on a CPU, without Triton (74 MiB)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any field of a quantization_config may hold any JSON, and any tensor any shape: refused in words, never otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable

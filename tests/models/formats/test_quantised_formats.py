@@ -4,8 +4,6 @@ A row of `LOADED` is a config, how the matrices are stored, and what they are in
 a config that is not supported, one that contradicts the file, or a damaged file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

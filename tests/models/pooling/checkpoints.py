@@ -1,7 +1,5 @@
 """Tiny checkpoints with a tokenizer: one that embeds, one that scores pairs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

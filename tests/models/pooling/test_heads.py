@@ -1,7 +1,5 @@
 """Classifiers, rewards and token vectors, against transformers' states and the definition of each head in fp32."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

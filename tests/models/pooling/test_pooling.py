@@ -1,7 +1,5 @@
 """Models that embed and score, against each input computed alone by transformers and pooled by the definition."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tools, their schemas and a vocabulary for the tests of grammars of calls."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading an answer in pieces, and answers that hold two calls in every format."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A model's template tells how it writes calls and reasoning: by printing a call, or by the markers it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever a grammar lets through is read back as a call whose arguments fit the tool's schema."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Whatever the format: pieces do not matter, nothing is lost, nothing raises."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

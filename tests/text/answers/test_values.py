@@ -1,7 +1,5 @@
 """What a model writes as text or as Python becomes the JSON that it means."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

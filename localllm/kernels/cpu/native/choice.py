@@ -12,7 +12,7 @@ import platform
 from collections.abc import Sequence
 
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
-from localllm.machine.cpu import read_cpu_flags
+from localllm.machine.hardware import read_cpu_flags
 from localllm.machine.install_kind import how_to_install
 
 VARIABLE = "LOCALLLM_CPU_SET"
@@ -31,11 +31,7 @@ NEEDED = {
 
 def chosen_set() -> tuple[str, str]:
     """Return (the instruction set whose library is used, ""), or ("", why there is none)."""
-    return choose(
-        os.environ.get(VARIABLE, ""),
-        usable_sets(),
-        [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()],
-    )
+    return choose(os.environ.get(VARIABLE, ""), usable_sets(), _compiled_sets())
 
 
 def why_unusable(name: str) -> str:
@@ -97,3 +93,7 @@ def _torch_sees(name: str) -> bool:
     if name == "avx2":
         return torch.cpu._is_avx2_supported()
     return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+
+
+def _compiled_sets() -> list[str]:
+    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]

@@ -234,7 +234,7 @@ def start(
         reply.offered, reply.tool_notes = offered.by_name, offered.notes
         told = offered.in_settings(settings)
         prompt = claim.prompt or await prompt_of(served, messages, told, goes_on=goes_on)
-        await send(writing.reply, claim, served, prompt)
+        reply.start(prompt.generation(served, reply.request_id, claim.options))
 
     start_with(writing, claim, request)
 
@@ -268,10 +268,3 @@ def start_with(writing: ActiveReply, claim: Claim, request: Callable[[ServedMode
             reply.when_done(lease.release)
 
     reply.prepare(begin())
-
-
-async def send(reply: Reply, claim: Claim, served: ServedModel, prompt: Prompt) -> None:
-    """Send the prompt to the engine; the reply is written from now on."""
-    generation = prompt.generation(served, reply.request_id, claim.options)
-    await generation.open()
-    reply.start(generation)

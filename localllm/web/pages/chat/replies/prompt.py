@@ -69,7 +69,7 @@ class Prompt:
     def generation(self, served: ServedModel, request_id: str, options: RequestOptions) -> Generation:
         """Return the generation of the answer. Raises like `Conversation.reading`."""
         params, new_reader = self.conversation.reading(served, self.params, self.token_ids)
-        request = GenerationRequest(request_id, self.token_ids, params, options)
+        request = GenerationRequest(request_id, self.token_ids, params, options=options)
         return Generation(served.generator, [request], new_reader)
 
 

@@ -67,6 +67,7 @@ class Reply:
         self._followers = 0
         self._alone_since = time.monotonic()
         self._generation: Generation | None = None
+        self._stops = False
         self._task: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
 
@@ -109,20 +110,23 @@ class Reply:
     def prepare(self, work: Coroutine[None, None, None]) -> None:
         """Run the work that comes before `start`. A reply that is cancelled meanwhile never starts."""
         self._preparing = asyncio.create_task(work, name=f"prepare {self.request_id}")
-        self._preparing.add_done_callback(self._prepared)
+        self._preparing.add_done_callback(self._task_ended)
 
-    def _prepared(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """End the reply if its task was cancelled before the request was submitted, or failed."""
         if task.cancelled():
-            self.finish_reason = "abort"
-            self._publish()
+            if not self.done:
+                self.finish_reason = "abort"
+                self._publish()
         elif (error := task.exception()) is not None:
             log.error("reply failed id=%s", self.request_id, exc_info=error)
             self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
     def start(self, generation: Generation) -> None:
-        """Write what the generation yields; the reply continues with or without followers."""
+        """Submit the generation and write what it yields; the reply continues with or without followers."""
         self._generation, self._counts, self._note = generation, generation.progress, ""
         self._task = asyncio.create_task(self._run(generation), name=f"reply {self.request_id}")
+        self._task.add_done_callback(self._task_ended)
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call this once the engine has finished the request."""
@@ -139,10 +143,12 @@ class Reply:
 
     def cancel(self) -> None:
         """Ask the engine to stop; the reply ends with its text so far."""
-        if self._generation is not None and not self.done:
+        task = self._task or self._preparing
+        if self._generation is not None and self._generation.is_open and not self.done:
             self._generation.cancel()
-        elif self._generation is None and self._preparing is not None:
-            self._preparing.cancel()
+        elif task is not None and not self.done:
+            self._stops = True
+            task.cancel()
 
     async def wait(self) -> None:
         """Wait until the reply is complete; counts as following it."""
@@ -189,7 +195,9 @@ class Reply:
                 self.usage, self.timings = self._counts.usage(), self._counts.timings
             self.fail(error)
         except asyncio.CancelledError:
-            self.fail(EngineError("The server is shutting down.", hint="Start it again, then send the message again."))
+            if not self._stops:
+                down = EngineError("The server is shutting down.", hint="Start it again, then send the message again.")
+                self.fail(down)
             raise
         except Exception:
             log.exception("reply failed id=%s", self.request_id)

@@ -16,7 +16,7 @@ from localllm.serving.answers.conversation import require_readable
 from localllm.serving.answers.generation import collect
 from localllm.serving.served import ServedModel
 from localllm.web.pages.chat.replies.active import ActiveReply
-from localllm.web.pages.chat.replies.claims import Claim, reply_of, send, start_with
+from localllm.web.pages.chat.replies.claims import Claim, reply_of, start_with
 from localllm.web.pages.chat.replies.messages import SUMMARY, SUMMARY_OF, failed_turns, files_of, is_summary, with_files
 from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
 from localllm.web.pages.chat.state import ChatState
@@ -68,7 +68,7 @@ async def _write(
 
     async def request(served: ServedModel) -> None:
         prompt = await _last_prompt(writing, claim, served, transcript)
-        await send(writing.reply, claim, served, prompt)
+        writing.reply.start(prompt.generation(served, writing.reply.request_id, claim.options))
 
     start_with(writing, claim, request)
     return writing
