@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from localllm.kernels.choice import Feature, Kernel
-from localllm.kernels.triton_build import build_with_zig, has_compiler
+from localllm.kernels.triton_build import build_with_zig, has_compiler, leave_out_launch
 
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "DeviceFeatures", "LaunchOptions", "TensorDescriptor", "cdiv",
@@ -122,6 +122,7 @@ class _Compiles:
 _compiles = _Compiles()
 if HAS_TRITON:
     triton.knobs.runtime.jit_post_compile_hook = _compiles
+    triton.knobs.runtime.jit_cache_hook = leave_out_launch
     if triton.knobs.build.impl is None and not has_compiler():
         triton.knobs.build.impl = build_with_zig
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ from localllm.runner.staging import StagedInputs, StepShape, draw_places, row_pl
 from localllm.runner.upload import to_device, warm_pinned
 
 QUIET_S = 0.05  # seconds without a step before idle time is used
+TIMED_STEPS = 9
 SIZES_END = 1024  # all steps of at least this many tokens use the same kernels
 PAUSE_S = 0.001  # seconds that an arriving request may have to wait
 FORWARD, DRAFT = "forward", "draft"
@@ -378,6 +380,23 @@ class DeviceSteps:
             for features in FEATURE_SETS[1:]:
                 self._drafter.launch(shape, self._proposed[: shape.rows], features)
         return done
+
+    def step_s(self, *, replayed: bool) -> float | None:
+        """Return the median of TIMED_STEPS forward passes of one token, each until the device has ended it; None if
+        that step is not recorded. The first one is not counted."""
+        shape = StepShape(1)
+        graphs = self._graphs
+        if graphs is None or not graphs.has(shape, FORWARD):
+            return None
+        launch = self._parts(shape)[FORWARD]
+        seconds = []
+        for _ in range(1 + TIMED_STEPS):
+            begun = time.perf_counter()
+            graphs.replay(shape, FORWARD) if replayed else launch()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - begun)
+        return median(seconds[1:])
 
     def use_idle_time(self) -> bool:
         """Record one more part of a shape. Return False when nothing is left to record.

@@ -21,7 +21,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.kernels.checks.choose import KernelChoice
-from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS
+from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS, Feature
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.gpu_support import read_nvidia
 from localllm.machine.hardware import Hardware, read_hardware
@@ -44,9 +44,12 @@ from localllm.runner.self_check import (
     check_device,
     check_model,
     fall_backs_of,
+    has_drafts,
     is_checked,
     known_choice,
     next_choice,
+    served_as,
+    slower_graphs,
 )
 from localllm.units import format_bytes
 
@@ -106,11 +109,15 @@ def open_runner(
     make_current(device)
     choice = KernelChoice()
     if is_checked(config, device):
-        report("checking kernels")
-        choice = _check(model, spec, config, plan, device, base)
+        choice = _check(model, spec, config, plan, device, base, report, drafter)
+
+    compares = is_checked(config, device) and config.check_kernels != "off"
+    served = served_as(spec, config, plan, base)
+    slower = slower_graphs(served, device) if compares else ""
 
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
-        fitting, options = plan, choice.options(base)
+        avoids: frozenset[Feature] = base.avoids | frozenset({"graphs"}) if slower else base.avoids
+        fitting, options = plan, choice.options(replace(base, avoids=avoids))
         if device.type == "cuda":
             report("measuring one full step")
             measured = measure(
@@ -134,25 +141,30 @@ def open_runner(
             later = _after(error, choice, config, device)
         choice = later  # outside the handler: until its end the error holds the tensors of the attempt
         empty_cache()
+    if compares and not slower and (slower := slower_graphs(served, device, runner)):
+        runner.close()
+        runner, fitting = attempt()
     runner.tell_of_kernels(fall_backs_of(choice), choice.summary)
-    notes = [*fitting.notes, *map(str, choice.fall_backs), *_notes_on_graphs(runner), *filter(None, [choice.summary])]
+    told = [f"Steps are not recorded as CUDA graphs: {slower}." if slower else "", choice.summary]
+    notes = [*fitting.notes, *map(str, choice.fall_backs), *_notes_on_graphs(runner), *filter(None, told)]
     return runner, replace(fitting, notes=tuple(dict.fromkeys(notes)))
 
 
 def _check(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
-    base: LaunchOptions,
+    base: LaunchOptions, report: ReportDetail, drafter: Drafter | None,
 ) -> KernelChoice:  # fmt: skip
-    """Compare the kernels of a model with plain torch. What needs no model was compared before its weights were read,
-    and is only read here."""
+    """Compile the kernels of a model, and compare them with plain torch. What needs no model was compared before its
+    weights were read, and is only read here."""
     first = replace(config, check_kernels="first") if config.check_kernels == "always" else config
 
-    def opened(kv: KVCache, options: LaunchOptions) -> TorchRunner:
+    def opened(kv: KVCache, options: LaunchOptions, *, has_drafts: bool = False) -> TorchRunner:
         states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
-        return _runner(model, spec, plan, kv, device, None, options, None, states, has_drafts=False)
+        drafts = _with_cache(drafter, spec, plan, device, kv.num_blocks) if drafter and has_drafts else None
+        return _runner(model, spec, plan, kv, device, None, options, None, states, drafts, has_drafts)
 
-    before = check_device(first, device, base)
-    choice = check_model(model, spec, config, plan, device, base, before, opened)
+    before = check_device(first, device, base, report=report)
+    choice = check_model(model, spec, config, plan, device, base, before, opened, report)
     empty_cache()
     return choice
 
@@ -198,10 +210,10 @@ def open_on(
     capture: Capture | None = CudaCapture(device) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
-    has_drafts = not config.speculation.is_off and "drafts" not in options.avoids
     traces = config.torch_profiler_dir
     profiler = None if traces is None else StepProfiler(Path(traces).expanduser(), device)
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts, profiler)
+    drafts = has_drafts(config, options)
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, drafts, profiler)
     if capture is not None:
         report("capturing CUDA graphs")
     try:

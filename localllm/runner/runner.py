@@ -186,6 +186,13 @@ class TorchRunner:
         with torch.inference_mode(), launching_with(self._launch_options):
             self._loaded.warm_up(budget_s)
 
+    def step_s(self, *, replayed: bool) -> float | None:
+        """Return the seconds that a decode step of one request takes, replayed or launched kernel by kernel; None if it
+        is not recorded."""
+        steps = self._loaded
+        with translated(), self._on_this_thread():
+            return steps.step_s(replayed=replayed) if isinstance(steps, DeviceSteps) else None
+
     def use_idle_time(self) -> bool:
         with translated(), self._on_this_thread():
             return self._loaded.use_idle_time()

@@ -11,11 +11,14 @@ Does not know: the kernels and their variants (kernels/checks/table.py), who sta
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +30,11 @@ from localllm.errors import ConfigError, DeviceLost
 from localllm.kernels.checks.case import Case, CheckedProduct, Judgement, Subject
 from localllm.kernels.checks.choose import Chooser, FallBack, KernelChoice, without_failed
 from localllm.kernels.checks.record import CheckRecord, RecordKey, VariantFailure, folder_of
-from localllm.kernels.checks.table import TABLE, CheckedKernel, KernelVariant, kernel_of
+from localllm.kernels.checks.table import COMPILATION, SIDE_BY_SIDE, TABLE, CheckedKernel, KernelVariant, kernel_of
 from localllm.kernels.choice import ALL_KERNELS
-from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
+from localllm.kernels.launch import DEFAULTS, INTERPRETED, LaunchOptions, launch_options
+from localllm.kernels.triton_build import compile_ahead, compiled_mark
+from localllm.machine.hardware import count_cores
 from localllm.models.fit import MemoryPlan
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.linear import Linear
@@ -50,6 +55,18 @@ MOST_DIVERGENCE, LEAST_AGREEMENT = 0.01, 0.95
 QUANTISED_DIVERGENCE, QUANTISED_AGREEMENT = 0.1, 0.8
 """The same for a model whose kernels round the inputs of products to 8 bits, which the twins do not."""
 OpenRunner = Callable[[LaunchOptions], TorchRunner]
+Report = Callable[[str], None]
+
+
+class OpenOnCache(Protocol):
+    """Opens a runner over a KV cache."""
+
+    def __call__(self, kv: KVCache, options: LaunchOptions, *, has_drafts: bool = False) -> TorchRunner: ...
+
+
+def _to_nobody(text: str) -> None:
+    """Report to nobody."""
+
 
 _one_at_a_time = threading.Lock()
 
@@ -71,8 +88,9 @@ def known_choice(config: EngineConfig, device: torch.device, base: LaunchOptions
 
 
 def check_device(
-    config: EngineConfig, device: torch.device, base: LaunchOptions, subject: Subject | None = None
-) -> KernelChoice:
+    config: EngineConfig, device: torch.device, base: LaunchOptions, subject: Subject | None = None,
+    report: Report = _to_nobody,
+) -> KernelChoice:  # fmt: skip
     """Compare what needs no model. Raises `CheckStoppedDevice`, and `ConfigError` where `--kernels checked` asks for
     more than could be compared."""
     if config.check_kernels == "off":
@@ -81,29 +99,104 @@ def check_device(
     subject = subject or Subject(device, record=record)
     with _one_at_a_time:
         chooser = Chooser(subject, read_record(device), base, again=config.check_kernels == "always")
+        _compile_ahead(chooser.record, "no model", lambda: chooser.rehearse(with_model=False), report)
         return _chosen(config, chooser, lambda: chooser.choose(with_model=False))
 
 
 def check_model(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
-    base: LaunchOptions, before: KernelChoice, open_runner: Callable[[KVCache, LaunchOptions], TorchRunner],
+    base: LaunchOptions, before: KernelChoice, open_runner: OpenOnCache, report: Report = _to_nobody,
 ) -> KernelChoice:  # fmt: skip
-    """Compare the kernels at a model's shapes, then the whole model. before: what `check_device` chose. open_runner:
-    opens a runner over a small cache. Raises as `check_device` does."""
-    if config.check_kernels == "off":
-        return before
-    subject = subject_of(model, spec, plan, device)
+    """Compile what a model launches, then compare the kernels at its shapes and the whole model. before: what
+    `check_device` chose. open_runner: opens a runner over a small cache. Raises as `check_device` does."""
+    subject, record = subject_of(model, spec, plan, device), read_record(device)
     dynamic = any(product.quantises_inputs for product in subject.products)
 
     def opened(options: LaunchOptions) -> TorchRunner:
         return open_runner(_small_cache(spec, plan, device), options)
 
+    table = (*TABLE, whole_model(spec, plan, opened, dynamic))
+    chooser = Chooser(subject, record, base, again=config.check_kernels == "always", table=table)
+
+    def rehearse() -> None:
+        if config.check_kernels != "off":
+            chooser.rehearse(with_model=True)
+        options = without_failed(record, subject.arch, base).options(base)
+        runner = open_runner(_small_cache(spec, plan, device), options, has_drafts=has_drafts(config, options))
+        try:
+            runner.warm_up()
+        finally:
+            runner.close()
+
     with _one_at_a_time:
-        table = (*TABLE, whole_model(spec, plan, opened, dynamic))
-        chooser = Chooser(
-            subject, read_record(device), base, again=config.check_kernels == "always", table=table
-        )  # fmt: skip
+        _compile_ahead(record, served_as(spec, config, plan, base), rehearse, report)
+        if config.check_kernels == "off":
+            return before
+        report("checking kernels")
         return _chosen(config, chooser, lambda: chooser.choose(with_model=True, before=before), before)
+
+
+def has_drafts(config: EngineConfig, options: LaunchOptions) -> bool:
+    """Return whether steps of a runner may have drafts, as far as the settings and the kernels go."""
+    return not config.speculation.is_off and "drafts" not in options.avoids
+
+
+def served_as(spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, base: LaunchOptions) -> str:
+    """Return what decides which kernels a model launches."""
+    return repr((
+        spec, plan.dtype, plan.kv_dtype, plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len,
+        plan.block_size, base.deterministic, base.programmatic_launch, sorted(base.without), sorted(base.avoids),
+        config.speculation, config.enable_lora, config.check_kernels,
+    ))  # fmt: skip
+
+
+SPEED = "speed of graphs"
+
+
+def slower_graphs(served: str, device: torch.device, runner: TorchRunner | None = None) -> str:
+    """Return why steps of a model are better launched than replayed, as measured at its first start on this GPU; empty
+    if they are not. runner: measures where no start has; None: nothing is measured."""
+    record, case = read_record(device), hashlib.blake2b(served.encode(), digest_size=8).hexdigest()
+    if (known := record.failed_with(SPEED, "recorded", case)) is not None:
+        return known.why
+    if runner is None or record.passed_with(SPEED, "recorded", case):
+        return ""
+    replayed, launched = (runner.step_s(replayed=each) for each in (True, False))
+    if replayed is None or launched is None:
+        return ""
+    why = ""
+    if replayed <= launched:
+        record.pass_(SPEED, "recorded", case, replayed / launched)
+    else:
+        why = f"a step takes {replayed * 1e3:.2f} ms as a graph, and {launched * 1e3:.2f} ms kernel by kernel"
+        record.fail(VariantFailure(SPEED, "recorded", case, why))
+    log.info("step of one request replayed=%.3fms launched=%.3fms", replayed * 1e3, launched * 1e3)
+    record.write()
+    return why
+
+
+def _compile_ahead(record: CheckRecord, served: str, launch: Callable[[], None], report: Report) -> None:
+    """Compile what `launch` launches side by side, unless this was done before, or has stopped an earlier start."""
+    if INTERPRETED or record.failed_with(COMPILATION, SIDE_BY_SIDE):
+        return
+    mark = compiled_mark(f"{record.key} {served}")
+    if mark.exists():
+        return
+    begun, count = time.monotonic(), 0
+    record.begin(COMPILATION, SIDE_BY_SIDE, "all kernels")  # a compiler can end the process
+    try:
+        count = compile_ahead(
+            launch, count_cores(), lambda count: report(f"compiling {count} kernels for this GPU, once")
+        )  # fmt: skip
+    except TimeoutError as error:
+        record.fail(VariantFailure(COMPILATION, SIDE_BY_SIDE, "all kernels", str(error)))
+        record.write()
+    except Exception:  # each kernel is compiled at its launch, and an error is raised there again
+        log.exception("kernels could not be compiled ahead")
+    record.end()
+    log.info("kernels compiled ahead count=%d seconds=%.1f", count, time.monotonic() - begun)
+    with suppress(OSError):
+        mark.touch()
 
 
 def _chosen(

@@ -297,7 +297,7 @@ def require_kernels(config: EngineConfig, plan: MemoryPlan, on_phase: OnPhase) -
         why = "Models that are split over several GPUs are not compared with PyTorch yet."
         raise ConfigError("--kernels checked serves no model on several GPUs.", why, "--kernels auto", param="kernels")
     with report_phase("kernels", on_phase) as report:
-        choice = check_device(config, device, launch_options_of(config, device))
+        choice = check_device(config, device, launch_options_of(config, device), report=report)
         report(choice.summary or "as checked before")
 
 

@@ -1,20 +1,25 @@
 """A simulated GPU: kernels launched on CPU tensors are not run, but the compilations that Triton would do are recorded.
 
 A kernel is recompiled for each combination of its constants, its arguments' types, integers that are 1 or divisible by
-16, and launch options. `Compiled` holds these keys, made by Triton's own code.
+16, and launch options. `Compiled` holds these keys, made by Triton's own code. With `pretend_driver` Triton's own
+launches run, hooks included, over a driver and a compiler that do nothing (`Launches`).
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from localllm.kernels import launch, linear
@@ -23,6 +28,7 @@ from localllm.kernels.tuned import table
 from localllm.models.decoder import builder, decoder
 from localllm.models.layers import linear as linear_layer
 from localllm.models.layers import mlp
+from tests.kernels.ahead_of_time import triton_functions
 
 PROCESSORS = 132
 
@@ -70,14 +76,89 @@ def _in_words(kind: tuple[Any, Any]) -> str:
 def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
     """Make operations on CPU tensors use their kernels, as on a GPU of this compute capability."""
     compiled = Compiled(arch)
-    empty, new_empty = torch.empty, Tensor.new_empty
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10)
 
     def run(kernel: Any, *args: Any, **named: Any) -> None:
         compiled.launch(kernel, *args, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with _as_on_a_gpu(arch) as patch:
         patch.setattr(JITFunction, "run", run)
+        yield compiled
+
+
+@dataclass
+class Launches:
+    """What Triton has compiled and launched, in order: ("compile" or "launch", kernel and hash, thread).
+
+    does_not_compile: raises for kernels that the compiler refuses."""
+
+    events: list[tuple[str, str, str]] = field(default_factory=list)
+    does_not_compile: Callable[[Any, dict[Any, Any]], None] = lambda kernel, constants: None
+
+    def compiled(self, where: str = "") -> set[str]:
+        return {key for kind, key, thread in self.events if kind == "compile" and thread.startswith(where)}
+
+    def launched(self) -> set[str]:
+        return {key for kind, key, _ in self.events if kind == "launch"}
+
+    def forget_process(self) -> None:
+        """Forget what is compiled, as a new process does; its cache on disk is that of the machine."""
+        for kernel in triton_functions():
+            kernel.device_caches.clear()
+
+    def compile(self, source: ASTSource, target: GPUTarget, options: dict[str, Any], _env_vars: Any = None) -> Any:
+        key = self.key_of(source, target, options)
+        self.events.append(("compile", key, threading.current_thread().name))
+        names = source.fn.arg_names
+        self.does_not_compile(source.fn, {names[place[0]]: value for place, value in source.constants.items()})
+
+        def run(*args: Any) -> None:
+            self.events.append(("launch", key, threading.current_thread().name))
+
+        return SimpleNamespace(
+            run=run, function=0, packed_metadata=(), launch_metadata=lambda *args: None, metadata=None
+        )  # fmt: skip
+
+    @staticmethod
+    def key_of(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> str:
+        """Return the kernel's name and what Triton's cache on disk knows it by."""
+        parsed = make_backend(target).parse_options(dict(options))
+        return f"{source.fn.__name__} {source.hash()} {parsed.hash()}"
+
+
+class StubDriver:
+    """The driver of a GPU that is not there."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def pretend_driver(arch: int = 90) -> Iterator[Launches]:
+    """Let Triton compile and launch as on such a GPU. Nothing is compiled or run."""
+    launches = Launches()
+    with _as_on_a_gpu(arch) as patch:
+        patch.setattr(driver, "_active", StubDriver(arch))
+        patch.setattr(triton.compiler, "compile", launches.compile)
+        try:
+            yield launches
+        finally:
+            launches.forget_process()
+
+
+@contextmanager
+def _as_on_a_gpu(arch: int) -> Iterator[pytest.MonkeyPatch]:
+    empty, new_empty = torch.empty, Tensor.new_empty
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10)
+    with pytest.MonkeyPatch.context() as patch:
         # Nothing is written, so empty tensors are read: zeros are valid ids.
         patch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).zero_())
         patch.setattr(Tensor, "new_empty", lambda *args, **options: new_empty(*args, **options).zero_())
@@ -93,7 +174,7 @@ def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
         patch.setattr(decoder, "has_no_skipped_slot", lambda slots: False)
         _forget_devices()
         try:
-            yield compiled
+            yield patch
         finally:
             _forget_devices()
 

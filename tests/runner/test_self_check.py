@@ -36,6 +36,7 @@ from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
     ALONE,
     WHOLE,
+    OpenOnCache,
     check_device,
     check_model,
     fall_backs_of,
@@ -72,13 +73,13 @@ def plan_of(spec: ModelSpec, **asked: Any) -> MemoryPlan:
     return plan_memory(EngineConfig(max_num_seqs=5, max_model_len=128, **asked), spec, 10_000_000, MACHINE)
 
 
-def small_runner(model: Any, spec: ModelSpec, plan: MemoryPlan) -> Callable[[KVCache, LaunchOptions], TorchRunner]:
-    def opened(kv: KVCache, options: LaunchOptions) -> TorchRunner:
+def small_runner(model: Any, spec: ModelSpec, plan: MemoryPlan) -> OpenOnCache:
+    def opened(kv: KVCache, options: LaunchOptions, *, has_drafts: bool = False) -> TorchRunner:
         states = StateCache(spec, 1 + plan.max_num_seqs, CPU, torch.float32)
         return TorchRunner(
             model, spec, kv, max_num_seqs=plan.max_num_seqs, max_num_batched_tokens=plan.max_num_batched_tokens,
             max_model_len=plan.max_model_len, block_size=plan.block_size, device=CPU, launch_options=options,
-            states=states, has_drafts=False, staged=True,
+            states=states, has_drafts=has_drafts, staged=True,
         )  # fmt: skip
 
     return opened
@@ -231,6 +232,61 @@ def test_a_load_goes_on_with_the_next_variant(
     stats = runner.stats()
     assert [each.kernel for each in stats.fall_backs] == ["decode attention"]
     assert any("decode attention" in note for note in plan.notes)
+    runner.close()
+
+
+@with_twins
+@pytest.mark.parametrize(("replayed", "launched"), [(0.002, 0.001), (0.001, 0.002)])
+def test_graphs_are_kept_only_where_they_are_quicker_and_measured_once(
+    replayed: float, launched: float, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[LaunchOptions] = []
+    timed: list[bool] = []
+
+    def step_s(self: TorchRunner, *, replayed: bool) -> float:
+        timed.append(replayed)
+        return times[replayed]
+
+    times = {True: replayed, False: launched}
+
+    class Watched(TorchRunner):
+        def warm_up(self, budget_s: float = 0.0) -> None:
+            opened.append(self._launch_options)
+            super().warm_up(budget_s)
+
+    monkeypatch.setattr(opening, "_check", lambda *given: KernelChoice())
+    monkeypatch.setattr(opening, "TorchRunner", Watched)
+    monkeypatch.setattr(TorchRunner, "step_s", step_s)
+    is_slower = replayed > launched
+    for start in range(2):
+        opened.clear()
+        timed.clear()
+        runner, plan = open_runner(model, spec, EngineConfig(), plan_of(spec), MACHINE, lambda text: None)
+        runner.close()
+        assert ("graphs" in opened[-1].avoids) == is_slower
+        assert len(opened) == 1 + (is_slower and start == 0)
+        assert bool(timed) == (start == 0)
+        told = "Steps are not recorded as CUDA graphs: a step takes 2.00 ms as a graph, and 1.00 ms kernel by kernel."
+        assert (told in plan.notes) == is_slower
+
+
+def test_a_recorded_step_is_timed_both_ways(model: Any, spec: ModelSpec) -> None:
+    plan, replays = plan_of(spec), []
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        return lambda: replays.append(1)
+
+    kv = self_check._small_cache(spec, plan, CPU)
+    runner = TorchRunner(
+        model, spec, kv, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, block_size=plan.block_size,
+        device=CPU, capture=capture, staged=True,
+    )  # fmt: skip
+    assert runner.step_s(replayed=True) is None  # nothing is recorded yet
+    runner.warm_up()
+    assert runner.step_s(replayed=False)
+    assert not replays
+    assert runner.step_s(replayed=True)
+    assert len(replays) == 10
     runner.close()
 
 

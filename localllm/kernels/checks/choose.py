@@ -107,6 +107,26 @@ class Chooser:
             seconds=choice.seconds + seconds * (count > 0),
         )  # fmt: skip
 
+    def rehearse(self, *, with_model: bool) -> None:
+        """Launch what `choose` launches first and compare nothing: for `compile_ahead`, which leaves launches out."""
+        choice = without_failed(self.record, self.subject.arch, self.base, self.table)
+        options = choice.options(self.base)
+        subject = replace(self.subject, record=None)  # a graph without launches cannot be recorded
+        for kernel in self.table:
+            if kernel.needs_model != with_model:
+                continue
+            for case in kernel.cases(subject):
+                if self._has_passed(kernel, choice.chosen[kernel.name], case, options) and not self.again:
+                    continue
+                with torch.inference_mode(), launching_with(options):
+                    try:
+                        case.run()
+                    except Exception as error:  # the comparison meets it again, and chooses another variant
+                        log.info("kernel %r cannot be launched case=%r error=%r", kernel.name, case.name, error)
+
+    def _has_passed(self, kernel: CheckedKernel, variant: KernelVariant, case: Case, options: LaunchOptions) -> bool:
+        return self.record.passed_with(kernel.name, variant.name, _name_with(case, options))
+
     def _first_right(
         self, kernel: CheckedKernel, options: LaunchOptions
     ) -> tuple[FallBack | None, KernelVariant, int]:  # fmt: skip
@@ -134,9 +154,9 @@ class Chooser:
             return known, 0
         options, compared = KernelChoice({"": variant}).options(options), 0
         for case in kernel.cases(self.subject):
-            case = case._replace(name=f"deterministic, {case.name}") if options.deterministic else case
-            if self.record.passed_with(kernel.name, variant.name, case.name) and not self.again:
+            if self._has_passed(kernel, variant, case, options) and not self.again:
                 continue
+            case = case._replace(name=_name_with(case, options))
             compared += 1
             why = self._compare(kernel, variant, case, options)
             if why:
@@ -209,6 +229,10 @@ class Chooser:
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             "Start again with localllm up: the next start does without this variant.",
         ) from error
+
+
+def _name_with(case: Case, options: LaunchOptions) -> str:
+    return f"deterministic, {case.name}" if options.deterministic else case.name
 
 
 def candidates(kernel: CheckedKernel, arch: int, options: LaunchOptions) -> tuple[KernelVariant, ...]:

@@ -55,7 +55,7 @@ class CheckedKernel:
 
 
 def _no_cases(subject: Subject) -> Iterator[Case]:
-    """Yield nothing: the check of the whole model compares these kernels."""
+    """Yield nothing: the check of the whole model compares these kernels, if there is anything to compare."""
     yield from ()
 
 
@@ -75,8 +75,15 @@ def _avoiding(name: str, cost: str, *features: Feature, least_arch: int = 0) -> 
 
 
 SLOW = "several times slower, and steps are not recorded as graphs"
+COMPILATION, SIDE_BY_SIDE = "compilation", "side by side"
 
 TABLE: tuple[CheckedKernel, ...] = (
+    CheckedKernel(
+        COMPILATION,
+        (KernelVariant(SIDE_BY_SIDE), KernelVariant("one by one", cost="the first start of a model takes longer")),
+        _no_cases,
+        needs_model=True,
+    ),
     CheckedKernel(
         "early launch",
         (KernelVariant("on", least_arch=90), _avoiding("off", "5 to 20 % slower at one request", "early launch")),
