@@ -44,7 +44,7 @@ class ReplicaLoad:
 
 
 def cost_s(load: ReplicaLoad, num_tokens: int, output_tokens: float) -> float:
-    """Return the expected seconds of a request until its end, without the decoding that an idle replica needs as well."""
+    """Return the expected seconds of a request until its end, less the decoding that an idle replica needs as well."""
     prefill_s = (load.queued_tokens + max(0, num_tokens - load.hit_tokens)) / load.prefill_tokens_per_s
     share = load.running / load.max_running
     slower_s = output_tokens * (load.full_step_s - load.step_s) * min(1.0, share)
