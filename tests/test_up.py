@@ -155,8 +155,6 @@ def _truncated(model: Path, to: Path) -> Path:
 
 def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager loads for ever; one signal is enough."""
-    from localllm.serving import manager
-
     loading = threading.Event()
 
     def load_for_ever(settings: Settings, on_phase: Callable[[Phase], None], limits: object) -> None:
@@ -169,7 +167,7 @@ def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) 
         loading.wait(20)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(manager, "build_engine", load_for_ever)
+    monkeypatch.setattr(up, "build_replicas", load_for_ever)
     sender = threading.Thread(target=interrupt)
     sender.start()
     with pytest.raises(KeyboardInterrupt):

@@ -62,7 +62,9 @@ def has_room_on_host(entry: ModelEntry) -> bool:
 
 
 def can_sleep(entry: ModelEntry) -> bool:
-    return entry.served is not None and entry.served.executor is not None
+    """Return whether a loaded model may sleep: one that generates text, in one replica."""
+    replicas = 1 if entry.settings is None else entry.settings.engine.data_parallel_size
+    return entry.served is not None and entry.served.spec.task == "generate" and replicas == 1
 
 
 def reserved_bytes(models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:

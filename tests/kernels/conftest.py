@@ -81,7 +81,7 @@ def settings_with(kernel: str, chosen: Any) -> Callable[..., Any]:
     return lambda asked, key, heuristic: chosen if asked == kernel else heuristic(*key)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """torch.empty gives NaN, or numbers that are not a result: what a kernel forgets to write shows."""
     empty = torch.empty

@@ -30,14 +30,14 @@ ROOT = Path(__file__).parent.parent.parent
 LONGEST_S = 90
 SLOW_LOAD = """
 import sys, time
+from localllm import up
 from localllm.cli import main
-from localllm.serving import manager
 from localllm.serving.phases import Phase
 def load(settings, on_phase, limits):
     while True:
         on_phase(Phase("weights", fraction=0.42))
         time.sleep(0.02)
-manager.build_engine = load
+up.build_replicas = load
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -162,7 +162,7 @@ def test_dashboard_is_complete_without_scripts_and_reloads_itself(browser: httpx
 def test_live_dashboard_sends_each_tile_once_and_then_what_changed(browser: httpx.Client) -> None:
     said = listen(browser, "/live/dashboard", seconds=1.2)
     events = [event for event in said.split("\n\n") if event.strip()]
-    assert events[0].count("<hx-partial") == 15
+    assert events[0].count("<hx-partial") == 16
     assert all(event.count("<hx-partial") < 8 for event in events[1:])
 
 

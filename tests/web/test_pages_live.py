@@ -8,6 +8,7 @@ import pytest
 
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
+from localllm.engine.stats import EngineStats
 from localllm.errors import ContextTooLong
 from localllm.serving.answers.generation import Generation
 from localllm.web.pages.chat.markdown.render import render_markdown
@@ -113,7 +114,7 @@ async def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> N
     looks = 0
     client = StubClient()
 
-    def read() -> live.EngineStats:
+    def read() -> EngineStats:
         nonlocal looks
         looks += 1
         return client.stats()
