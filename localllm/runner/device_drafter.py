@@ -74,7 +74,7 @@ class DrafterOnDevice:
         self._entries[new.slot] = 0 if self.num_reread else new.num_computed_tokens
 
     def taps(self, num_tokens: int) -> Taps | None:
-        """Return what a step of so many tokens fills with the features that the drafter reads."""
+        """Return what a step fills with the features of its tokens that the drafter reads; None: it reads none."""
         return Taps(self._drafter.taps, self._features[:num_tokens]) if self._drafter.taps else None
 
     def begins(self, batch: StepBatch) -> bool:

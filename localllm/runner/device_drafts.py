@@ -50,7 +50,7 @@ def draft_support(draws: int) -> DraftSupport:
 
 
 def draft_shapes(sizes: Sequence[int], draws: int) -> list[StepShape]:
-    """Return the shapes of steps with drafts for each width: of so many rows, or of the most that fit `draws`."""
+    """Return the shapes of steps with drafts for each width: `sizes` rows, or the most that fit `draws`."""
     shapes: list[StepShape] = []
     for width in DRAFT_WIDTHS:
         most = draws // (1 + width)

@@ -87,7 +87,7 @@ class DrafterSteps:
             self._fail(f"{type(error).__name__}: {error}", error)
 
     def propose(self, most: Mapping[int, int]) -> dict[int, Ints]:
-        """Return drafts behind the known tokens of slots, at most so many of each. int32"""
+        """Return drafts behind the known tokens of slots, at most `most` for each of them. int32"""
         if self.has_failed:
             return {}
         try:
