@@ -109,6 +109,11 @@ class ModelEntry:
         return self.settings is None or self.served.loop.is_running
 
     @property
+    def has_replicas(self) -> bool:
+        """Return whether the model is loaded as several replicas."""
+        return self.settings is not None and self.settings.engine.data_parallel_size > 1
+
+    @property
     def is_loading(self) -> bool:
         """Return whether a task runs that loads or wakes the model, or waits for its turn to do so."""
         return self.task is not None and not self.task.done()

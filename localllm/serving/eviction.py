@@ -63,8 +63,7 @@ def has_room_on_host(entry: ModelEntry) -> bool:
 
 def can_sleep(entry: ModelEntry) -> bool:
     """Return whether a loaded model may sleep: one that generates text, in one replica."""
-    replicas = 1 if entry.settings is None else entry.settings.engine.data_parallel_size
-    return entry.served is not None and entry.served.spec.task == "generate" and replicas == 1
+    return entry.served is not None and entry.served.spec.task == "generate" and not entry.has_replicas
 
 
 def reserved_bytes(models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:

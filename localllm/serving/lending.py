@@ -96,8 +96,7 @@ class Lending:
         entry = self._register.require(name)
         with await self._claim(entry) as model:
             model.require("generate")
-            replicas = model.executor is None and entry.settings is not None
-        if replicas:
+        if entry.has_replicas:
             what, why = f"{entry.name} cannot be tuned.", "It runs as several replicas (--data-parallel-size)."
             raise UnsupportedOption(what, why, "Tune it with one replica.", param="model")
         if entry.settings is None:
