@@ -79,13 +79,16 @@ class _Lines:
     """The data of server-sent events, from bytes that may be cut anywhere."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Return the data of the events that are complete now."""
-        text = self._rest + chunk
-        *lines, self._rest = text.replace(b"\r\n", b"\n").split(b"\n")
+        self._rest += chunk
+        lines = list[bytes]()
+        if b"\n" in chunk:  # else nothing is copied: a line of megabytes may come in thousands of chunks
+            *lines, rest = bytes(self._rest).replace(b"\r\n", b"\n").split(b"\n")
+            self._rest = bytearray(rest)
         _require_bounded(len(self._rest) + sum(map(len, self._data)), MAX_EVENT_BYTES, "An event of its answer")
         found = []
         for line in lines:
@@ -100,7 +103,7 @@ class _Lines:
     def end(self) -> bytes:
         """Return the data of an event whose empty line is missing; the end of the bytes ends it as well."""
         if self._rest.startswith(b"data:"):
-            self._data.append(self._rest[5:].strip())
+            self._data.append(bytes(self._rest[5:]).strip())
         last = b"\n".join(self._data)
         return b"" if last == DONE else last
 
