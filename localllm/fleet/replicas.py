@@ -123,7 +123,7 @@ class ReplicaLoops:
     """The engine loops of all replicas in place of one `EngineLoop`."""
 
     def __init__(self, models: Sequence[ServedModel], build: Build, policy: Policy = "prefix") -> None:
-        """build: builds a replica anew, by its number; blocks, on a thread of its own."""
+        """build: builds the replica of that number again; blocks, on a thread of its own."""
         self.replicas = [Replica(number, model) for number, model in enumerate(models)]
         self.deliver: Callable[[list[EngineOutput]], None] = lambda outputs: None
         self.on_ended: Callable[[], None] = lambda: None
@@ -279,7 +279,7 @@ class ReplicaLoops:
         """Give a request without a token to another replica. Return whether one took it."""
         for replica, _ in self._in_order(request, without=lost):
             try:
-                self._give(replica, [anew(request)], "retry")
+                self._give(replica, [for_another_engine(request)], "retry")
             except LocalLLMError:
                 continue
             log.info("request routed again id=%s from=%d to=%d", request.request_id, lost.number, replica.number)
@@ -339,7 +339,7 @@ class ReplicaLoops:
             threading.Thread(target=self._replace, args=(replica,), name="localllm-replica", daemon=True).start()
 
     def _replace(self, replica: Replica) -> None:
-        """Build a replica anew, as often as it takes."""
+        """Build a replica again, and try until it runs."""
         replica.model.close()
         attempt = 0
         while not self._stopping.is_set():
@@ -386,8 +386,8 @@ def stats_of_each(model: ServedModel) -> list[EngineStats]:
     return each or [model.client.stats()]
 
 
-def anew(request: Request) -> Request:
-    """Return the same request for another engine. It has had no token, so its grammar is where it began."""
+def for_another_engine(request: Request) -> Request:
+    """Return a request that has had no token as a new one. Its grammar is where it began."""
     return Request(
         request.request_id,
         request.token_ids[: request.prompt_len],

@@ -66,7 +66,7 @@ def prepare_pairs(
     staged_slots: Tensor, inputs: StepInputs, block_table: Tensor, slots: SlotTokens, most: Tensor, rules: DraftRules,
     out: PairInputs, max_query_len: int,
 ) -> None:  # fmt: skip
-    """Fill `out` with the tokens behind those of a step, whose draws are accepted.
+    """Fill `out` with the next token of each token of a step, once the step's draws are accepted.
 
     staged_slots [R] int32: of every row, -1: padding; inputs: of the step; block_table [R, W] int32: of the drafter's
     blocks, 0 where a slot has none; most [slots] int32: drafts that a slot may have. A row drafts if it samples, has no

@@ -105,8 +105,8 @@ class KernelSource(NamedTuple):
 
 
 def compiled_mark(served: str) -> Path:
-    """Return the file that says that the kernels of what is served are in Triton's cache: whoever empties the cache
-    deletes it as well."""
+    """Return a file of Triton's cache folder; if it exists, the kernels of what is served are in the cache. Whoever
+    empties the cache deletes it as well."""
     import triton
 
     return Path(triton.knobs.cache.dir, f"localllm-{hashlib.blake2b(served.encode(), digest_size=16).hexdigest()}")

@@ -49,7 +49,7 @@ def memory_bandwidth(hardware: Hardware) -> float | None:
     """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms; None: it cannot be measured here.
     A measurement that was disturbed is kept as a lower bound, and repeated by the first call a minute later."""
     path = cache_folder() / FILE
-    # Another processor or another number of cores is measured anew.
+    # Another processor or another number of cores is measured again.
     machine = {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
     kept = _read(path, machine)
     if kept is not None and not (kept.is_disturbed and _is_old(path)):

@@ -154,7 +154,7 @@ def plan_step(
     """Plan how this step's queries read a cache of that shape through the tables of a KV group."""
     positions = inputs.positions if inputs.decode_queries > 1 else None
     if positions is not None and inputs.first_key:
-        positions = positions + inputs.first_key  # those of a drafter are rotary ones
+        positions = positions + inputs.first_key  # a drafter's positions are rotary ones
     return plan_attention(
         group.block_table,
         inputs.context_lens,
