@@ -41,7 +41,7 @@ from localllm.errors import (
     RanksLost,
     UnsupportedOption,
 )
-from localllm.fleet.routing import Policy, Reason, ReplicaLoad, Router
+from localllm.fleet.routing import MEMORY, USUAL_STEP_S, USUAL_TOKENS_PER_S, Policy, Reason, ReplicaLoad, Router
 from localllm.serving.build import build_engine
 from localllm.serving.phases import OnPhase
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
@@ -49,9 +49,6 @@ from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-USUAL_TOKENS_PER_S, USUAL_STEP_S = 1000.0, 0.03
-MEMORY = 0.2
-"""Weight of a new observation in the running mean of the prefill rate."""
 RETRY_S = (1.0, 5.0, 20.0, 60.0)
 """Waits before a replica is built again after a failure; the last one repeats."""
 

@@ -22,6 +22,10 @@ Policy = Literal["prefix", "least_loaded", "round_robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "round_robin")
 Reason = Literal["prefix", "load", "tie", "pinned", "retry"]
 
+USUAL_TOKENS_PER_S, USUAL_STEP_S = 1000.0, 0.03
+"""Prompt tokens per second, and seconds of a step, of a replica or another server until they are measured."""
+MEMORY = 0.2
+"""Weight of a new observation in the running means of these speeds."""
 MOST_PREFIXES = 16_384
 """Names of prefixes that are remembered of a replica whose cache cannot be looked at; a name takes some 150 bytes."""
 SAME_RATIO, SAME_S = 1.1, 0.002
@@ -34,7 +38,7 @@ class ReplicaLoad:
 
     hit_tokens: int = 0  # of the new prompt, in the replica's prefix cache
     queued_tokens: int = 0  # uncached prompt tokens of other requests that are not computed yet
-    prefill_tokens_per_s: float = 1000.0
+    prefill_tokens_per_s: float = USUAL_TOKENS_PER_S
     running: int = 0  # requests that were given to it and have not ended
     max_running: int = 64  # requests in one step; more have to wait
     step_s: float = 0.01  # of a step that decodes with few requests

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.config.upstreams import UpstreamConfig
 from localllm.errors import EngineError, LocalLLMError, RequestError
-from localllm.fleet.routing import PrefixMemory, ReplicaLoad
+from localllm.fleet.routing import MEMORY, USUAL_STEP_S, PrefixMemory, ReplicaLoad
 from localllm.fleet.sse import BrokenAnswer, Event, read_events, read_whole
 from localllm.units import format_seconds
 
@@ -37,11 +37,8 @@ FORWARDED = "x-localllm-forwarded"
 """Header of requests that one server passes to another, which answers them itself: no request runs in circles."""
 SLOTS = 8
 """Requests that an upstream is assumed to run at a time; none says how many it does."""
-FIRST_STEP_S = 0.03
 SAID = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
 """Fields of a piece of an answer, in chats and in completions."""
-MEMORY = 0.2
-"""Weight of a new observation in the running means of speed."""
 
 
 class UpstreamFailed(EngineError):
@@ -99,7 +96,7 @@ class Upstream:
         self.prefixes = PrefixMemory()
         self._queued_tokens = 0  # of requests without a first token
         self.prefill_tokens_per_s: float | None = None  # running mean; None: not measured yet
-        self._step_s = FIRST_STEP_S
+        self._step_s = USUAL_STEP_S
         self._lied: dict[str, float] = {}  # by model: until when it is not asked for
         self._client: httpx.AsyncClient | None = None
 

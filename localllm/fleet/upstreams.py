@@ -20,7 +20,7 @@ import msgspec
 
 from localllm.config.settings import Settings, Task
 from localllm.errors import InvalidParameter, ModelNotFound
-from localllm.fleet.routing import Reason, ReplicaLoad, Router
+from localllm.fleet.routing import USUAL_TOKENS_PER_S, Reason, ReplicaLoad, Router
 from localllm.fleet.sse import Event
 from localllm.fleet.upstream import (
     RemoteFacts,
@@ -38,8 +38,6 @@ CHECK_EVERY_S = 5.0
 """Between two looks at a server's health and list of models; a failed request is a look as well."""
 FIRST_CHECK_S = 6.0
 """How long a request waits for the first look, so that a server answers for others as soon as it answers at all."""
-USUAL_TOKENS_PER_S = 1000.0
-"""Prompt tokens per second of a server, until one is measured."""
 HERE = "here"
 """Name of this process among the servers, for the header that pins a request."""
 CHARS_PER_TOKEN = 4

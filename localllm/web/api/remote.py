@@ -18,7 +18,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Settings
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
-from localllm.fleet.routing import ReplicaLoad
+from localllm.fleet.routing import USUAL_STEP_S, USUAL_TOKENS_PER_S, ReplicaLoad
 from localllm.fleet.sse import Event
 from localllm.fleet.upstream import FORWARDED, UpstreamFailed
 from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel
@@ -35,7 +35,6 @@ PIN = "x-localllm-upstream"
 """Header that names the upstream which is to answer, or `here`; the answer says with it which one did."""
 ADMISSION_S = 2.0
 """How long to wait for a refusal before headers are sent. A server that reads a long prompt may send its own later."""
-USUAL_STEP_S, USUAL_PREFILL_TOKENS_PER_S = 0.03, 1000.0
 STOPPED = {"tool_calls": "stop", "function_call": "stop", "content_filter": "stop"}
 """Finish reasons of OpenAI's API in the engine's terms; the others are the same."""
 
@@ -72,7 +71,7 @@ def _load_here(served: ServedModel) -> ReplicaLoad:
     """Return the load of a model of this process, beside which other servers have it, too."""
     stats = served.client.stats()
     return ReplicaLoad(
-        prefill_tokens_per_s=stats.prefill_tokens_per_s or USUAL_PREFILL_TOKENS_PER_S,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s or USUAL_TOKENS_PER_S,
         running=served.client.num_open,
         max_running=served.plan.max_num_seqs,
         step_s=USUAL_STEP_S,
