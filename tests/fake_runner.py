@@ -23,6 +23,7 @@ import numpy.typing as npt
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
     DraftSupport,
+    GaveWay,
     NewSlot,
     PendingStep,
     Row,
@@ -114,7 +115,18 @@ class FakeRunner:
             assert array("i", ids) == self._slots[slot_id].token_ids[-len(ids) :], "ids that were not sampled"
         for row in plan.rows:
             self._write(self._slots[row.slot], row)
+        if plan.gives_way is not None and plan.gives_way():
+            self._spoil(plan.rows)
+            raise GaveWay
         self._advance_states(plan.rows)
+
+    def _spoil(self, rows: Sequence[Row]) -> None:
+        """Leave in the cache what a step leaves there that ended in the middle."""
+        for slot, row in ((self._slots[row.slot], row) for row in rows):
+            assert (row.num_drafts, row.state) == (0, None), "a step that cannot be taken back gave way"
+            for position in range(*_span(slot, row)):
+                for group in range(len(self.windows)):
+                    self._memory[group, self._cache_slot(slot, group, position)] = -1, -1
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
         allowed: dict[int, dict[int, Bits]] = {}

@@ -33,7 +33,7 @@ from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.settle import as_localllm_error
 from localllm.engine.stats import EngineStats, RequestTimeline
-from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
+from localllm.engine.step import GaveWay, PendingStep, Runner, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError, RanksLost
 from localllm.text.grammar import fill_along
 from localllm.version import __version__
@@ -98,6 +98,7 @@ class EngineLoop:
         self._outputs: list[EngineOutput] = []  # outputs not delivered yet
         self._inbox: deque[Request | _Cancel | RequestTimeline | _Errand] = deque()
         self._wake = threading.Condition()
+        self._has_urgent = threading.Event()  # a request in the inbox before which background requests give way
         self._stopping = False
         self._uses_idle_time = True
         self._num_undelivered = self._num_fruitless = 0  # failures in a row
@@ -114,6 +115,8 @@ class EngineLoop:
             self._refuse_when_ended()
             _begin([adapter for request in requests if (adapter := request.options.adapter) is not None])
             self._inbox.extend(requests)
+            if not all(request.options.is_background for request in requests):
+                self._has_urgent.set()
             self._wake.notify()
 
     def _refuse_when_ended(self) -> None:
@@ -301,6 +304,7 @@ class EngineLoop:
                 raise
 
     def _receive(self) -> None:
+        self._has_urgent.clear()
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, _Cancel):
@@ -359,7 +363,13 @@ class EngineLoop:
         requests = self.scheduler.launched[-1].requests
         rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
         plan = plan if plan.is_unmasked or rows else replace(plan, is_unmasked=True)
-        self.runner.forward(plan)
+        if self.scheduler.can_take_back():
+            plan = replace(plan, gives_way=self._has_urgent.is_set)
+        try:
+            self.runner.forward(plan)
+        except GaveWay:
+            self.scheduler.take_back()
+            return True
         masks = self._masks(plan, requests, rows) if rows else None
         self._pending.append(self.runner.sample(plan, masks))
         return True

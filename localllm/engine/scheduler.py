@@ -530,7 +530,32 @@ class Scheduler:
             if row.num_computed_tokens == request.num_tokens - 1 >= request.prompt_len
         ])  # fmt: skip
 
-    # A step is settled, or fails --------------------------------------------------------------------------------
+    # A step is taken back, is settled, or fails -----------------------------------------------------------------
+
+    def can_take_back(self) -> bool:
+        """Return whether the newest step may be taken back: it has background requests alone, without drafts, which
+        the runner has used up, and without recurrent states, which it has changed."""
+        return (
+            self._num_cohorts == 1
+            and self.cache.states is None
+            and all(request.priority == BACKGROUND_PRIORITY for request in self.launched[-1].requests)
+            and not any(row.num_drafts for row in self.launched[-1].plan.rows)
+        )
+
+    def take_back(self) -> None:
+        """Undo the newest step, whose rows were not computed: they are planned again. Requests that entered with it
+        wait again, since what they found in the cache may have been filled by this step."""
+        step = self.launched.pop()
+        for request, row in zip(step.requests, step.plan.rows, strict=True):
+            request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
+            request.num_in_flight_tokens -= row.num_scheduled_tokens
+            request.num_computed_tokens -= row.num_scheduled_tokens
+            request.num_output_placeholders -= row.samples
+            self.cache.forget_names(request, request.num_computed_tokens)
+        entered = {new.request_id for new in step.plan.new_slots}
+        for request in step.requests:
+            if request.request_id in entered:
+                self.table.preempt(request)
 
     def update(self, result: StepResult) -> list[EngineOutput]:
         """Settle the oldest launched step (settle.py)."""

@@ -92,6 +92,10 @@ class Row(NamedTuple):
         return self.samples and self.num_scheduled_tokens == 1 + self.num_drafts
 
 
+class GaveWay(Exception):
+    """Raised by `Runner.forward` in place of a result: the step's rows are not computed, its slot changes are made."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The runner's task for one step: apply `freed_slots`, then `new_slots`, then run `rows` as one batch.
@@ -108,6 +112,8 @@ class StepPlan:
     """(slot, ids) of rows whose last token was sampled, from position num_computed_tokens on. Empty for one stage."""
     propose: int = 0  # most drafts that the runner proposes behind each row that samples, for the next step
     is_unmasked: bool = False  # no row follows a grammar: `sample` gets no masks, so tokens may be drawn in `forward`
+    gives_way: Callable[[], bool] | None = None
+    """Asked between two layers, where a runner can: whether to raise `GaveWay`. None: the step cannot be taken back."""
 
     @property
     def num_tokens(self) -> int:
@@ -291,7 +297,7 @@ class Runner(Protocol):
         """The recorder of traces; None: --torch-profiler-dir is not set, or the steps run in other processes."""
 
     def forward(self, plan: StepPlan) -> None:
-        """Apply the plan's slot changes and launch its forward pass."""
+        """Apply the plan's slot changes and launch its forward pass. Raises `GaveWay` if the plan says so."""
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
         """Launch sampling for the rows with `samples`. The runner also keeps the sampled ids for the next step."""

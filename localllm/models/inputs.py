@@ -8,7 +8,7 @@ T: tokens in this step. B: requests in this step. Rows are ordered: first the `n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -63,6 +63,7 @@ class ForwardInputs:
     state: StateInputs | None = None  # None: a model without recurrent states
     work: WorkLists | None = None  # of the decode rows' attention, where prepare_step has filled some
     first_key: int = 0  # first slot that attention reads: 1 for a drafter that keeps nothing of token 0
+    before_layer: Callable[[], None] | None = None  # called before each layer; ends the pass by what it raises
 
 
 class CausalModel(Protocol):

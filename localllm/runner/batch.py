@@ -361,6 +361,10 @@ class SlotState:
             positions[rows.draws] + 1, counts, spans, self._given_embeds(rows), draft_width,
         )  # fmt: skip
 
+    def take_back(self, batch: StepBatch) -> None:
+        """Count the tokens of a step that was not computed, and had no drafts, as not computed."""
+        self._num_computed[batch.rows.slots] = batch.rows.computed
+
     def _check_computed(self, slots: Ints, computed: Ints, generating: Ints, bounded: Ints) -> None:
         """Check where rows begin. That of a bounded row, of a request with earlier drafts, is an upper bound."""
         if not self._accepts_on_device:

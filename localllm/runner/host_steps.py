@@ -8,7 +8,7 @@ write the same KV cache. `parts_of` decides which requests are computed together
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -119,24 +119,27 @@ class HostSteps:
         self._deterministic, self._num_launched = deterministic, 0
         self._before: StateCopies | None = None  # states of the step's rows with drafts
 
-    def forward(self, batch: StepBatch) -> Forward:
+    def forward(self, batch: StepBatch, before_layer: Callable[[], None] | None = None) -> Forward:
+        """before_layer: see `ForwardInputs`."""
         self._num_launched += 1
         rows = batch.rows
         if rows.states is not None and rows.drafts.any():
             self._before = StateCopies(self._layers, rows.states[0, rows.drafts > 0])
         parts = parts_of(batch.rows, self._native, is_deterministic=self._deterministic)
         if len(parts) == 1:
-            return self._forward(batch, parts[0])
+            return self._forward(batch, parts[0], before_layer)
         batches = [batch.part(part.rows) for part in parts]
-        done = [self._forward(each, part).kept() for each, part in zip(batches, parts, strict=True)]
+        done = [self._forward(each, part, before_layer).kept() for each, part in zip(batches, parts, strict=True)]
         order = in_order(parts)
         return _joined([done[place] for place in order], [len(batches[place].wanted) for place in order])
 
-    def _forward(self, batch: StepBatch, part: Part) -> Forward:
+    def _forward(self, batch: StepBatch, part: Part, before_layer: Callable[[], None] | None) -> Forward:
         if part.is_native:
             assert self._lone is not None
             return self._run_lone(self._lone, batch)
         inputs = self._inputs.make(batch)
+        if before_layer is not None:
+            inputs = replace(inputs, before_layer=before_layer)
         hidden, features = self._hidden(inputs)
         wanted = hidden.index_select(0, inputs.logits_indices)
         logits = None

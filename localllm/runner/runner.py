@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
     DraftSupport,
+    GaveWay,
     KernelFallBack,
     NewSlot,
     PendingStep,
@@ -161,11 +162,15 @@ class TorchRunner:
             if isinstance(self._steps, DeviceSteps):
                 plan, width = self._steps.narrowed(plan)
             batch = self._slots.batch(plan, width) if plan.rows else None
-            done = None
-            if batch is not None and isinstance(self._loaded, DeviceSteps):
-                done = self._loaded.forward(batch, draws=plan.is_unmasked, proposes=plan.propose > 0)
-            elif batch is not None:
-                done = self._loaded.forward(batch)
+            done, steps = None, self._loaded
+            if batch is not None and isinstance(steps, DeviceSteps):
+                done = steps.forward(batch, draws=plan.is_unmasked, proposes=plan.propose > 0)
+            elif batch is not None and isinstance(steps, HostSteps):
+                try:
+                    done = steps.forward(batch, _give_way(plan.gives_way))
+                except GaveWay:
+                    self._slots.take_back(batch)
+                    raise
             self._launched = _ForwardedStep(plan.step_id, timer.stop(), batch, done)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
@@ -322,6 +327,18 @@ class TorchRunner:
     def _loaded(self) -> HostSteps | DeviceSteps:
         assert self._steps is not None, "the runner is closed"
         return self._steps
+
+
+def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:
+    """Return a function that raises `GaveWay` if it is asked for; None: the step cannot be taken back."""
+    if asked is None:
+        return None
+
+    def check() -> None:
+        if asked():
+            raise GaveWay
+
+    return check
 
 
 def _why_off(has_drafts: bool, options: LaunchOptions, keeps_states: bool, is_split: bool) -> str:

@@ -17,7 +17,7 @@ from localllm.engine.memory.ledger import Ledger
 from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import NEVER, Request, RequestOptions, State
+from localllm.engine.request import BACKGROUND_PRIORITY, NEVER, Request, RequestOptions, State
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.speculation import Speculation
@@ -274,6 +274,8 @@ def check_invariants(engine: SmallEngine) -> None:
                 assert all((place + 1) * size <= n for place in named), f"{request.request_id}: an unaccepted token"
             assert c - f <= n
             rejected = engine.longest_draft * max(engine.loop.depth, 1)  # positions that drafts may have used
+            if request.priority == BACKGROUND_PRIORITY:
+                rejected = max(rejected, request.num_lost_tokens - c)  # or a step that was taken back
             assert -(-c // size) <= request.num_blocks <= -(-(c + rejected) // size)  # I9
             assert request.num_blocks * size - c < size + rejected  # waste below one block
         else:

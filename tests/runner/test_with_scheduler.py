@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.request import Request
+from localllm.engine.step import GaveWay
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner import runner as runner_module
 from tests.runner.harness import make_requests, serve
 
 
@@ -34,6 +38,37 @@ def test_output_depends_on_the_request_alone(
         assert [t for o in got for t in o.token_ids] == [t for o in wanted for t in o.token_ids], request.request_id
         assert got[-1].finish_reason == wanted[-1].finish_reason
         assert _ids(got) == _ids(wanted)
+
+
+@pytest.mark.parametrize(("num_blocks", "step"), [(200, 64), (18, 20)])
+def test_background_steps_that_end_between_two_layers_change_no_token(
+    model: Any, spec: ModelSpec, num_blocks: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice, num_ended = random.Random(3), 0
+
+    def at_random(asked: Callable[[], bool] | None) -> Callable[[], None]:
+        assert asked is not None, "a step of background requests may end"
+
+        def before_layer() -> None:
+            nonlocal num_ended
+            if dice.random() < 0.2:
+                num_ended += 1
+                raise GaveWay
+
+        return before_layer
+
+    monkeypatch.setattr(runner_module, "_give_way", at_random)
+    requests = make_requests()
+    for request in requests:
+        request.options = replace(request.options, is_background=True)
+    told, scheduler = serve(model, spec, requests, num_blocks=num_blocks, step=step)
+    monkeypatch.undo()
+    whole, _ = serve(model, spec, make_requests(), num_blocks=num_blocks, step=step)
+    assert num_ended > 5
+    assert scheduler.recorder.num_failed_steps == 0
+    for name, outputs in whole.items():
+        assert [t for o in told[name] for t in o.token_ids] == [t for o in outputs for t in o.token_ids], name
+        assert _ids(told[name]) == _ids(outputs)
 
 
 def _ids(outputs: list[EngineOutput]) -> list[tuple[int, ...]]:

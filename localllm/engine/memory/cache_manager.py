@@ -153,6 +153,15 @@ class CacheManager:
             self.ledger.register(request, index, request.block_hashes[index])
         request.num_registered_blocks = full
 
+    def forget_names(self, request: Request, end: int) -> None:
+        """Drop the names of a running request's blocks from the first one on that is not full at position `end`."""
+        if request.num_registered_blocks == NEVER:
+            return
+        full = min(end // self._block_size, request.num_registered_blocks)
+        for index in range(full, request.num_registered_blocks):
+            self.ledger.unregister(request, index)
+        request.num_registered_blocks = full
+
     def commit(self) -> None:
         """Count the step's rows as launched."""
         if self.states is not None:

@@ -172,6 +172,13 @@ class Ledger:
             if table[index] != NULL_BLOCK:
                 pool.register(table[index], name)
 
+    def unregister(self, request: Request, index: int) -> None:
+        """Drop the names of the blocks at an index of the tables."""
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            name = pool.name_of(table[index])
+            if name is not None:
+                pool.forget(name)
+
     def forget_all(self) -> None:
         for pool in self.pools:
             pool.forget_all()

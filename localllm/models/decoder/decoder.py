@@ -142,6 +142,8 @@ class DecoderModel:
             residual = self.streams.spread(residual)
         delta: Delta | None = None
         for index, (layer, kept, key) in enumerate(zip(self.layers, cache, self._steps, strict=True)):
+            if inputs.before_layer is not None:
+                inputs.before_layer()
             if taps is not None:
                 delta = None if delta is None else whole(delta)
                 taps.keep(index, residual, delta)
