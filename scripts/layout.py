@@ -19,7 +19,7 @@ ORDER = (
     "errors", "units", "terminal", "version", "files", "config", "machine", "logs",
     "kernels",
     "models/inputs", "models/prompt_embeds", "models/spec", "models/families", "models/formats", "models/layers",
-    "models/weights", "models/decoder", "models/transformers_backend", "models/read_spec", "models/vision",
+    "models/weights", "models/decoder", "models/transformers_backend", "models/vision", "models/read_spec",
     "models/encoders", "models/loader", "models/drafters",
     "models/fit", "models/library",
     "text",

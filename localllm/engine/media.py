@@ -50,12 +50,6 @@ class MediaSpan:
     both_ways: bool  # tokens of the picture attend to all of it, so it is computed in one step
     inputs: MediaInputs
 
-    def rows_before(self, offset: int) -> int:
-        """Return how many of the span's rows are at offsets below `offset`."""
-        if self.places is None:
-            return min(max(offset, 0), self.rows)
-        return sum(place < offset for place in self.places)
-
 
 def spans_of(
     token_ids: Sequence[int], placeholder_id: int, pictures: Sequence[Picture], salt: str | None = None
@@ -158,10 +152,9 @@ class EncoderStore:
         for digest in self._of.pop(request_id, ()):
             self._held[digest].holders.discard(request_id)
 
-    def changes(self) -> tuple[tuple[Encode, ...], tuple[bytes, ...]]:
-        """Return the pictures to encode, and those that were evicted, since the last call. A runner first drops, then
-        encodes."""
-        changes = tuple(self._encodes.values()), tuple(sorted(self._dropped))
+    def changes(self) -> tuple[tuple[bytes, ...], tuple[Encode, ...]]:
+        """Return the pictures that were evicted, and those to encode, since the last call, for the next plan."""
+        changes = tuple(sorted(self._dropped)), tuple(self._encodes.values())
         self._encodes, self._dropped = {}, set()
         return changes
 
