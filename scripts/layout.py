@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "localllm"
 
 ORDER = (
-    "errors", "units", "terminal", "version", "files", "config", "machine", "logs",
+    "errors", "units", "terminal", "version", "files", "config", "machine", "logs", "media",
     "kernels",
     "models/inputs", "models/prompt_embeds", "models/spec", "models/families", "models/formats", "models/layers",
     "models/weights", "models/decoder", "models/transformers_backend", "models/vision", "models/read_spec",
