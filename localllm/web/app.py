@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from functools import _lru_cache_wrapper
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from litestar._asgi.routing_trie import traversal
 from litestar._kwargs import extractors
 from litestar.datastructures import State
 from litestar.datastructures.url import URL
+from litestar.handlers import HTTPRouteHandler
 from litestar.plugins import PluginProtocol
 from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler
@@ -110,6 +112,10 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
 
         handlers += pages.routes()
         template_config, rules = pages.template_config(), API_RULES + pages.rules()
+    for i, handler in enumerate(handlers):
+        if isinstance(handler, HTTPRouteHandler) and handler.opt.get("takes_pictures"):
+            handlers[i] = taker = copy(handler)
+            taker.request_max_body_size = settings.server.largest_media_body_bytes
     upstreams = Upstreams(settings)
     keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()

@@ -30,7 +30,14 @@ from localllm.web.api.anthropic.schema import (
     Tool,
     ToolChoice,
 )
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.exchange import (
+    TAKES_PICTURES,
+    ApiRequest,
+    json_body,
+    json_response,
+    served_model,
+    warning_headers,
+)
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 
@@ -47,6 +54,7 @@ EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 @post(
     "/v1/messages",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(
         shapes.AnthropicMessage,
         RequestBody(MessagesBody, RULES, INSIDE, EXAMPLE | {"max_tokens": 64}),
@@ -104,6 +112,7 @@ def _too_long(num_tokens: str, model: ServedModel) -> ContextTooLong:
 @post(
     "/v1/messages/count_tokens",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.TokenCount, RequestBody(CountBody, RULES, INSIDE, EXAMPLE), also=OF_MODELS),
 )
 async def count_tokens(request: ApiRequest) -> ASGIResponse:

@@ -28,6 +28,7 @@ from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import (
+    TAKES_PICTURES,
     ApiRequest,
     json_response,
     keep_alive_seconds,
@@ -75,6 +76,7 @@ PROMPT = {"prompt": "Why is the sky blue?", "options": {"num_predict": 64}}
 @post(
     "/api/chat",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(
         shapes.ChatLine, RequestBody(OllamaChatBody, CHAT_RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
     ),
@@ -96,6 +98,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
 @post(
     "/api/generate",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(
         shapes.GenerateLine,
         RequestBody(OllamaGenerateBody, GENERATE_RULES, INSIDE, PROMPT),

@@ -12,7 +12,14 @@ from localllm.errors import InvalidParameter
 from localllm.serving.answers.conversation import ChatRequest, Conversation, Tools
 from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.exchange import (
+    TAKES_PICTURES,
+    ApiRequest,
+    json_body,
+    json_response,
+    served_model,
+    warning_headers,
+)
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.answer import ChatChunks, chat_response, new_head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -38,6 +45,7 @@ CHAT = RequestBody(ChatBody, CHAT_RULES, example=EXAMPLE)
 @post(
     ["/v1/chat/completions", "/chat/completions"],
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.ChatCompletion, CHAT, shapes.ChatCompletionChunk, also=OF_MODELS),
 )
 async def chat_completions(request: ApiRequest) -> ASGIResponse:
@@ -78,6 +86,7 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
 @post(
     ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"],
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.InputTokens, CHAT, also=OF_MODELS),
 )
 async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
@@ -90,7 +99,12 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     return json_response(counted, warning_headers([*warnings, *more]))
 
 
-@post("/apply-template", status_code=200, operation=Operation(shapes.OpenAIPrompt, CHAT, also=OF_MODELS))
+@post(
+    "/apply-template",
+    status_code=200,
+    opt=TAKES_PICTURES,
+    operation=Operation(shapes.OpenAIPrompt, CHAT, also=OF_MODELS),
+)
 async def apply_template(request: ApiRequest) -> ASGIResponse:
     """Render the prompt of a chat request as text.
 
