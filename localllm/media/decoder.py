@@ -19,6 +19,7 @@ from typing import Any
 LENGTH = struct.Struct("<I")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF")
 """Formats that are decoded; Pillow's others, some of them with long lists of faults, are not."""
+HEADS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM")
 ORIENTATION = 0x0112
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
          7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
@@ -73,6 +74,8 @@ def _opened(data: bytes, most_pixels: int) -> tuple[Any, dict[str, Any]]:
     try:
         image: Any = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
+        if data.startswith(HEADS) or data[8:12] in (b"WEBP", b"avif"):
+            raise NotDecoded(error="damaged", text="Its header cannot be read") from None
         raise NotDecoded(error="unknown") from None
     width, height = image.size
     kind = "JPEG" if image.format == "MPO" else image.format  # several JPEGs in one file, as some phones write them

@@ -69,13 +69,6 @@ class Fetcher:
 
     def fetch(self, url: str, where: str) -> bytes:
         """Return the bytes at a URL. Raises `UnsupportedParameter`, `MediaUnreachable` and `MediaTooLarge`."""
-        if not self.domains:
-            raise UnsupportedParameter(
-                "Pictures are not fetched from URLs.",
-                "This server opens no connection for a request.",
-                "Send a data: URL, or start with --allowed-media-domains example.org (* for all public ones).",
-                param=where,
-            )
         until_s = time.monotonic() + FETCH_S
         for _ in range(MOST_REDIRECTS + 1):
             parts = self._allowed(url, where)
@@ -107,6 +100,13 @@ class Fetcher:
         if "@" in parts.netloc or port not in (None, *PORTS.values()):
             why = "A URL may name neither a user nor a port other than 80 and 443."
             raise InvalidParameter(f"{where} is not a URL that is fetched.", why, param=where)
+        if not self.domains:
+            raise UnsupportedParameter(
+                "Pictures are not fetched from URLs.",
+                "This server opens no connection for a request.",
+                "Send a data: URL, or start with --allowed-media-domains example.org (* for all public ones).",
+                param=where,
+            )
         names = ("*", host, *(f"*.{host.split('.', n)[n]}" for n in range(1, host.count(".") + 1)))
         if not any(domain.lower() in names for domain in self.domains):
             raise UnsupportedParameter(

@@ -58,7 +58,7 @@ from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.pooling import answer_classify, answer_pooling
 from localllm.web.api.openai.rerank import answer_rerank, answer_score
 from localllm.web.api.openapi import openapi_json
-from localllm.web.api.own import health, hub, running
+from localllm.web.api.own import health, hub, media, running
 from localllm.web.api.responses.responses import answer_response
 from localllm.web.api.responses.stored import ResponseStore
 from localllm.web.errors import handle_exception
@@ -105,7 +105,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*llamacpp.routes(), *model_list.routes(), *batches.routes(settings.server)]
-    handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
+    handlers += [*running.routes(), *router.routes(), *hub.routes(), *media.routes(), openapi_json]
     template_config, rules = None, API_RULES
     if settings.server.ui:
         from localllm.web import pages

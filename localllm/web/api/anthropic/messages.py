@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.serving.answers.conversation import ChatRequest
+from localllm.serving.answers.pictures import PromptTokens
 from localllm.serving.served import ServedModel
 from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
@@ -76,6 +75,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     if len(token_ids) >= model.plan.max_model_len:
         raise _too_long(str(len(token_ids)), model)
     generation = asked.within_context(len(token_ids), model).generation(model, token_ids)
+    warnings = [*warnings, *token_ids.warnings]
     head = AnthropicHead.new(model.shown_name, len(token_ids), body.max_tokens)
     if body.stream:
         events = MessageEvents(head, request.scope)
@@ -88,7 +88,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     )
 
 
-async def _token_ids(asked: ChatRequest, model: ServedModel) -> Sequence[int]:
+async def _token_ids(asked: ChatRequest, model: ServedModel) -> PromptTokens:
     """Return the prompt. A text that is too long even to count has an estimated number of tokens."""
     try:
         return await asked.token_ids(model)
@@ -121,4 +121,4 @@ async def count_tokens(request: ApiRequest) -> ASGIResponse:
     model = await served_model(request, body.model)
     asked, more = await chat_request(body, SamplingParams(max_tokens=None), model)
     token_ids = await _token_ids(asked, model)
-    return json_response(shapes.TokenCount(len(token_ids)), warning_headers([*warnings, *more]))
+    return json_response(shapes.TokenCount(len(token_ids)), warning_headers([*warnings, *more, *token_ids.warnings]))
