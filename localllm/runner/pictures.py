@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,12 @@ from torch import Tensor
 
 from localllm.engine.media import MediaSpan
 from localllm.models.inputs import GivenEmbeds
+from localllm.models.vision.tower import Tower
 
 if TYPE_CHECKING:
     from localllm.engine.step import StepPlan
 
 Ints = npt.NDArray[Any]
-
-
-class Tower(Protocol):
-    """What encodes pictures (models/vision/tower.py)."""
-
-    def encode(self, pixels: Mapping[str, Any]) -> Tensor:
-        """Return [rows, (1 + deep) * hidden] of one picture."""
-        ...
 
 
 class Encoder:

@@ -1,5 +1,6 @@
 """Tiny checkpoints of models that see, with their image processors, and what transformers computes from pictures."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,20 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 from torch import Tensor
 
 from localllm.engine.media import MediaSpan, spans_of
-from localllm.models.spec.vision import AUTO, Detail
+from localllm.models.vision.families import family_of_type
 from localllm.models.vision.processed import Processed
 from localllm.models.vision.processor import PictureProcessor
 from tests.models.vision_models import make_model
+from tests.tiny import SPECIAL_TOKENS, save_tiny_tokenizer
 
-PAD = 500
+PAD = 10
 """The placeholder's id in every tiny model."""
 _QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 40}}
-_SIZES = ((50, 70), (33, 20))
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Seeing:
     changes: dict[str, Any]
 
 
+PLACEHOLDERS: dict[str, str] = {}
+"""Texts of the placeholders of families other than Qwen."""
 SEEING = {
     "qwen2_vl": Seeing("Qwen2VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen2_5_vl": Seeing("Qwen2_5_VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
@@ -47,7 +49,30 @@ def make_seeing(path: Path, name: str) -> Any:
     seeing = SEEING[name]
     model = make_model(path, seeing.config, fields=seeing.fields, **seeing.changes)
     processor_of(seeing.processor)(**seeing.options).save_pretrained(path)
+    save_tokenizer(path, name)
     return model
+
+
+def save_tokenizer(path: Path, family: str) -> None:
+    """Save a tokenizer whose special tokens are those of the family, the placeholder at PAD, with a chat template."""
+    save_tiny_tokenizer(path, special_tokens_of(family))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    mark = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>"}.get(family[:4], family_of_type(family).mark)
+    config["chat_template"] = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{% if part.type == 'image' %}{{ '" + mark + "' }}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def special_tokens_of(family: str) -> list[str]:
+    placeholder = PLACEHOLDERS.get(family, "<|image_pad|>")
+    others = [mark for mark in family_of_type(family).marks if mark != placeholder]
+    first = [*SPECIAL_TOKENS, *others][:PAD]
+    first += [f"<|unused_{place}|>" for place in range(len(first), PAD)]
+    return [*first, placeholder, *[*SPECIAL_TOKENS, *others][PAD:]]
 
 
 def processor_of(name: str) -> Any:
@@ -89,6 +114,3 @@ def reference_with_pictures(model: Any, ids: Sequence[int], processed: Sequence[
     given = {name: torch.cat([each.tensors[name] for each in processed]) for name in names}
     given |= {"mm_token_type_ids": kinds} if model.config.model_type.startswith("qwen") else {"token_type_ids": kinds}
     return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given).logits[0]
-
-
-__all__ = ["AUTO", "Detail", "transformers"]

@@ -58,4 +58,6 @@ class VisionSpec:
     width: int = 0  # hidden size of the tower
     mlp_width: int = 0  # of its feed-forward parts
     layers: int = 0
-    tile_tokens: int = 0  # rows of one tile, where pictures are cut into tiles
+    tile_tokens: int = 0  # rows of one tile, where pictures are squares or are cut into tiles; 0: they are not
+    tile_patches: int = 0  # patches of one tile
+    tower_bytes: int = 0  # of the tower in float32; 0: not counted yet (models/fit/pictures.py)

@@ -69,6 +69,8 @@ class PictureProcessor:
         decoded at a fraction of them. Raises what the decoder raises, and `InvalidParameter`."""
         wanted = None if size is None else self.shown(*size, detail)
         picture = self._decode(data, wanted)
+        if size is not None and self.layout(*picture.size, detail) != self.layout(*size, detail):
+            picture = self._decode(data, None)  # rounding of the fraction's size would change the tokens
         size = size or picture.size
         digest = blake2b(data, key=self._key, digest_size=16)
         return self._processed(picture, size, detail, digest)

@@ -19,10 +19,8 @@ from localllm.errors import UnsupportedModel
 from localllm.models.spec.vision import VisionSpec
 from localllm.models.transformers_backend.config_class import load_config
 from localllm.models.transformers_backend.module import read_module
-from localllm.models.vision.families import family_of
+from localllm.models.vision.families import TILES_AT_ONCE, family_of
 
-TILES_AT_ONCE = 4
-"""Tiles of one picture that a CPU encodes together: 17 tiles of SmolVLM at once take 1.6 GB in float32."""
 _OF_TEXT = (r"(^|\.)(language_model|text_model)\.", r"^lm_head", r"^model\.(layers|embed_tokens|norm)\b", r"^mtp\.")
 
 

@@ -107,7 +107,7 @@ def _facts(name: str, found: ModelEntry | str, settings: Settings | None) -> Mod
             abilities, sight = served_abilities(served), served.sight
             image = None if sight is None else sight.processor.limits
         else:
-            image = spec.vision and spec.vision.limits
+            image = None if spec.vision is None else spec.vision.limits
             abilities = replace(abilities_of(path), vision=image is not None)
     except (LocalLLMError, OSError):
         return ModelFacts(name, entry, entry.path if entry is not None else None)
