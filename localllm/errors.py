@@ -20,7 +20,10 @@
     ├── RequestError                this request is invalid; the server is fine
     │   ├── InvalidParameter        a field has an invalid value or type
     │   ├── UnsupportedParameter    a known field or value that is not supported: refused by name, never ignored
-    │   └── ContextTooLong          the prompt, or prompt plus output, is longer than the served context
+    │   ├── ContextTooLong          the prompt, or prompt plus output, is longer than the served context
+    │   ├── UnreadableMedia         a picture is damaged, or of a format that is not read
+    │   ├── MediaTooLarge           a picture has too many bytes or pixels
+    │   └── MediaUnreachable        a picture could not be downloaded from its URL
     └── EngineError                 the engine failed
         ├── QueueFull               too many requests are waiting
         ├── EngineStopped           the engine is shutting down, or was not started
@@ -181,6 +184,24 @@ class ContextTooLong(RequestError):
     """The prompt, or the prompt plus the requested output, exceeds the context served here."""
 
     code = "context_length_exceeded"
+
+
+class UnreadableMedia(RequestError):
+    """A picture is damaged, or of a format that is not read."""
+
+    code = "unreadable_media"
+
+
+class MediaTooLarge(RequestError):
+    """A picture has more bytes or pixels than are read."""
+
+    status, code = 413, "media_too_large"
+
+
+class MediaUnreachable(RequestError):
+    """A picture could not be downloaded from its URL."""
+
+    status, code = 422, "media_unreachable"
 
 
 class EngineError(LocalLLMError):

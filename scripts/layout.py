@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "localllm"
 
 ORDER = (
-    "errors", "units", "terminal", "version", "files", "config", "machine", "logs",
+    "errors", "units", "terminal", "version", "files", "config", "machine", "logs", "media",
     "kernels",
     "models/inputs", "models/prompt_embeds", "models/spec", "models/families", "models/formats", "models/layers",
-    "models/weights", "models/decoder", "models/transformers_backend", "models/read_spec", "models/encoders",
-    "models/loader", "models/drafters",
+    "models/weights", "models/decoder", "models/transformers_backend", "models/vision", "models/read_spec",
+    "models/encoders", "models/loader", "models/drafters",
     "models/fit", "models/library",
     "text",
     "engine",

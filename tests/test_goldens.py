@@ -17,7 +17,9 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import TokenLogprobs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
+from localllm.models.vision.tower import load_tower
 from localllm.runner.kv_cache import KVCache
+from localllm.runner.pictures import Encoder
 from localllm.runner.runner import TorchRunner
 from tests.kv import ledger_of, of_each
 from tests.tiny import load_reference
@@ -37,8 +39,9 @@ class Engine:
     """The real runner under the real scheduler, stepped by hand."""
 
     def __init__(
-        self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0, **config: int
-    ):
+        self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0,
+        staged: bool | None = None, encoder_rows: int = 0, **config: int,
+    ):  # fmt: skip
         spec = read_spec(path)
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
         limits = SchedulerConfig(
@@ -46,6 +49,8 @@ class Engine:
             enable_prefix_caching=caching,
             long_prefill_token_threshold=cap,
             output_reserve=0.0,
+            encoder_rows=encoder_rows,
+            encoder_budget=encoder_rows,
             **sizes,
         )
         hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
@@ -55,11 +60,18 @@ class Engine:
         for layer in kv.layers:
             for tensor in layer.tensors():
                 tensor.fill_(float("nan"))  # what nobody wrote must never be read
-        runner = TorchRunner(model, spec, kv, block_size=BLOCK_SIZE, device=CPU, **sizes)
+        encoder = None
+        if spec.vision is not None:
+            encoder = Encoder(load_tower(path, spec.vision, CPU, torch.float32), spec.hidden_size, torch.float32)
+        self.runner = runner = TorchRunner(
+            model, spec, kv, block_size=BLOCK_SIZE, device=CPU, encoder=encoder, staged=staged, **sizes
+        )
         self.loop = EngineLoop(self.scheduler, runner, depth=depth)
         self.loop._recover = _raise
 
-    def generate(self, prompts, count=NUM_TOKENS, **params):
+    def generate(self, prompts, count=NUM_TOKENS, media=None, **params):
+        """media: the pictures of each prompt; None: there are none."""
+        media = media or [()] * len(prompts)
         tokens = {index: [] for index in range(len(prompts))}
         self.logprobs: dict[int, list[TokenLogprobs]] = {index: [] for index in tokens}
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -77,7 +89,12 @@ class Engine:
 
         self.loop.deliver = deliver
         asked = SamplingParams(**{"temperature": 0.0, "max_tokens": count, **params})
-        self.loop.submit(*(Request(str(i), p, asked, max_output_tokens=count) for i, p in enumerate(prompts)))
+        self.loop.submit(
+            *(
+                Request(str(i), p, asked, max_output_tokens=count, media=of)
+                for i, (p, of) in enumerate(zip(prompts, media, strict=True))
+            )
+        )
         while self.scheduler.has_work or self.loop._inbox:
             self.loop.step()
         assert not any(ending.error for ending in self.endings.values())

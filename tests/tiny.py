@@ -7,6 +7,7 @@ Does not know: localllm.
 """
 
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -610,7 +611,7 @@ def class_of(config: Any) -> Any:
     return getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
 
 
-def save_tiny_tokenizer(path: Path) -> None:
+def save_tiny_tokenizer(path: Path, special_tokens: Sequence[str] | None = None) -> None:
     """tokenizer.json and tokenizer_config.json, ids below VOCAB_SIZE, specials first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -619,7 +620,7 @@ def save_tiny_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens or SPECIAL_TOKENS),
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )

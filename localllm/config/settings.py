@@ -10,6 +10,7 @@ Does not know: where values are read (config/resolve.py), argparse, torch, model
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -35,6 +36,7 @@ TASKS: tuple[Task, ...] = ("generate", "embed", "score")
 Source = Literal["default", "profile", "file", "environment", "flag"]
 
 MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests", "Memory", "Scheduling"
+PICTURES = "Pictures"
 PARALLEL = "Several GPUs"
 SERVER, ACCESS, SEVERAL_MODELS, SEVERAL_SERVERS = "Server", "Access", "Several models", "Several servers"
 
@@ -70,6 +72,26 @@ def _parse_counts(raw: Any) -> tuple[int, ...]:
 
 def _parse_devices(raw: Any) -> tuple[str, ...]:
     return tuple(text for part in _parts(raw) if (text := str(part).strip()))
+
+
+def _parse_picture_limit(raw: Any) -> int:
+    """Return the number of pictures from `image=4`, vLLM's `{"image": 4}` or `4`. Other media are not supported."""
+    limits = raw if isinstance(raw, dict) else None
+    if isinstance(raw, str):
+        limits = json.loads(raw) if raw.lstrip().startswith("{") else dict(part.split("=") for part in raw.split(","))
+    if limits is None:
+        return parse_count(raw)
+    if any(int(count) for name, count in limits.items() if name != "image") or "image" not in limits:
+        raise ValueError(raw)
+    return parse_count(limits["image"])
+
+
+def _parse_object(raw: Any) -> str | None:
+    """Return a JSON object as text with sorted keys."""
+    found = json.loads(raw) if isinstance(raw, str) else raw
+    if not isinstance(found, dict):
+        raise ValueError(raw)
+    return json.dumps(found, sort_keys=True)
 
 
 def _parse_keys(raw: Any) -> str | tuple[str, ...]:
@@ -147,6 +169,25 @@ class EngineConfig:
     max_logprobs: int = setting(
         20, REQUESTS, "most logprobs per position that a request may ask for", unit="per token", low=-1,
         allowed_text="at least 0, or -1 for the whole vocabulary")
+
+    limit_mm_per_prompt: int = setting(
+        100, PICTURES, "most pictures of a request", unit="pictures", low=0, parser=_parse_picture_limit,
+        metavar_text="image=N", note="vLLM's JSON is read, too. 0: the part of the model that sees is not loaded")
+    image_max_tokens: int | None = setting(
+        None, PICTURES, "most tokens of a picture", unit="tokens", low=1,
+        unset="4096, or less if the checkpoint, the context or the memory allow less",
+        note="larger pictures are scaled down, which the answer reports")
+    image_min_tokens: int | None = setting(
+        None, PICTURES, "fewest tokens of a picture, where a model can choose", unit="tokens", low=1,
+        unset="the checkpoint's", note="smaller pictures are scaled up")
+    max_image_pixels: int = setting(
+        100_000_000, PICTURES, "most pixels of a picture that is decoded", unit="pixels", low=1,
+        note="of a JPEG, two and a half times as many")
+    mm_processor_kwargs: str | None = setting(
+        None, PICTURES, "options of the image processor, where a request brings none", unset="the checkpoint's",
+        parser=_parse_object,
+        metavar_text="JSON", is_of_one_model=True,
+        allowed_text="a JSON object such as {\"max_pixels\": 1000000}", note="each family has its own")
 
     max_model_len: int | None = setting(
         None, MEMORY, "longest prompt plus output, in tokens", unit="tokens", low=1, parser=_parse_length,
@@ -310,6 +351,9 @@ class ServerConfig:
     max_body_bytes: int = setting(
         8 * 1024**2, SERVER, "largest request body", unit="bytes", low=2**16,
         note="raise it for large prompt_embeds")
+    max_media_body_bytes: int | None = setting(
+        None, SERVER, "largest request body with pictures; without them it may have max_body_bytes", unit="bytes",
+        low=2**16, unset="64 MiB, or max_inflight_body_bytes if that is less")
     max_inflight_body_bytes: int = setting(
         256 * 1024**2, SERVER, "largest total size of the bodies of all running requests", unit="bytes",
         low=MIN_INFLIGHT_BODY_BYTES, note="never less than max_body_bytes")
@@ -342,6 +386,10 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), ACCESS, "web origins that may call the API (CORS)", note="local: origins on this machine",
         metavar_text="URLS", environment="LOCALLLM_ORIGINS")
+    allowed_media_domains: tuple[str, ...] = setting(
+        (), ACCESS, "hosts that pictures may be fetched from", metavar_text="HOSTS",
+        allowed_text="names such as example.org, *.example.org or * (every public host)",
+        unset="none: requests bring their pictures along")
     trusted_proxies: tuple[str, ...] = setting(
         (), ACCESS, "proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted", metavar_text="ADDRESSES",
         allowed_text="addresses or networks such as 10.0.0.0/8", accepts=_is_network)
@@ -402,6 +450,11 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         given = self.api_key
         return () if given is None else (given,) if isinstance(given, str) else given
+
+    @property
+    def largest_media_body_bytes(self) -> int:
+        asked = self.max_media_body_bytes or 64 * 1024**2
+        return max(min(asked, self.max_inflight_body_bytes), self.max_body_bytes)
 
     @property
     def largest_batch_file_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 _LATER = "This version does not implement it."
 _TOKENIZER = "The tokenizer comes from the model's folder."
 _CONFIG = "A checkpoint's config.json cannot be overridden."
-_TEXT_ONLY = "Only text models are supported: task selects generate, embed or score."
+_TEXT_ONLY = "Only models that read text, or text and pictures, are supported: task selects generate, embed or score."
 _PREFILL = "Use long_prefill_token_threshold, which limits a prefill chunk."
 _DEVICE = "A model runs on the GPU or on the CPU: use device."
 _LOGS = "Use log_level: info logs one line per request."
@@ -34,9 +34,8 @@ UNSUPPORTED: dict[str, str] = {
     "logprobs_mode": "Logprobs always come from the model's raw logits.",
     "runner": _TEXT_ONLY,
     "convert": _TEXT_ONLY,
-    "limit_mm_per_prompt": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "allowed_local_media_path": _TEXT_ONLY,
+    "allowed_local_media_path": "Pictures are not read from this machine's files: send a data: URL.",
+    "media_io_kwargs": "Only pictures are read, always in RGB.",
     # memory
     "calculate_kv_scales": "An fp8 cache uses scale 1; an int8 cache computes a scale for each token.",
     "num_gpu_blocks_override": "Use kv_cache_memory_bytes to set the size of the KV cache.",

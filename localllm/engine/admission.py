@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from localllm.engine.media import MediaSpan
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.recorder import now_s
 from localllm.engine.request import NO_OPTIONS, Request, RequestOptions
 from localllm.engine.step import PromptEmbeds
-from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
 from localllm.text.dry_breakers import Breakers, DryBreakers
 from localllm.text.grammar import Grammars, OutputGrammar
 from localllm.text.reasoning_budget import ReasoningBudgets
@@ -49,6 +50,7 @@ class GenerationRequest:
     params: SamplingParams
     options: RequestOptions = NO_OPTIONS
     prompt_embeds: PromptEmbeds | None = None  # replaces prompt_token_ids, which are as many zeros
+    media: tuple[MediaSpan, ...] = ()  # pictures of the prompt, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # per position; -1: the whole vocabulary
     takes_prompt_embeds: bool = False
+    most_picture_rows: int = 0  # of one picture; 0: the model does not see
     takes_processors: bool = True  # False: the model runs in other processes, to which functions cannot be sent
 
     def require_prompt_embeds(self) -> None:
@@ -126,6 +129,7 @@ class Admission:
                 grammar=self._within_budget(params, prompt),
                 reports_progress=asked.options.progress and not index,
                 prompt_embeds=asked.prompt_embeds,
+                media=asked.media,
                 arrived_s=arrived_s,
             )
             for index in range(params.n)
@@ -137,6 +141,8 @@ class Admission:
         if asked.prompt_embeds is not None:
             self.limits.require_prompt_embeds()
             _check_beside_embeds(asked)
+        if asked.media:
+            self._check_media(asked)
         prompt = self._prompt(asked)
         params = self._with_logprobs(asked.params)
         self._check_token_ids(params)
@@ -158,8 +164,48 @@ class Admission:
         _check_all_logprobs(params, len(prompt), max_output_tokens)
         return prompt, params, max_output_tokens
 
+    def _check_media(self, asked: GenerationRequest) -> None:
+        """Refuse pictures that cannot be encoded here, and parameters that need all of the prompt's tokens."""
+        most = self.limits.most_picture_rows
+        if not most:
+            raise UnsupportedParameter(
+                "This model does not see pictures here.",
+                "It was loaded without the part that reads them.",
+                "Leave the pictures out.",
+                param="messages",
+            )
+        largest = max(span.rows for span in asked.media)
+        if largest > most:
+            raise InvalidParameter(
+                f"A picture of the request takes {largest} tokens.",
+                f"At most {most} are encoded at once here.",
+                "Send a smaller picture, or start with a larger --image-max-tokens.",
+                param="messages",
+            )
+        params = asked.params
+        refused = {
+            "prompt_embeds": asked.prompt_embeds is not None,
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
+            "use_beam_search": asked.options.length_penalty is not None,
+        }
+        for field, does in refused.items():
+            if does:
+                raise InvalidParameter(
+                    f"{field} cannot be combined with pictures.",
+                    "Tokens of pictures are not text, so they cannot be scored or cut.",
+                    f"Leave {field} out.",
+                    param=field,
+                )
+
     def _prompt(self, asked: GenerationRequest) -> Sequence[int]:
         prompt, keep = asked.prompt_token_ids, asked.params.truncate_prompt_tokens
+        if asked.media:  # a placeholder may be behind the vocabulary's end
+            prompt = list(prompt)
+            for span in asked.media:
+                for place in range(span.start, span.end):
+                    if prompt[place] >= self.limits.vocab_size:
+                        prompt[place] = 0
         if keep is not None:
             prompt = prompt[-keep:]
         if not len(prompt):

@@ -44,6 +44,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     drafts: DraftCounts = NO_COUNTS
+    image_tokens: int = 0  # of the prompt
 
     @property
     def total_tokens(self) -> int:

@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
+from localllm.engine.media import MediaSpan
 from localllm.engine.memory.block_names import InputSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.prompt_history import CacheMiss, Prefix
@@ -92,7 +93,7 @@ class Request:
         "cache_extras", "cache_miss", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
         "finished_s", "first_token_s", "grammar",
         "hash_root", "held_state", "is_redrawn", "last_proposed", "last_token_s", "max_drafts",
-        "max_output_tokens", "most_unseen", "next_drop",
+        "max_output_tokens", "media", "most_unseen", "next_drop",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
@@ -114,6 +115,7 @@ class Request:
         grammar: OutputGrammar | None = None,
         reports_progress: bool = False,
         prompt_embeds: PromptEmbeds | None = None,
+        media: tuple[MediaSpan, ...] = (),
         arrived_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -132,9 +134,13 @@ class Request:
         self.grammar = grammar
         self.reports_progress = reports_progress
         self.prompt_embeds = prompt_embeds
+        self.media = media
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
         self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
-        self.spans = () if prompt_embeds is None else (InputSpan(0, self.prompt_len, prompt_embeds.digest),)
+        self.spans: tuple[InputSpan, ...]  # places whose input is not a token's, for the names of blocks
+        self.spans = tuple(InputSpan(span.start, span.end - span.start, span.digest.hex()) for span in media)
+        if prompt_embeds is not None:
+            self.spans = (InputSpan(0, self.prompt_len, prompt_embeds.digest),)
         self.sequence = 0  # order of arrival, set by the scheduler
 
         self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number

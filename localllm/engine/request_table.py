@@ -15,6 +15,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from localllm.engine.media import EncoderStore
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import Hit
 from localllm.engine.output_reserve import OutputReserve
@@ -67,6 +68,7 @@ class RequestTable:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
+        self.encoded = EncoderStore(config.encoder_rows)
         self.reserve = OutputReserve(config.output_reserve)
         self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.free_slots = list(range(self._num_slots))[::-1]
@@ -135,6 +137,7 @@ class RequestTable:
             bad_words_token_ids=request.bad_words_token_ids,
             adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
             prompt_embeds=request.prompt_embeds,
+            media=request.media,
             max_drafts=request.max_drafts,
             prediction_token_ids=request.options.prediction_token_ids if request.max_drafts else (),
             dry_breakers=request.dry_breakers,
@@ -181,6 +184,7 @@ class RequestTable:
         """Remove a request from the running ones and free its memory and its slot."""
         self.running.remove(request)
         self.cache.release(request)
+        self.encoded.release_all(request.request_id)
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
@@ -193,6 +197,7 @@ class RequestTable:
     def restart_all(self) -> None:
         """Free all blocks and slots, and queue every request in order of arrival, with nothing computed."""
         self.cache.clear()
+        self.encoded.clear()
         self.free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots.clear()
         self.running.clear()
@@ -203,6 +208,6 @@ class RequestTable:
 
 
 def _has_prompt(request: Request) -> bool:
-    """Return whether a request is compared with others: not one of a beam search's many steps, and not embeddings,
-    whose token ids have no meaning."""
-    return not request.options.part_of and request.prompt_embeds is None
+    """Return whether a request is compared with others: not one of a beam search's many steps, and not embeddings or
+    pictures, whose token ids have no meaning."""
+    return not request.options.part_of and not request.spans

@@ -63,6 +63,8 @@ class _StepBuilder:
     rows: dict[str, tuple[Request, Row]] = field(default_factory=dict)
     new_slots: list[NewSlot] = field(default_factory=list)
     prefill_budget: int = 0
+    encoder_budget: int = 0  # rows of pictures that may still be encoded
+    has_decodes: bool = False
     preempted: bool = False
     defers_background: bool = False  # background requests are left out, for the prompt of another request
 
@@ -142,7 +144,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step. Return None if there is nothing to launch now."""
         started_s = now_s()
-        step = _StepBuilder(budget=self.config.max_num_batched_tokens)
+        step = _StepBuilder(self.config.max_num_batched_tokens, encoder_budget=self.config.encoder_budget)
         self._reserve.on_step()
         self.cache.begin_step()
         for request in self._prefilled:
@@ -153,6 +155,7 @@ class Scheduler:
         has_background = self._has_background()
         step.defers_background = has_background and self._computes_an_urgent_prompt()
         self._schedule_decodes(step)
+        step.has_decodes = bool(step.rows)
         step.prefill_budget = self._prefill_budget(step, has_background=has_background)
         self._schedule_prefills(step)
         if step.defers_background and not step.rows:  # the prompt cannot enter yet
@@ -335,6 +338,10 @@ class Scheduler:
         """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
         how many tokens it runs; 0: none, since it was preempted or ended. num_reread: see `Row`."""
         cache, start = self.cache, request.num_computed_tokens
+        if request.media and start < request.media[-1].end:
+            count = self._end_within_media(request, start, start + count, step) - start
+            if not count:
+                return 0
         if count > 1:
             count = cache.end_of_row(request, start + count) - start
         end_of_blocks = self._end_of_blocks(request, start + count)
@@ -359,6 +366,31 @@ class Scheduler:
         step.rows[request.request_id] = (request, row)
         step.budget -= count + num_reread
         return count
+
+    def _end_within_media(self, request: Request, start: int, end: int, step: _StepBuilder) -> int:
+        """Hold the pictures that a row from `start` to `end` reads, and return where it may end: before a picture that
+        cannot be encoded in this step, and not inside one that attends both ways.
+
+        A picture that a more urgent request waits for keeps others from being encoded, so none waits for ever.
+        """
+        store = self.table.encoded
+        for span in request.media:
+            if span.end <= start or span.start >= end:
+                continue
+            if span.both_ways and end < span.end:
+                if span.start > start or span.end - start > step.budget:
+                    return max(start, span.start)
+                end = span.end
+            if store.ask(span) != "there" and span.rows > step.encoder_budget:
+                step.encoder_budget = 0
+                return max(start, span.start)
+            taken = store.take(span, request.request_id)
+            if taken == "full":
+                step.encoder_budget = 0
+                return max(start, span.start)
+            if taken == "encode":
+                step.encoder_budget = 0 if step.has_decodes else step.encoder_budget - span.rows
+        return end
 
     def _make_room(self, request: Request, end: int, step: _StepBuilder) -> BlockIds | None:
         """Preempt requests until a running one has blocks up to position `end`, and return its new blocks.
@@ -484,10 +516,16 @@ class Scheduler:
             count = self._chunk_length(request, start)
         if not 0 < count <= limit - reread or self.cache.is_being_computed(request, hit, self.running):
             return 0
+        if request.media:
+            count = self._end_within_media(request, start, start + count, step) - start
+            if not count:
+                return 0
         if not self.ledger.can_enter(hit, self.ledger.blocks_for(self._end_of_blocks(request, start + count))):
+            self.table.encoded.release_all(request.request_id)
             return 0  # a windowed group is short of blocks until its windows have moved on
         new = self.table.admit(request, hit)
         if new is None:
+            self.table.encoded.release_all(request.request_id)
             return 0
         step.new_slots.append(new)
         count = self._schedule_one(request, count, step, reread)
@@ -509,6 +547,9 @@ class Scheduler:
                 sampling.append(request)
                 request.num_output_placeholders += 1 + row.num_drafts
             request.num_drafts, request.draft_token_ids = 0, ()
+            for span in request.media if row.num_computed_tokens < request.prompt_len else ():
+                if row.num_computed_tokens < span.end <= request.num_computed_tokens:
+                    self.table.encoded.release(span.digest, request.request_id)
             name_blocks(request, request.num_computed_tokens)
         self.cache.commit()
         self._step_id += 1
@@ -517,7 +558,14 @@ class Scheduler:
         propose = 0 if self.speculation is None else self.speculation.propose(sampling)
         is_unmasked = all(request.grammar is None for request in sampling)
         plan = StepPlan(
-            self._step_id, rows, tuple(step.new_slots), self.table.take_freed_slots(), known, propose, is_unmasked
+            self._step_id,
+            rows,
+            tuple(step.new_slots),
+            self.table.take_freed_slots(),
+            known,
+            propose,
+            is_unmasked,
+            *self.table.encoded.changes(),
         )
         self.launched.append(LaunchedStep(plan, tuple(requests)))
         return plan
@@ -534,12 +582,13 @@ class Scheduler:
 
     def can_take_back(self) -> bool:
         """Return whether the newest step may be taken back: it has background requests alone, without drafts, which
-        the runner has used up, and without recurrent states, which it has changed."""
+        the runner has used up, and without recurrent states, which it has changed, and it encodes no pictures."""
+        plan, requests = self.launched[-1]
         return (
             self._num_cohorts == 1
             and self.cache.states is None
-            and all(request.priority == BACKGROUND_PRIORITY for request in self.launched[-1].requests)
-            and not any(row.num_drafts for row in self.launched[-1].plan.rows)
+            and all(request.priority == BACKGROUND_PRIORITY for request in requests)
+            and not (plan.encodes or any(row.num_drafts for row in plan.rows))
         )
 
     def take_back(self) -> None:

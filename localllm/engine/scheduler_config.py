@@ -22,6 +22,8 @@ class SchedulerConfig:
     watermark: float = 0.01  # share of the pool kept free at admission while something runs
     output_reserve: float = 0.65  # share of its expected output that a request needs room for at admission
     state_interval: int = 256  # tokens of an output from one checkpoint of recurrent states to the next
+    encoder_rows: int = 0  # rows of encoded pictures that are kept; 0: the model does not see
+    encoder_budget: int = 0  # rows that one step encodes: those of the largest picture
     num_stages: int = 1  # pipeline stages of the runner
     num_extra_cohorts: int = 0  # cohorts beyond one per stage; one of them hides the host's work between two steps
 

@@ -104,6 +104,8 @@ class Speculation:
         asked = request.options.max_drafts
         if request.prompt_embeds is not None or request.max_output_tokens == 1:  # no tokens to look up, none to guess
             return 0
+        if request.media and self.support.lookahead:  # a drafter with weights does not see
+            return 0
         if request.params.mirostat:  # what it keeps depends on the probability of the token before
             return 0
         return self.most if asked is None else min(asked, self.most)

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from localllm.engine.media import Encode, MediaSpan
 from localllm.engine.params import SamplingParams
 
 
@@ -52,6 +53,7 @@ class NewSlot:
     max_drafts: int = 0  # most drafts that the runner may propose for it at a time
     prediction_token_ids: Sequence[int] = ()  # a text that the output may repeat, as a source of drafts
     dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # text/dry_breakers.py
+    media: tuple[MediaSpan, ...] = ()  # pictures of the prompt, in order
 
 
 class StateUse(NamedTuple):
@@ -112,6 +114,8 @@ class StepPlan:
     """(slot, ids) of rows whose last token was sampled, from position num_computed_tokens on. Empty for one stage."""
     propose: int = 0  # most drafts that the runner proposes behind each row that samples, for the next step
     is_unmasked: bool = False  # no row follows a grammar: `sample` gets no masks, so tokens may be drawn in `forward`
+    dropped: tuple[bytes, ...] = ()  # encoded pictures to forget, before others are encoded
+    encodes: tuple[Encode, ...] = ()  # pictures to encode before the forward pass
     gives_way: Callable[[], bool] | None = None
     """Asked between two layers, where a runner can: whether to raise `GaveWay`. None: the step cannot be taken back."""
 

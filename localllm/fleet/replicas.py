@@ -397,6 +397,7 @@ def for_another_engine(request: Request) -> Request:
         grammar=request.grammar,
         reports_progress=request.reports_progress,
         prompt_embeds=request.prompt_embeds,
+        media=request.media,
         arrived_s=request.arrived_s,
     )
 

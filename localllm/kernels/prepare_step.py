@@ -10,13 +10,14 @@ captured graph can replay the kernel, since what changes from step to step is in
 The buffer, int32:
 
     U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | drafts x R | reread x R |
-    state x 3R | update x U
+    state x 3R | shift x R | update x U
 
 R and the number of tokens are those of the `StepInputs` to fill, including padding. A padding row has slot -1: its
 context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding. An update is four
 numbers: a group, a slot, a place in its block table, and the block. The first `reread` tokens of a row have K and V
 already, which stay: theirs have cache slot -1. The places of recurrent states that a row reads, writes and saves to are
-copied by `state_fields`.
+copied by `state_fields`. A row's tokens rotate by their position plus the row's `shift`: it is not 0 behind a picture
+whose tokens have a row and a column.
 
 `drafts` is -1 where the host knows where a row begins: at `computed`. Otherwise drafts of the request were in flight
 when the step was planned, so the row begins at the last token that the device knows, and runs as many of its `drafts`
@@ -38,8 +39,9 @@ from localllm.kernels.paged_attention.device import SPLIT_ROWS, WorkLists
 from localllm.kernels.paged_attention.kernels import split_rows
 
 HEADER = 2
-ROW_FIELDS = 11
+ROW_FIELDS = 12
 STATE_FIELDS = 8  # first of the three fields of recurrent states: read, write, save
+SHIFT_FIELD = 11
 UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
 UPDATES = 512  # updates that a program reads at once
@@ -68,6 +70,7 @@ class StepInputs:
     slots: Tensor  # [R * D] int64          -1: nothing is drawn here
     lengths: Tensor  # [R * D] int64        tokens before the drawn one, which is its position
     adapters: Tensor  # [T] int32           -1: none
+    rotary: Tensor  # [T] int64             position to rotate by
 
     @staticmethod
     def empty(
@@ -85,6 +88,7 @@ class StepInputs:
         return StepInputs(
             longs(tokens), longs(tokens), longs(num_groups, tokens), ints(num_groups, rows, max_blocks), ints(rows),
             ints(rows + 1), longs(rows), longs(draws), longs(draws), ints(tokens),
+            longs(tokens),
         )  # fmt: skip
 
     @property
@@ -99,7 +103,7 @@ class StepInputs:
         return StepInputs(
             self.token_ids[:t], self.positions[:t], self.slot_mapping[:, :t], self.block_tables[:, :r],
             self.context_lens[:r], self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:d], self.lengths[:d],
-            self.adapters[:t],
+            self.adapters[:t], self.rotary[:t],
         )  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def staged_size(num_rows: int, num_updates: int) -> int:
 def state_fields(staged: Tensor, num_rows: int) -> Tensor:
     """Return a view [3, R] of the buffer of a step of R rows: the places of recurrent states that each row reads,
     writes and saves to."""
-    return staged[HEADER : HEADER + ROW_FIELDS * num_rows].view(ROW_FIELDS, num_rows)[STATE_FIELDS:]
+    return staged[HEADER : HEADER + ROW_FIELDS * num_rows].view(ROW_FIELDS, num_rows)[STATE_FIELDS:SHIFT_FIELD]
 
 
 def prepare_step(
@@ -138,7 +142,7 @@ def prepare_step(
         inputs.block_tables.stride(1), inputs.slot_mapping.stride(0), None if work is None else work.buffer,
         0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0), counters, ahead,
         GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
-        UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, SPLIT_ROWS=SPLIT_ROWS,
+        SHIFT_FIELD=SHIFT_FIELD, UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, SPLIT_ROWS=SPLIT_ROWS,
         SPLITTINGS=tuple(map(tuple, splittings)), COUNTERS=0 if counters is None else len(counters),
         **early_launch(staged.device),
     )  # fmt: skip
@@ -170,12 +174,13 @@ def prepare_step_reference(
     positions = computed[row_of_token] + places - start[row_of_token]
     owners = slot[row_of_token]
     blocks = block_tables[:, owners, positions // block_size].long()
-    for tensor in (inputs.token_ids, inputs.positions):
+    for tensor in (inputs.token_ids, inputs.positions, inputs.rotary):
         tensor.zero_()
     for tensor in (inputs.slot_mapping, inputs.adapters):
         tensor.fill_(-1)
     inputs.token_ids[places] = slots.token_ids[owners, positions].long()
     inputs.positions[places] = positions
+    inputs.rotary[places] = positions + fields[SHIFT_FIELD][row_of_token]
     is_new = places - start[row_of_token] >= reread[row_of_token]
     inputs.slot_mapping[:, places] = torch.where(is_new, blocks * block_size + positions % block_size, -1)
     inputs.adapters[places] = adapter[row_of_token].int()
@@ -202,7 +207,7 @@ def _first_of_run(row_of_token: Tensor) -> Tensor:
 def _outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
     return (
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
-        inputs.cu_seqlens_q, inputs.last_tokens, inputs.slots, inputs.lengths, inputs.adapters,
+        inputs.cu_seqlens_q, inputs.last_tokens, inputs.slots, inputs.lengths, inputs.adapters, inputs.rotary,
     )  # fmt: skip
 
 
@@ -264,12 +269,12 @@ def _fill_work_list(
 @triton.jit(do_not_specialize=["rows", "tokens", "draws", "num_decodes", "work_stride", "ahead"])
 def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
-    block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, draws,
-    tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
+    block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rotary_ptr, rows,
+    tokens, draws, tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
     slot_mapping_stride, work_ptr, num_decodes, work_stride, counters_ptr, ahead, GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr,
-    CHUNK: tl.constexpr, UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr, SPLITTINGS: tl.constexpr,
-    COUNTERS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, SHIFT_FIELD: tl.constexpr,
+    UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr, UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr,
+    SPLITTINGS: tl.constexpr, COUNTERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, the
     updates of slots that have no row, and zeros in all COUNTERS counters, a power of two. Behind it, for each of
@@ -305,6 +310,7 @@ def _prepare_rows_kernel(
             place = begin + lane
             tl.store(token_ids_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
             tl.store(positions_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
+            tl.store(rotary_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
             for group in range(GROUPS):
                 slots = slot_mapping_ptr + group * slot_mapping_stride + place
                 tl.store(slots, tl.full([CHUNK], -1, tl.int64), mask=place < tokens)
@@ -320,6 +326,7 @@ def _prepare_rows_kernel(
     adapter = tl.load(fields + 5 * rows + row)
     drafts = tl.load(fields + 6 * rows + row)
     reread = tl.load(fields + 7 * rows + row)
+    shift = tl.load(fields + SHIFT_FIELD * rows + row)
     owner = tl.maximum(slot, 0)
     _update_tables(updates, num_updates, owner, tables_ptr, tables_group_stride, tables_stride, UPDATE_FIELDS, UPDATES)
     if chunk == 0:
@@ -350,4 +357,5 @@ def _prepare_rows_kernel(
         tl.store(slot_mapping_ptr + group * slot_mapping_stride + start + offset, where, mask=inside)
     tl.store(token_ids_ptr + start + offset, token.to(tl.int64), mask=inside)
     tl.store(positions_ptr + start + offset, tl.where(known, position, 0).to(tl.int64), mask=inside)
+    tl.store(rotary_ptr + start + offset, tl.where(known, position + shift, 0).to(tl.int64), mask=inside)
     tl.store(adapters_ptr + start + offset, tl.zeros([CHUNK], tl.int32) + adapter, mask=inside)

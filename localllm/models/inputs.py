@@ -23,6 +23,11 @@ class GivenEmbeds(NamedTuple):
 
     places: Tensor  # [E] int64, indices into the T tokens
     values: Tensor  # [E, hidden] in the model's type
+    deep: Tensor | None = None  # [E, n * hidden] added to the stream behind the first n layers (Qwen3-VL)
+
+    def deep_rows(self, hidden_size: int) -> tuple[Tensor, ...]:
+        """Return what is added behind each of the first layers, [E, hidden] each."""
+        return () if self.deep is None else self.deep.split(hidden_size, dim=1)
 
 
 class GroupInputs(NamedTuple):
@@ -59,6 +64,8 @@ class ForwardInputs:
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
+    rotary: Tensor | None = None  # [3, T] int64: time, row, column to rotate by; [T] if equal; None: `positions`
+    key_limits: Tensor | None = None  # [T] int32: first key that a query does not see; None: the one behind its own
     decode_queries: int = 1  # more than 1: requests that verify drafts; a query from its context's end on is padding
     state: StateInputs | None = None  # None: a model without recurrent states
     work: WorkLists | None = None  # of the decode rows' attention, where prepare_step has filled some

@@ -6,6 +6,7 @@ Does not know: the machine, the settings, where weights are in memory (fit/ and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from localllm.models.spec.family import Family
 from localllm.models.spec.fields import LARGEST, NormSpec, number, size
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
+from localllm.models.spec.vision import VisionSpec
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -65,7 +67,8 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
         if model_impl == "transformers" or (model_impl == "auto" and not _has_family(config)):
             return _through_transformers(path, config, trust_remote_code=trust_remote_code)
         family = _family_of(config)
-        return _build(_filled(config, family), family, _read_generation_config(path))
+        spec = _build(_filled(config, family), family, _read_generation_config(path))
+        return spec if path.is_file() else replace(spec, vision=_read_vision(path, config))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -262,6 +265,20 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise CorruptModel(f"The checkpoint has {name} = {value!r}.", "It must be one token id or a list of them.")
     return tuple(ids)
+
+
+def _read_vision(path: Path, config: Mapping[str, Any]) -> VisionSpec | None:
+    """Return the part that reads pictures; None for a family whose text alone is read, and for a folder without the
+    config of its image processor."""
+    from localllm.models.vision.families import read_vision, sees
+
+    if not sees(config.get("model_type")):
+        return None
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path / name).is_file():
+            found = read_json_object(path / name)
+            return read_vision(config, found.get("image_processor") or found)
+    return None
 
 
 def _read_generation_config(path: Path) -> Mapping[str, Any]:

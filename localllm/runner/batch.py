@@ -12,7 +12,7 @@ Does not know: layers, sampling parameters, why rows were scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.models.decoder.native_program import DecodeRows
 from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs, StateInputs
 from localllm.models.prompt_embeds import PromptEmbedsTensor
+from localllm.runner.pictures import GivenRows, SlotGiven, joined
 from localllm.runner.upload import all_to_device, to_device
 
 Ints = npt.NDArray[Any]
@@ -72,11 +73,18 @@ class StepRows(NamedTuple):
     states: Ints | None = None  # [3, B] int64 places of recurrent states that each row reads, writes and saves to
     reread: Ints | None = None  # [B] int64 the first so many of the scheduled tokens have KV and keep it; None: none
     are_bounds: Ints | None = None  # [B] bool: `computed` and `drafts` are upper bounds; None: of no row
+    shifts: Ints | None = None  # [B] int64 what tokens rotate by, minus their positions; None: 0 of each row
 
     @property
     def context(self) -> Ints:
         """[B] tokens whose KV exists after the step."""
         return self.computed + self.scheduled
+
+    @property
+    def positions(self) -> Ints:
+        """[T] position of each token within its request."""
+        positions: Ints = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1] - self.computed, self.scheduled)
+        return positions
 
     @property
     def num_decodes(self) -> int:
@@ -102,7 +110,7 @@ class StepRows(NamedTuple):
         return StepRows(
             self.slots[rows], self.computed[rows], scheduled, np.concatenate([[0], np.cumsum(scheduled)]),
             np.zeros(len(rows), bool), self.generates[rows], self.adapters[rows], none,
-            np.stack([write, write, none]),
+            np.stack([write, write, none]), shifts=None if self.shifts is None else self.shifts[rows],
         )  # fmt: skip
 
     def part(self, rows: slice) -> StepRows:
@@ -113,6 +121,7 @@ class StepRows(NamedTuple):
             None if self.states is None else self.states[:, rows],
             None if self.reread is None else self.reread[rows],
             None if self.are_bounds is None else self.are_bounds[rows],
+            None if self.shifts is None else self.shifts[rows],
         )  # fmt: skip
 
 
@@ -128,8 +137,10 @@ class StepBatch:
     lengths: Ints  # [D] int64       tokens before the one that is drawn, which is its position
     counts: Ints  # [S] int64        tokens that each row draws, in turn
     prompt_spans: tuple[PromptSpan, ...]
-    embeds: GivenEmbeds | None = None  # on the host
+    embeds: GivenEmbeds | None = None  # prompt embeddings on the host, or rows of pictures on the device
     draft_width: int = 0  # drafts of each row of a staged step, with padding; 0: it has none
+    rotary: Ints | None = None  # [3, T] int64 positions to rotate by, if tokens of a picture's grid are among them
+    key_limits: Ints | None = None  # [T] int32 first key that a token does not see, if some see more than earlier ones
 
     @property
     def sample_index(self) -> Ints | None:
@@ -160,6 +171,8 @@ class StepBatch:
         return StepBatch(
             self.rows.part(rows), self.wanted[wanted] - first, self.plan_rows[sampling], self.slots[drawing],
             self.lengths[drawing], self.counts[sampling], spans, _embeds_between(self.embeds, first, last),
+            rotary=None if self.rotary is None else self.rotary[:, first:last],
+            key_limits=None if self.key_limits is None else self.key_limits[first:last],
         )  # fmt: skip
 
 
@@ -192,9 +205,12 @@ class SlotState:
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
         block_size: int, vocab_size: int, num_places: int = 0, accepts_on_device: bool = False,
+        hidden_size: int = 0, encoded: Mapping[bytes, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """num_places: of recurrent states, with the null place; 0: the model has none. accepts_on_device: the host does
-        not wait for what the device accepts, so it counts tokens of requests with drafts from above."""
+        not wait for what the device accepts, so it counts tokens of requests with drafts from above. encoded: rows of
+        pictures by digest; None: the model does not see."""
+        self._hidden_size, self._encoded = hidden_size, {} if encoded is None else encoded
         self.inputs, self._num_places, self._accepts_on_device = inputs, num_places, accepts_on_device
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
@@ -207,13 +223,14 @@ class SlotState:
         self._prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._adapter = np.full(max_num_seqs, -1, np.int64)
         self._holder: list[str | None] = [None] * max_num_seqs
-        self._embeds: dict[int, Tensor] = {}  # [prompt, hidden] on the host, of slots with prompt embeddings
+        self._given: dict[int, SlotGiven] = {}  # of slots with prompt embeddings or pictures
+        self._shift = np.zeros(max_num_seqs, np.int64)  # of tokens behind the prompt, see StepRows
         self._generates_from = np.zeros(max_num_seqs, np.int64)  # position of the prompt's last token that has an id
 
     def clear(self) -> None:
         """Free all slots. Buffers stay: an entering request overwrites what it reads."""
         self._holder = [None] * len(self._holder)
-        self._embeds.clear()
+        self._given.clear()
         self.inputs.clear()
 
     def held(self) -> list[int]:
@@ -226,7 +243,7 @@ class SlotState:
         for slot in plan.freed_slots:
             assert self._holder[slot] is not None, f"slot {slot} freed and not held"
             self._holder[slot] = None
-            self._embeds.pop(slot, None)
+            self._given.pop(slot, None)
         for new in plan.new_slots:
             self._enter(new)
         if plan.known_token_ids:
@@ -258,9 +275,15 @@ class SlotState:
         asked = new.params.prompt_logprobs
         self._prompt_logprobs[slot] = -1 if asked is None else asked
         self._adapter[slot], self._generates_from[slot] = new.adapter, new.prompt_len - 1
+        self._shift[slot] = 0
         if new.prompt_embeds is not None:
             assert isinstance(new.prompt_embeds, PromptEmbedsTensor)
-            self._embeds[slot], self._generates_from[slot] = new.prompt_embeds.values, new.prompt_len
+            self._given[slot] = SlotGiven((GivenRows(np.arange(new.prompt_len), new.prompt_embeds.values),))
+        if new.media:
+            self._given[slot] = given = SlotGiven.of_pictures(new.prompt_len, new.media)
+            self._shift[slot] = given.shift
+        if new.prompt_embeds is not None or (new.media and new.media[-1].end == new.prompt_len):
+            self._generates_from[slot] = new.prompt_len
         if any(new.block_ids):
             self._add_blocks(slot, new.block_ids)
 
@@ -350,15 +373,16 @@ class SlotState:
             slots, computed[order], scheduled[order], starts, samples, generates[order], self._adapter[slots],
             drafts[order], self._states(plan.rows, order), reread[order] if reread.any() else None,
             bounded[order] if self._accepts_on_device else None,
+            self._shift[slots] if self._shift[slots].any() else None,
         )  # fmt: skip
         self._check(plan, rows, samples)
         self._num_computed[rows.slots] = rows.context
         spans, wanted = self._wanted_logits(rows, order)
         counts = 1 + rows.drafts[samples]
-        positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
+        rotary, limits = self._pictured(rows)
         return StepBatch(
             rows, wanted, tuple(order[samples].tolist()), np.repeat(slots[samples], counts),
-            positions[rows.draws] + 1, counts, spans, self._given_embeds(rows), draft_width,
+            rows.positions[rows.draws] + 1, counts, spans, self._given_embeds(rows), draft_width, rotary, limits,
         )  # fmt: skip
 
     def take_back(self, batch: StepBatch) -> None:
@@ -392,15 +416,35 @@ class SlotState:
         return ordered
 
     def _given_embeds(self, rows: StepRows) -> GivenEmbeds | None:
-        """Return the prompt embeddings at the positions of this step."""
-        places, values = [], []
-        for row, slot in enumerate(rows.slots.tolist() if self._embeds else ()):
-            given = self._embeds.get(slot)
-            if given is not None and rows.computed[row] < len(given):
-                part = given[rows.computed[row] : rows.context[row]]
-                places.append(torch.arange(rows.starts[row], rows.starts[row] + len(part)))
-                values.append(part)
-        return GivenEmbeds(torch.cat(places), torch.cat(values)) if values else None
+        """Return the prompt embeddings and the rows of pictures at the positions of this step."""
+        places, values = list[Ints](), list[Tensor]()
+        for row, slot in enumerate(rows.slots.tolist() if self._given else ()):
+            if slot in self._given and rows.computed[row] < self._prompt_len[slot]:
+                at, held = self._given[slot].rows(int(rows.computed[row]), int(rows.context[row]), self._encoded)
+                places.append(at + rows.starts[row] - rows.computed[row])
+                values += held
+        return joined(places, values, self._hidden_size)
+
+    def _pictured(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
+        """Return the positions to rotate by, and the limits of what tokens see, if tokens of pictures are in the step
+        whose positions or limits are not those of text."""
+        rotary = limits = None
+        for row, slot in enumerate(rows.slots.tolist() if self._given else ()):
+            given, first = self._given.get(slot), int(rows.computed[row])
+            if given is None or first >= self._prompt_len[slot]:
+                continue
+            end = min(int(rows.context[row]), int(self._prompt_len[slot]))
+            at = slice(int(rows.starts[row]), int(rows.starts[row]) + end - first)
+            if given.rotary is not None:
+                if rotary is None:
+                    shifts = 0 if rows.shifts is None else np.repeat(rows.shifts, rows.scheduled)
+                    rotary = np.broadcast_to(rows.positions + shifts, (3, int(rows.starts[-1]))).copy()
+                rotary[:, at] = given.rotary[:, first:end]
+            if given.key_limits is not None:
+                if limits is None:
+                    limits = (rows.positions + 1).astype(np.int32)
+                limits[at] = given.key_limits[first:end]
+        return rotary, limits
 
     def _check(self, plan: StepPlan, rows: StepRows, samples: Ints) -> None:
         slots, context = rows.slots, rows.context
@@ -453,8 +497,7 @@ class HostInputs:
         self._block_tables[:, slot, held : held + len(block_ids[0])] = block_ids
 
     def make(self, batch: StepBatch) -> ForwardInputs:
-        rows, context = batch.rows, batch.rows.context
-        positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
+        rows, context, positions = batch.rows, batch.rows.context, batch.rows.positions
         slot_of_token = np.repeat(rows.slots, rows.scheduled)
         longs = all_to_device([positions, batch.wanted, slot_of_token], self._device)
         ints = all_to_device([context.astype(np.int32), rows.starts.astype(np.int32)], self._device)
@@ -471,6 +514,8 @@ class HostInputs:
             adapters=self._adapters(rows),
             adapters_host=tuple(rows.adapters.tolist()),
             embeds=embeds_on(batch, self._device),
+            rotary=rotary_on(batch, self._device),
+            key_limits=limits_on(batch, self._device),
             state=self._state_inputs(rows),
         )
 
@@ -479,7 +524,7 @@ class HostInputs:
         slots, positions, tables = rows.slots, rows.computed, self._block_tables
         if len(slots) < rows.starts[-1]:
             slots = np.repeat(slots, rows.scheduled)
-            positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
+            positions = rows.positions
         of_group = tables.ctypes.data + np.arange(len(tables))[:, None] * tables.strides[0]
         return DecodeRows(
             self._host_token_ids[slots, positions].astype(np.int64),
@@ -489,6 +534,7 @@ class HostInputs:
             rows.states,
             None if (rows.adapters < 0).all() else np.repeat(rows.adapters, rows.scheduled),
             rows.starts,
+            None if rows.shifts is None else positions + np.repeat(rows.shifts, rows.scheduled),
         )
 
     def _state_inputs(self, rows: StepRows) -> StateInputs | None:
@@ -546,7 +592,25 @@ def embeds_on(batch: StepBatch, device: torch.device) -> GivenEmbeds | None:
     """Return the batch's embeddings on the device; the copy is asynchronous."""
     if batch.embeds is None or device.type == "cpu":
         return batch.embeds
-    return GivenEmbeds(*(part.pin_memory().to(device, non_blocking=True) for part in batch.embeds))
+    places, values, deep = batch.embeds
+    return GivenEmbeds(_moved(places, device), _moved(values, device), None if deep is None else _moved(deep, device))
+
+
+def _moved(part: Tensor, device: torch.device) -> Tensor:
+    return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
+
+
+def rotary_on(batch: StepBatch, device: torch.device) -> Tensor | None:
+    """Return the positions to rotate by [3, T], or [T] if all three are equal, on the device; None: the tokens' own."""
+    if batch.rotary is not None:
+        return to_device(batch.rotary, device)
+    if batch.rows.shifts is None:
+        return None
+    return to_device(batch.rows.positions + np.repeat(batch.rows.shifts, batch.rows.scheduled), device)
+
+
+def limits_on(batch: StepBatch, device: torch.device) -> Tensor | None:
+    return None if batch.key_limits is None else to_device(batch.key_limits, device)
 
 
 def _embeds_between(embeds: GivenEmbeds | None, first: int, last: int) -> GivenEmbeds | None:
@@ -554,7 +618,10 @@ def _embeds_between(embeds: GivenEmbeds | None, first: int, last: int) -> GivenE
     if embeds is None:
         return None
     inside = (embeds.places >= first) & (embeds.places < last)
-    return GivenEmbeds(embeds.places[inside] - first, embeds.values[inside]) if inside.any() else None
+    if not inside.any():
+        return None
+    deep = None if embeds.deep is None else embeds.deep[inside]
+    return GivenEmbeds(embeds.places[inside] - first, embeds.values[inside], deep)
 
 
 def _column(rows: tuple[Row, ...], index: int) -> Ints:

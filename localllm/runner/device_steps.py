@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from localllm.kernels.sampling.draw import Record
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.fit import LOGITS_ROWS
-from localllm.models.inputs import CausalModel, GivenEmbeds
-from localllm.runner.batch import Ints, StepBatch, embeds_on
+from localllm.models.inputs import CausalModel
+from localllm.runner.batch import Ints, StepBatch
 from localllm.runner.device_drafter import DrafterOnDevice
 from localllm.runner.device_drafts import (
     DRAFT_WIDTHS,
@@ -50,7 +51,7 @@ from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampler_chain import ChainRow
 from localllm.runner.sampling import SamplingFeatures, SamplingState
-from localllm.runner.staging import StagedInputs, StepShape, draw_places, row_places, shape_of
+from localllm.runner.staging import StagedInputs, StepShape, draw_places, given_on, row_places, shape_of
 from localllm.runner.upload import to_device, warm_pinned
 
 QUIET_S = 0.05  # seconds without a step before idle time is used
@@ -179,7 +180,7 @@ class DeviceSteps:
         drafts are proposed behind them."""
         self._last_step_s = time.monotonic()
         exact = shape_of(batch)
-        launched = batch.prompt_spans or batch.embeds is not None
+        launched = batch.prompt_spans or batch.embeds is not None or batch.rotary is not None
         recorded = self._recorded_for(exact) if not launched else None
         self._shape, self._replayed, self._drawn = recorded or exact, recorded is not None, None
         self._staged.stage(batch, self._shape)
@@ -194,7 +195,7 @@ class DeviceSteps:
             self._graphs.replay(recorded, FORWARD if self._drawn is None else self._drawn)
             return Forward(None if self._logits is None else self._logits[: recorded.rows * recorded.num_draws], None)
         self._num_launched += 1
-        hidden, last = self._run(exact, embeds_on(batch, self._device))
+        hidden, last = self._run(exact, given_on(batch, self._device))
         wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
         return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
 
@@ -225,12 +226,12 @@ class DeviceSteps:
         kind = next((kind for kind in FEATURE_SETS if kind.covers(features)), None)
         return kind if kind is not None and self._graphs.has(shape, kind) else None
 
-    def _run(self, shape: StepShape, embeds: GivenEmbeds | None = None) -> tuple[Tensor, Tensor]:
+    def _run(self, shape: StepShape, given: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
         """Run the model. Return the hidden states of all tokens, and of those behind which a token is drawn: each row's
-        last one, or all in a step with drafts."""
+        last one, or all in a step with drafts. given: of the step's prompts (staging.py, given_on)."""
         inputs, buffers = self._staged.prepare(shape)
-        if embeds is not None:
-            inputs = replace(inputs, embeds=embeds)
+        if given:
+            inputs = replace(inputs, **given)
         taps = None if self._drafter is None else self._drafter.taps(shape.tokens)
         if taps is None:
             hidden = self._model.forward(inputs, self._layers)

@@ -31,6 +31,7 @@ from localllm.models.layers.lora import LoraBank
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
+from localllm.models.vision.tower import Tower, load_tower, tower_dtype
 from localllm.models.weights.lora import LoraFile, put_lora
 from localllm.models.weights.parameters import held_bytes, replace_tensors
 from localllm.models.weights.source import Progress
@@ -110,11 +111,11 @@ class LocalExecutor:
 
     def __init__(
         self, model: ReopenableModel, spec: ModelSpec, device: torch.device, allocated_before: int = 0,
-        drafter: Drafter | None = None,
+        drafter: Drafter | None = None, tower: Tower | None = None,
     ) -> None:  # fmt: skip
         """allocated_before: bytes that torch had allocated on a GPU before the model was loaded."""
         self._model: ReopenableModel | None = model
-        self._spec, self._device, self._drafter = spec, device, drafter
+        self._spec, self._device, self._drafter, self._tower = spec, device, drafter, tower
         self._fixed_bytes = held_bytes([model, drafter]) - model.table_bytes(model.max_model_len)
         self._allocated_bytes = self._allocated() - allocated_before - model.table_bytes(model.max_model_len)
         self._is_on_host = False
@@ -136,8 +137,10 @@ class LocalExecutor:
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
             )  # fmt: skip
-            drafter = _load_drafter(spec, model, device, config, plan)
-        return cls(cast("ReopenableModel", model), spec, device, before, drafter)
+            drafter, tower = _load_drafter(spec, model, device, config, plan), None
+            if plan.pictures is not None and spec.vision is not None:
+                tower = load_tower(path, spec.vision, device, tower_dtype(getattr(torch, plan.dtype)))
+        return cls(cast("ReopenableModel", model), spec, device, before, drafter, tower)
 
     @property
     def model(self) -> ReopenableModel:
@@ -147,7 +150,8 @@ class LocalExecutor:
 
     @property
     def weights_bytes(self) -> int:
-        return self._fixed_bytes + self.model.table_bytes(self.model.max_model_len)
+        tower = 0 if self._tower is None else self._tower.bytes_held
+        return self._fixed_bytes + tower + self.model.table_bytes(self.model.max_model_len)
 
     @property
     def adapter_slots(self) -> AdapterSlots | None:
@@ -177,20 +181,23 @@ class LocalExecutor:
         others = self._allocated() - self._allocated_bytes - self.model.table_bytes(plan.max_model_len)
         if self._drafter is not None:
             self._drafter.serve_context(min(plan.max_model_len, self._drafter.spec.max_position))
-        return open_runner(self.model, self._spec, config, plan, hardware, report, max(0, others), self._drafter)
+        return open_runner(
+            self.model, self._spec, config, plan, hardware, report, max(0, others), self._drafter, self._tower
+        )
 
     def move_to_host(self) -> None:
         if self._device.type == "cpu":
             return
         self._is_on_host = True
         with torch.inference_mode():
-            replace_tensors([self.model, self._drafter], _to_host)
+            replace_tensors([self.model, self._drafter, self._tower], _to_host)
 
     def move_to_device(self) -> None:
         if self._device.type == "cpu":
             return
         with torch.inference_mode():
-            replace_tensors([self.model, self._drafter], lambda tensor: tensor.to(self._device, non_blocking=True))
+            held = [self.model, self._drafter, self._tower]
+            replace_tensors(held, lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.synchronize(self._device)
         release_pinned_memory()
         self._is_on_host = False
@@ -202,7 +209,7 @@ class LocalExecutor:
         """Do nothing: a lost device shows in the next step."""
 
     def close(self) -> None:
-        self._model = self._drafter = None
+        self._model = self._drafter = self._tower = None
         if self._is_on_host:
             release_pinned_memory()
 

@@ -31,6 +31,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, main_group
+from localllm.models.vision.tower import Tower
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.device_errors import check_device as check_device_answers
 from localllm.runner.device_errors import is_device_loss, translated
@@ -38,6 +39,7 @@ from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache, StateCache
+from localllm.runner.pictures import Encoder
 from localllm.runner.profiling import ProfiledRunner, StepProfiler
 from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
@@ -101,6 +103,7 @@ def open_runner(
     report: ReportDetail,
     held_before: int = 0,
     drafter: Drafter | None = None,
+    tower: Tower | None = None,
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then."""
@@ -121,13 +124,15 @@ def open_runner(
         if device.type == "cuda":
             report("measuring one full step")
             measured = measure(
-                model, spec, plan, device, held_before, options, config.enable_prompt_embeds, drafter=drafter
+                model, spec, plan, device, held_before, options, config.enable_prompt_embeds, drafter=drafter,
+                encoder=_encoder(tower, spec, plan),
             )  # fmt: skip
             fitting = replan(spec, config, plan, hardware, measured)
         kv, states, fitting = _allocate(spec, config, fitting, hardware, device, held_before)
         opened = None if drafter is None else _with_cache(drafter, spec, fitting, device, fitting.num_blocks)
         runner = open_on(
-            kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options
+            kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options,
+            encoder=_encoder(tower, spec, fitting),
         )  # fmt: skip
         return runner, fitting
 
@@ -195,7 +200,7 @@ def _notes_on_graphs(runner: TorchRunner) -> Iterator[str]:
 def open_on(
     kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
     parallel: Parallel | None = None, states: StateCache | None = None, drafter: OpenDrafter | None = None,
-    options: LaunchOptions | None = None,
+    options: LaunchOptions | None = None, encoder: Encoder | None = None,
 ) -> TorchRunner:  # fmt: skip
     """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
     recurrent layers. options: of kernel launches; None: what the settings and earlier checks of this GPU say. Raises
@@ -213,7 +218,9 @@ def open_on(
     traces = config.torch_profiler_dir
     profiler = None if traces is None else StepProfiler(Path(traces).expanduser(), device)
     drafts = has_drafts(config, options)
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, drafts, profiler)
+    runner = _runner(
+        model, spec, plan, kv, device, capture, options, parallel, states, drafter, drafts, profiler, encoder
+    )
     if capture is not None:
         report("capturing CUDA graphs")
     try:
@@ -249,7 +256,7 @@ def replan(
 def measure(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
     launch_options: LaunchOptions, prompt_embeds: bool = False, parallel: Parallel | None = None,
-    drafter: Drafter | None = None,
+    drafter: Drafter | None = None, encoder: Encoder | None = None,
 ) -> Measured:  # fmt: skip
     """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak.
 
@@ -263,7 +270,7 @@ def measure(
     kv = KVCache(spec, blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
     states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
     opened = None if drafter is None else _with_cache(drafter, spec, plan, device, blocks)
-    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states, opened)
+    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states, opened, encoder=encoder)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     given = None if embeds is None else PromptEmbedsTensor(embeds, "")
     for step in largest_steps(
@@ -274,6 +281,8 @@ def measure(
     peak = torch.cuda.max_memory_allocated(device)
     caches = kv.allocated_bytes + states.allocated_bytes + (0 if opened is None else opened.kv.allocated_bytes)
     activations = peak - allocated - caches
+    if plan.pictures is not None:  # the largest picture is encoded by arithmetic: its pixels are not at hand
+        activations = max(activations, plan.pictures.encode_bytes) + plan.pictures.kept_bytes
     runner.close()
     return Measured(allocated - held_before, activations)
 
@@ -342,6 +351,10 @@ def _with_cache(
     return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
 
 
+def _encoder(tower: Tower | None, spec: ModelSpec, plan: MemoryPlan) -> Encoder | None:
+    return None if tower is None else Encoder(tower, spec.hidden_size, getattr(torch, plan.dtype))
+
+
 def _plan_for_free_memory(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, held_before: int
 ) -> MemoryPlan:
@@ -365,7 +378,7 @@ def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
     states: StateCache | None = None, drafter: OpenDrafter | None = None, has_drafts: bool = True,
-    profiler: StepProfiler | None = None,
+    profiler: StepProfiler | None = None, encoder: Encoder | None = None,
 ) -> TorchRunner:  # fmt: skip
     opened = TorchRunner if profiler is None else partial(ProfiledRunner, profiler=profiler)
     return opened(
@@ -385,4 +398,5 @@ def _runner(
         states=states,
         drafter=drafter,
         has_drafts=has_drafts,
+        encoder=encoder,
     )

@@ -51,6 +51,7 @@ from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
+from localllm.runner.pictures import Encoder
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
@@ -78,10 +79,10 @@ class TorchRunner:
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
         staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS, group: Group | None = None,
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
-        has_drafts: bool = True,
+        has_drafts: bool = True, encoder: Encoder | None = None,
     ) -> None:  # fmt: skip
         """states: of a model with recurrent layers. drafter: in one process. has_drafts: False if no step will have
-        drafts; none is recorded."""
+        drafts; none is recorded. encoder: of a model that sees."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -105,6 +106,7 @@ class TorchRunner:
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
                 num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws, reads=kv.reads,
                 ahead=0 if drafter is None else 1 + drafter.num_drafts,
+                shifts=encoder is not None and bool(spec.rope.sections),
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
@@ -126,7 +128,9 @@ class TorchRunner:
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
+            hidden_size=spec.hidden_size, encoded=None if encoder is None else encoder.rows,
         )  # fmt: skip
+        self._encoder = encoder
         self._drafters: Drafters | None = None
         self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
         if self.drafts.proposes:
@@ -151,6 +155,8 @@ class TorchRunner:
         with translated(plan), self._on_this_thread():
             timer = StepTimer(self._device)
             self._slots.apply(plan)
+            if self._encoder is not None:
+                self._encoder.apply(plan)
             for slot in plan.freed_slots:
                 self._sampling.leave(slot)
                 self._refused.pop(slot, None)
@@ -221,6 +227,8 @@ class TorchRunner:
     def _forget_slots(self) -> None:
         self._launched = None
         self._refused.clear()
+        if self._encoder is not None:
+            self._encoder.clear()
         for slot in self._slots.held():
             self._sampling.leave(slot)
         self._slots.clear()
@@ -236,7 +244,7 @@ class TorchRunner:
         if self._model is None:
             return
         self._forget_slots()
-        self._model = self._steps = None
+        self._model = self._steps = self._encoder = None
         del self._sampling, self._slots, self._inputs
         empty_cache()
 

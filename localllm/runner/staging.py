@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from localllm.kernels.paged_attention import KVReads, WorkLists, splits_decodes,
 from localllm.kernels.prepare_step import (
     HEADER,
     ROW_FIELDS,
+    SHIFT_FIELD,
     STATE_FIELDS,
     UPDATE_FIELDS,
     SlotTokens,
@@ -31,7 +32,7 @@ from localllm.kernels.prepare_step import (
     state_fields,
 )
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
-from localllm.runner.batch import BlockIds, HostPlaces, Ints, StepBatch, embeds_on, host_places
+from localllm.runner.batch import BlockIds, HostPlaces, Ints, StepBatch, embeds_on, host_places, limits_on, rotary_on
 from localllm.runner.upload import pinned, to_device
 
 
@@ -98,12 +99,13 @@ class StagedInputs:
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
         device: torch.device, largest: StepShape | None = None, num_groups: int = 1, has_states: bool = False,
-        most_draws: int = 0, reads: Sequence[KVReads] = (), ahead: int = 0,
+        most_draws: int = 0, reads: Sequence[KVReads] = (), ahead: int = 0, shifts: bool = False,
     ) -> None:  # fmt: skip
         """largest: the most rows and tokens of the shapes that batches will be padded to. has_states: whether the model
         has recurrent states. most_draws: of a step with drafts; 0: there are no drafts. reads: how
         the layers of each KV group read their cache. ahead: positions behind a step whose blocks a drafter writes to,
-        if there are some; the null block if not."""
+        if there are some; the null block if not. shifts: whether tokens may rotate by other numbers than positions."""
+        self._shifts = shifts
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
@@ -161,7 +163,7 @@ class StagedInputs:
         shape = shape_of(batch)
         self.stage(batch, shape)
         wanted = to_device(batch.wanted, self._device)
-        return replace(self.prepare(shape)[0], logits_indices=wanted, embeds=embeds_on(batch, self._device))
+        return replace(self.prepare(shape)[0], logits_indices=wanted, **given_on(batch, self._device))
 
     def stage(self, batch: StepBatch, shape: StepShape) -> None:
         """Copy the batch, padded to `shape`, and the block-table updates since the last step."""
@@ -238,6 +240,7 @@ class StagedInputs:
             context_lens_host=context,
             adapters=inputs.adapters,
             adapters_host=self._host_rows.adapters,
+            rotary=inputs.rotary if self._shifts else None,
             state=self._state_inputs(shape),
         )
 
@@ -271,6 +274,12 @@ class StagedInputs:
         self._staged[: len(packed)].copy_(pinned(packed, self._device), non_blocking=True)
 
 
+def given_on(batch: StepBatch, device: torch.device) -> dict[str, Any]:
+    """Return the fields of `ForwardInputs` that a prompt with embeddings or pictures has."""
+    given: dict[str, Any] = {"embeds": embeds_on(batch, device), "key_limits": limits_on(batch, device)}
+    return given if batch.rotary is None else given | {"rotary": rotary_on(batch, device)}
+
+
 def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     """Return [ROW_FIELDS, R] int32 and the number of used tokens; see kernels/prepare_step.py."""
     rows, decodes = batch.rows, batch.rows.num_decodes
@@ -288,7 +297,9 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     if rows.reread is not None:
         reread[places] = rows.reread
     if rows.states is not None:
-        fields[STATE_FIELDS:, places] = rows.states
+        fields[STATE_FIELDS:SHIFT_FIELD, places] = rows.states
+    if rows.shifts is not None:
+        fields[SHIFT_FIELD, places] = rows.shifts
     return fields, used
 
 

@@ -23,7 +23,7 @@ TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template
 class Abilities:
     tools: bool = False
     reasoning: bool = False
-    vision: bool = False  # no model sees pictures yet
+    vision: bool = False
     template: str = ""  # source of its chat template
 
 
@@ -56,4 +56,4 @@ def _template_of(path: Path) -> ChatTemplate:
 def served_abilities(model: ServedModel) -> Abilities:
     """Return the abilities of a loaded model."""
     template = model.chat_template.source() if model.chat_template else ""
-    return Abilities(calls_tools(model), reasons(model), template=template)
+    return Abilities(calls_tools(model), reasons(model), model.sight is not None, template)

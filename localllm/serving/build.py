@@ -8,6 +8,7 @@ Does not know: which models stay loaded and for how long (manager.py), HTTP, ter
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from localllm.models.spec.model_spec import ModelSpec
     from localllm.models.weights.source import Progress
     from localllm.runner.executor import Executor
+    from localllm.serving.answers.pictures import Sight
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -63,8 +65,11 @@ def build_engine(
         _refuse_adapters(config, found.name)
         _refuse_profile(config, found.name)
         return build_pooling(settings, found, spec, on_phase, limits)
+    from localllm.models.fit.pictures import with_tower
+
     with ExitStack() as undo:
         hardware = start_torch(on_phase, limits)
+        spec = with_tower(found.path, spec)
         settings = tuned(settings, found, spec, hardware, on_phase)
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
@@ -333,7 +338,8 @@ def _assemble(
     """Build the served model around a loaded runner."""
     from localllm.text.answers.detect import answer_format
 
-    config = settings.engine
+    config, sight = settings.engine, _sight(settings, found.path, spec, plan)
+    template = template if sight is None else template.of_seeing(sight.marks)
     answers = answer_format(template)
     loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, answers, runner)
     name, aliases = names_of(settings, found)
@@ -352,7 +358,24 @@ def _assemble(
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
         answers=answers,
+        sight=sight,
     )
+
+
+def _sight(settings: Settings, path: Path, spec: ModelSpec, plan: MemoryPlan) -> Sight | None:
+    """Return what reads pictures; None: the model does not see, or its tower is not loaded."""
+    if spec.vision is None or plan.pictures is None:
+        return None
+    from localllm.media.picture import rgb
+    from localllm.media.source import Fetcher
+    from localllm.models.vision.processor import PictureProcessor
+    from localllm.serving.answers.pictures import Sight
+
+    config = settings.engine
+    processor = PictureProcessor(path, spec.vision, rgb, plan.pictures.limits)
+    options = json.loads(config.mm_processor_kwargs or "{}")
+    fetcher = Fetcher(settings.server.allowed_media_domains)
+    return Sight(processor, fetcher, config.limit_mm_per_prompt, config.max_image_pixels, options)
 
 
 def engine_parts(
@@ -373,7 +396,7 @@ def engine_parts(
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
-        takes_processors=not plan.ranks,
+        most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,
     )  # fmt: skip
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     seed = secrets.randbits(63) if config.seed is None else config.seed
@@ -416,6 +439,8 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
         enable_prefix_caching=config.enable_prefix_caching,
         state_interval=state_interval(plan.bytes_per_state, plan.block_size),
         num_stages=runner.num_stages,
+        encoder_rows=0 if plan.pictures is None else plan.pictures.kept_rows,
+        encoder_budget=0 if plan.pictures is None else plan.pictures.rows,
     )
     cache = CacheManager(
         limits,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from localllm.models.spec.model_spec import ModelSpec
     from localllm.runner.executor import Executor
     from localllm.serving.adapters import Adapters, LoadedAdapter
+    from localllm.serving.answers.pictures import Sight
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -95,6 +96,7 @@ class ServedModel:
     memory: MemoryReport | None = None  # predicted and measured memory of the load
     adapters: Adapters | None = None  # None: adapters are not supported
     answers: AnswerFormat | None = None  # format of tool calls and reasoning; None: plain text
+    sight: Sight | None = None  # reads pictures; None: the model does not see
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner

@@ -17,7 +17,17 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from localllm.text.jinja_bounds import TemplateTooCostly
 from localllm.text.jinja_sandbox import JinjaTemplate, TemplateRefusal
-from localllm.text.messages import Message, TemplateTraits, plain_messages, with_empty_content, with_text_arguments
+from localllm.text.messages import (
+    Message,
+    PictureMarks,
+    TemplateTraits,
+    for_template,
+    images_of,
+    plain_messages,
+    with_empty_content,
+    with_text_arguments,
+    without_marks,
+)
 from localllm.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -28,6 +38,14 @@ _MARK = "⟪the text to continue ends here⟫ "
 """Placed after the text to continue while rendering; its trailing space shows whether the template trims content."""
 
 
+_FIRST, _SECOND = {"type": "text", "text": "qzfirst"}, {"type": "text", "text": "qzsecond"}
+_IMAGES = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
+"""Forms of a picture's part that templates render."""
+_USER, _TOOL = {"role": "user"}, {"role": "tool", "tool_call_id": "123456789", "name": "look"}
+_CALL = {"type": "function", "id": "123456789", "function": {"name": "look", "arguments": {}}}
+_CALLED = ({"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
+
+
 class TemplateWithoutEnd(UnsupportedModel):
     """The template was stopped because it costs more to render than any real one."""
 
@@ -35,14 +53,30 @@ class TemplateWithoutEnd(UnsupportedModel):
 class ChatTemplate:
     """A model's chat template, or its templates by name ('default', 'tool_use'); None if the model has none."""
 
-    def __init__(self, source: str | Mapping[str, str] | None, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str] | None = None,
+        marks: PictureMarks | None = None,
+    ) -> None:
+        """marks: of a model that sees."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
-        self._special_tokens = dict(special_tokens or {})
+        self._special_tokens, self.marks = dict(special_tokens or {}), marks
         self._templates: dict[str, _Probed] = {}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         return cls(tokenizer.chat_templates, tokenizer.special_tokens)
+
+    def of_seeing(self, marks: PictureMarks) -> ChatTemplate:
+        """Return this template for a model that sees."""
+        return ChatTemplate(self._sources, self._special_tokens, marks)
+
+    def pictures(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool = False) -> list[Any]:
+        """Return the media of the messages' pictures in the order of their marks in the prompt."""
+        traits = self._template(with_tools=with_tools).traits
+        plain = plain_messages(messages, traits, self.marks)
+        return [part["media"] for message in plain for part in images_of(message)]
 
     def __bool__(self) -> bool:
         """True if the model has a template."""
@@ -82,7 +116,9 @@ class ChatTemplate:
             )
         template = self._template(with_tools=bool(tools))
         self._check_known(template, tools, kwargs)
-        plain = plain_messages(messages, template.traits)
+        plain = for_template(plain_messages(messages, template.traits, self.marks), template.traits, self.marks)
+        if tools and self.marks is not None:
+            tools = without_marks([*tools], self.marks)
         values = {
             **self._special_tokens,
             **kwargs,
@@ -104,7 +140,7 @@ class ChatTemplate:
                 param="messages",
             )
         if name not in self._templates:
-            self._templates[name] = _Probed(_compile(self._sources[name]), self._special_tokens)
+            self._templates[name] = _Probed(_compile(self._sources[name]), self._special_tokens, self.marks)
         return self._templates[name]
 
     def _check_known(self, template: _Probed, tools: object, kwargs: Mapping[str, Any]) -> None:
@@ -129,36 +165,45 @@ class ChatTemplate:
 class _Probed:
     """A compiled template and the behaviour that its probe showed."""
 
-    def __init__(self, jinja: JinjaTemplate, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, jinja: JinjaTemplate, special_tokens: Mapping[str, str], marks: PictureMarks | None) -> None:
         self.jinja = jinja
-        self._special_tokens = special_tokens
+        self._special_tokens, self._marks = special_tokens, marks
 
     @cached_property
     def traits(self) -> TemplateTraits:
         source = self.jinja.source
-        takes_parts = self._shows([{"type": "text", "text": "qzfirst"}, {"type": "text", "text": "qzsecond"}])
+        takes_parts = self._shows([_FIRST, _SECOND])
+        image = next((part for part in _IMAGES if self._shows_image(part, _USER)), None)
         return TemplateTraits(
             named_roles=frozenset(re.findall(r"\w+", " ".join(_ROLE_TEST.findall(source)))),
             takes_strings=self._shows("qzfirst qzsecond") or not takes_parts,
             takes_parts=takes_parts,
             asks_for_none=bool(re.search(r"""\bcontent\b["'\]]*\s+is\s+(not\s+)?none""", source)),
+            image_part=image,
+            images_in_results=image is not None and self._shows_image(image, _TOOL, _CALLED),
         )
 
     def _shows(self, content: object) -> bool:
         """Return whether a user's content is rendered as text: neither dropped nor printed as a Python object."""
-        values = {
-            **self._special_tokens,
-            "tools": None,
-            "add_generation_prompt": True,
-            "messages": [{"role": "user", "content": content}],
-        }
+        text = self._probe([{**_USER, "content": content}])
+        return "qzfirst" in text and "qzsecond" in text and "'type'" not in text and '"type"' not in text
+
+    def _shows_image(self, image: Message, role: Message, before: Sequence[Message] = ()) -> bool:
+        """Return whether a picture among text is rendered as its mark."""
+        if self._marks is None:
+            return False
+        text = self._probe([*before, {**role, "content": [_FIRST, image, _SECOND]}])
+        return text.count(self._marks.mark) == 1 and "qzfirst" in text and "qzsecond" in text
+
+    def _probe(self, messages: list[Message]) -> str:
+        """Return the prompt of a probe; empty if the template does not support it."""
+        values = {**self._special_tokens, "tools": None, "add_generation_prompt": True, "messages": messages}
         try:
-            text = self.jinja.render(values)
+            return self.jinja.render(values)
         except TemplateTooCostly as error:
             raise _too_costly(error) from error
         except Exception:  # any error means that the template does not support the probe
-            return False
-        return "qzfirst" in text and "qzsecond" in text and "'type'" not in text and '"type"' not in text
+            return ""
 
     def render(self, messages: list[Message], values: Mapping[str, Any]) -> str:
         try:
@@ -218,10 +263,10 @@ def _too_costly(error: TemplateTooCostly) -> TemplateWithoutEnd:
 
 def _marked(message: Message) -> Message:
     content = message["content"]
-    if isinstance(content, list) and content:
+    if isinstance(content, list) and content and "text" in content[-1]:
         last = {**content[-1], "text": content[-1]["text"] + _MARK}
         return {**message, "content": [*content[:-1], last]}
-    if not content:
+    if not content or isinstance(content, list):
         raise InvalidParameter("The last message has no text to continue.", param="continue_final_message")
     return {**message, "content": content + _MARK}
 

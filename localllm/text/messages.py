@@ -3,7 +3,11 @@
 Templates differ in what they accept: content as a string or as parts, a developer role, tool arguments as objects.
 `TemplateTraits` describes the template; this module makes a list of plain dicts for it, and refuses messages that the
 template cannot render. The caller's objects are never changed.
-Does not know: Jinja, tokens, HTTP.
+
+A picture is a part {"type": "image", "media": anything}. A template gets it in the form that it renders as the family's
+mark, or the mark in the text if it renders none. Marks in the texts of a request are broken up, so that no text can
+stand for a picture.
+Does not know: Jinja, tokens, HTTP, what a picture is.
 """
 
 from __future__ import annotations
@@ -11,13 +15,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
+OTHER_MEDIA = {
+    "video": "a video", "video_url": "a video", "input_video": "a video", "audio": "sound", "audio_url": "sound",
+    "input_audio": "sound", "image_embeds": "embeddings of a picture", "file": "a file", "input_file": "a file",
+}  # fmt: skip
+"""Parts of other media, which are refused by name."""
+BREAK = "\u200b"
+"""Zero-width space behind the first character of a mark that a text contains."""
 Message = dict[str, Any]
+
+
+class PictureMarks(NamedTuple):
+    """The special texts of a family of models that see."""
+
+    mark: str  # what a chat template writes for a picture
+    all: tuple[str, ...]  # all texts that no message may contain
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +46,84 @@ class TemplateTraits:
     takes_strings: bool = True  # renders content that is a string
     takes_parts: bool = False  # renders content that is a list of parts
     asks_for_none: bool = False  # expects None, not an empty string, for "no content"
+    image_part: Message | None = None  # the part that it renders as a picture's mark; None: it renders none
+    images_in_results: bool = False  # renders it in a tool's result, too
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[Message]:
-    """Return plain messages for the template. Raises `InvalidParameter` that names the wrong message."""
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], traits: TemplateTraits, marks: PictureMarks | None = None
+) -> list[Message]:
+    """Return plain messages, in which pictures are still parts (`for_template` shows them). Raises `InvalidParameter`
+    that names the wrong message.
+
+    marks: of a model that sees. Pictures in results of tools get a message of their own if the template would drop
+    them.
+    """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise _refusal("messages must be a list.", f"Got {type(messages).__name__}.")
     if not messages:
         raise _refusal("messages is empty: there is nothing to answer.")
-    return [_plain_message(message, f"messages[{i}]", traits) for i, message in enumerate(messages)]
+    plain = [_plain_message(message, f"messages[{i}]", traits, marks) for i, message in enumerate(messages)]
+    if marks is None:
+        return plain
+    plain = [without_marks(message, marks) for message in plain]
+    return plain if traits.images_in_results else _with_images_behind_results(plain)
 
 
-def _plain_message(message: Mapping[str, Any], where: str, traits: TemplateTraits) -> Message:
+def without_marks(value: Any, marks: PictureMarks) -> Any:
+    """Return a message or tool in which every mark in a text is broken up. Pictures are left as they are."""
+    if isinstance(value, str):
+        for mark in marks.all:
+            value = value.replace(mark, mark[0] + BREAK + mark[1:])
+        return value
+    if isinstance(value, list):
+        return [without_marks(each, marks) for each in value]
+    if isinstance(value, dict):
+        return {key: each if key == "media" else without_marks(each, marks) for key, each in value.items()}
+    return value
+
+
+def _with_images_behind_results(messages: list[Message]) -> list[Message]:
+    """Return the messages with the pictures of consecutive results of tools in a user's message behind them."""
+    found, moved = list[Message](), list[Message]()
+    for message in [*messages, {"role": ""}]:
+        if moved and message["role"] != "tool":
+            found.append({"role": "user", "content": moved})
+            moved = []
+        images = images_of(message) if message["role"] == "tool" else []
+        if images:
+            name = f" of {message['name']}" if message.get("name") else ""
+            moved += [{"type": "text", "text": f"Pictures from the result{name}:"}, *images]
+            texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+            message = {**message, "content": "\n".join(texts) or "See the pictures below."}
+        found.append(message)
+    return found[:-1]
+
+
+def images_of(message: Mapping[str, Any]) -> list[Message]:
+    """Return the parts of a message that are pictures."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "media" in part]
+
+
+def for_template(messages: Sequence[Message], traits: TemplateTraits, marks: PictureMarks | None) -> list[Message]:
+    """Return plain messages with their pictures in the form that the template renders."""
+    if marks is None:
+        return list(messages)
+    return [{**message, "content": _shown(message["content"], traits, marks)} if images_of(message) else message
+            for message in messages]  # fmt: skip
+
+
+def _shown(parts: list[Message], traits: TemplateTraits, marks: PictureMarks) -> list[Message] | str:
+    if traits.image_part is None:
+        return "\n".join([marks.mark if part["type"] == "image" else part["text"] for part in parts])
+    return [traits.image_part if part["type"] == "image" else part for part in parts]
+
+
+def _plain_message(
+    message: Mapping[str, Any], where: str, traits: TemplateTraits, marks: PictureMarks | None
+) -> Message:
     if not isinstance(message, Mapping):
         raise _refusal(f"{where} must be an object with a role and content.", f"Got {type(message).__name__}.")
     # Clients send absent fields as null, while templates test whether a key exists.
@@ -52,7 +136,7 @@ def _plain_message(message: Mapping[str, Any], where: str, traits: TemplateTrait
     if reasoning is not None:
         plain["reasoning_content"] = plain["reasoning"] = reasoning
     may_be_absent = plain["role"] == "assistant" and (bool(calls) or reasoning is not None)
-    plain["content"] = _content(plain.get("content"), where, traits, may_be_absent)
+    plain["content"] = _content(plain.get("content"), where, traits, marks, may_be_absent)
     return plain
 
 
@@ -68,7 +152,9 @@ def _role(role: object, where: str, traits: TemplateTraits) -> str:
     raise _refusal(f"{where} has an unknown role.", got, f"Use one of: {', '.join(ROLES[:5])}.")
 
 
-def _content(content: object, where: str, traits: TemplateTraits, may_be_absent: bool) -> str | list[Message] | None:
+def _content(
+    content: object, where: str, traits: TemplateTraits, marks: PictureMarks | None, may_be_absent: bool
+) -> str | list[Message] | None:
     if content is None:
         if not may_be_absent:
             raise _refusal(f"{where} has no content.", "Only an assistant message with tool calls may omit it.")
@@ -77,8 +163,12 @@ def _content(content: object, where: str, traits: TemplateTraits, may_be_absent:
         return content if traits.takes_strings else [{"type": "text", "text": content}]
     if not isinstance(content, Sequence):
         raise _refusal(f"{where}.content must be text or a list of parts.", f"Got {type(content).__name__}.")
-    texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-    return [{"type": "text", "text": text} for text in texts] if traits.takes_parts else "\n".join(texts)
+    images = images_of({"content": content}) if marks is not None else []
+    parts = [
+        dict(part) if part in images else {"type": "text", "text": _part_text(part, f"{where}.content[{i}]")}
+        for i, part in enumerate(content)
+    ]
+    return parts if traits.takes_parts or images else "\n".join([part["text"] for part in parts])
 
 
 def _part_text(part: object, where: str) -> str:
@@ -88,6 +178,9 @@ def _part_text(part: object, where: str) -> str:
         raise _refusal(f"{where} must be an object with a type.", f"Got {type(part).__name__}.")
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
+    if isinstance(kind, str) and kind in OTHER_MEDIA:
+        hint = "Send some of its frames as pictures." if "video" in kind else ""
+        raise UnsupportedParameter(f"{where} is {OTHER_MEDIA[kind]}.", "Only pictures are read.", hint, param=where)
     if kind not in (*TEXT_PARTS, "refusal"):
         raise _refusal(f"{where} is of type {kind!r}.", "Supported: text.", 'Send {"type": "text", "text": ...}.')
     if not isinstance(text, str):

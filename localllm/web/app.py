@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from functools import _lru_cache_wrapper
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from litestar._asgi.routing_trie import traversal
 from litestar._kwargs import extractors
 from litestar.datastructures import State
 from litestar.datastructures.url import URL
+from litestar.handlers import HTTPRouteHandler
 from litestar.plugins import PluginProtocol
 from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler
@@ -56,7 +58,7 @@ from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.pooling import answer_classify, answer_pooling
 from localllm.web.api.openai.rerank import answer_rerank, answer_score
 from localllm.web.api.openapi import openapi_json
-from localllm.web.api.own import health, hub, running
+from localllm.web.api.own import health, hub, media, running
 from localllm.web.api.responses.responses import answer_response
 from localllm.web.api.responses.stored import ResponseStore
 from localllm.web.errors import handle_exception
@@ -103,13 +105,17 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*llamacpp.routes(), *model_list.routes(), *batches.routes(settings.server)]
-    handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
+    handlers += [*running.routes(), *router.routes(), *hub.routes(), *media.routes(), openapi_json]
     template_config, rules = None, API_RULES
     if settings.server.ui:
         from localllm.web import pages
 
         handlers += pages.routes()
         template_config, rules = pages.template_config(), API_RULES + pages.rules()
+    for i, handler in enumerate(handlers):
+        if isinstance(handler, HTTPRouteHandler) and handler.opt.get("takes_pictures"):
+            handlers[i] = taker = copy(handler)
+            taker.request_max_body_size = settings.server.largest_media_body_bytes
     upstreams = Upstreams(settings)
     keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()

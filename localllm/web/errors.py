@@ -311,8 +311,13 @@ def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
     if error.status_code == 413:
         limit_bytes = cast("HTTPRouteHandler", scope["route_handler"]).resolve_request_max_body_size()
         why = f"The limit is {format_bytes(limit_bytes or 0)}."
-        is_setting = limit_bytes == scope["litestar_app"].request_max_body_size
-        hint = "Send less, or start the server with a higher --max-body-bytes." if is_setting else ""
+        config = scope["litestar_app"].state.settings.server
+        settings = {
+            config.max_body_bytes: "--max-body-bytes",
+            config.largest_media_body_bytes: "--max-media-body-bytes",
+        }
+        flag = settings.get(limit_bytes)
+        hint = f"Send less, or start the server with a higher {flag}." if flag else ""
         return BodyTooLarge("The request body is too large.", why, hint)
     refusal = HTTPRequestError(error.detail or "The request is invalid.")
     refusal.status = error.status_code

@@ -12,7 +12,7 @@ from localllm.kernels import prepare_step as prepare_module
 from localllm.kernels.accept_drafts import accept_drafts
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.paged_attention.device import Splitting, WorkLists, filled_list
-from localllm.kernels.prepare_step import ROW_FIELDS, SlotTokens, StepInputs, prepare_step
+from localllm.kernels.prepare_step import ROW_FIELDS, SHIFT_FIELD, SlotTokens, StepInputs, prepare_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 SLOTS, WIDTH, BLOCK, GROUPS = 5, 40, 4, 2
@@ -82,6 +82,7 @@ def prepared(
     )
     for place, column in enumerate((slot, computed, scheduled, torch.tensor(starts), samples, adapter, drafts)):
         fields[place] = column
+    fields[SHIFT_FIELD] = -torch.arange(len(rows))
     header = torch.tensor([len(updates), used], dtype=torch.int32)
     staged = torch.cat([header, fields.flatten(), torch.tensor(updates, dtype=torch.int32).flatten()])
     inputs = StepInputs.empty(len(rows), used + 3 * (draws == 1), BLOCKS, DEVICE, GROUPS, len(rows) * draws)
@@ -132,6 +133,7 @@ def test_rows_begin_where_the_device_knows(step: tuple[int, list[Asked]]) -> Non
         for offset in range(row.scheduled):
             real, position = offset < count, begin + offset
             assert positions[at + offset] == (position if real else 0)
+            assert inputs.rotary[at + offset] == (position - place if real else 0)
             assert ids[at + offset] == (int(tokens.token_ids[row.slot, position]) if real else 0)
             for group in range(GROUPS):
                 block = int(tables[group, row.slot, position // BLOCK]) if real else 0

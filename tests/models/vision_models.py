@@ -20,7 +20,11 @@ _LAYERS: dict[str, Any] = {
 }  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "Qwen2VLConfig": ("Qwen2VLForConditionalGeneration", {"rope_parameters": _SECTIONS}, {**_PATCHES, "embed_dim": 32}),
+    "Qwen2VLConfig": (
+        "Qwen2VLForConditionalGeneration",
+        {"rope_parameters": _SECTIONS},
+        {**_PATCHES, "embed_dim": 32, "hidden_size": 64},
+    ),
     "Qwen2_5_VLConfig": (
         "Qwen2_5_VLForConditionalGeneration",
         {"rope_parameters": _SECTIONS, "tie_word_embeddings": True},
@@ -68,11 +72,11 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make_model(path: Path, config_name: str, **changes: Any) -> Any:
-    """A tiny random model that sees, saved by transformers. changes: fields of its text part."""
+def make_model(path: Path, config_name: str, *, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A tiny random model that sees, saved by transformers. fields: of its config; changes: of its text part."""
     class_name, text, vision = VISION_MODELS[config_name]
     text = {**text, **changes}
-    config = getattr(transformers, config_name)(text_config={**TEXT, **text}, vision_config=vision)
+    config = getattr(transformers, config_name)(text_config={**TEXT, **text}, vision_config=vision, **(fields or {}))
     config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))
     torch.manual_seed(0)
     model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()

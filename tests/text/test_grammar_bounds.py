@@ -143,13 +143,13 @@ def test_a_child_that_is_stuck_is_killed_and_replaced(trials: GrammarTrials, mon
     monkeypatch.setattr(grammar_trial, "WALL_S", 0.5)
     assert trials.run('start: "a"') is None
     assert trials._child is not None
-    stuck = trials._child.pid
+    stuck = trials._child.process.pid
     os.kill(stuck, signal.SIGSTOP)
     with pytest.raises(TrialFailed, match=r"0\.5 s"):
         trials.run('start: "b"')
     monkeypatch.undo()
     assert trials.run('start: "a"') is None
-    assert trials._child.pid != stuck
+    assert trials._child.process.pid != stuck
 
 
 def test_a_compile_without_end_is_ended_by_its_own_clock(
@@ -163,15 +163,15 @@ def test_a_compile_without_end_is_ended_by_its_own_clock(
 def test_a_child_that_was_ended_by_others_is_replaced(trials: GrammarTrials) -> None:
     assert trials.run('start: "a"') is None
     assert trials._child is not None
-    trials._child.kill()
-    trials._child.wait()
+    trials._child.process.kill()
+    trials._child.process.wait()
     assert trials.run('start: "a"') is None
 
 
 def test_the_child_ends_with_its_owner(trials: GrammarTrials) -> None:
     trials.run('start: "a"')
-    child = trials._child
-    assert child is not None
+    assert trials._child is not None
+    child = trials._child.process
     assert child.stdin is not None
     child.stdin.close()  # as when the process that started it is gone
     assert child.wait(10) == 0

@@ -62,7 +62,7 @@ class PacedRunner(FakeRunner):
 
 def fake_model(
     folder: Path, runner: FakeRunner, *, max_num_seqs: int = 8, max_num_queued_reqs: int = 64,
-    chat_template: str | None = None, max_num_batched_tokens: int = 64,
+    chat_template: str | None = None, max_num_batched_tokens: int = 64, picture_rows: int = 0,
 ) -> ServedModel:  # fmt: skip
     """A served model with the tests' tokenizer; nothing ends it but the length, since it has no eos."""
     save_tiny_tokenizer(folder)
@@ -74,10 +74,12 @@ def fake_model(
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         max_num_queued_reqs=max_num_queued_reqs,
+        encoder_rows=2 * picture_rows,
+        encoder_budget=picture_rows,
     )
     cache = CacheManager(config, Ledger(runner.num_blocks, BLOCK_SIZE), BlockHasher(b"test", BLOCK_SIZE))
     loop = EngineLoop(Scheduler(config, cache), runner)
-    limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE)
+    limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE, most_picture_rows=picture_rows)
     answers = answer_format(template)
     admission = Admission(
         limits,

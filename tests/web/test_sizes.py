@@ -156,7 +156,7 @@ def test_large_bodies_are_read_beside_the_event_loop(server: LiveServer, monkeyp
 
 
 def test_the_size_of_a_body_is_a_setting(tmp_path: Path) -> None:
-    large = {"content": "a", "unknown": "x" * 200_000}
+    large = {"content": "a", "unknown": "x " * 100_000}
     for max_body_bytes, status in ((100_000, 413), (300_000, 200)):
         asked = settings(max_body_bytes=max_body_bytes)
         with LiveServer(fake_model(tmp_path, PacedRunner()), asked) as server:
@@ -165,6 +165,19 @@ def test_the_size_of_a_body_is_a_setting(tmp_path: Path) -> None:
             assert ("--max-body-bytes" in answer.text) == (status == 413)
             named = server.post("/v1/load_lora_adapter", {"lora_name": "x" * 400_000})
             assert "--max-body-bytes" not in refusal(named, 413)["message"]
+
+
+def test_a_body_with_pictures_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    asked = settings(max_body_bytes=100_000, max_media_body_bytes=400_000)
+    with LiveServer(fake_model(tmp_path, PacedRunner()), asked) as server:
+        picture = {"content": "a", "unknown": "x" * 200_000}
+        assert server.post("/tokenize", picture).status_code == 200
+        for text in ("x " * 60_000, ["x y"] * 16_000):
+            refused = server.post("/tokenize", {**picture, "text": text})
+            assert "without pictures" in refusal(refused, 413)["message"]
+        refused = server.post("/tokenize", {"content": "a", "unknown": "x" * 500_000})
+        assert "--max-media-body-bytes" in refusal(refused, 413)["message"]
+        assert "--max-body-bytes" in refusal(server.post("/v1/completions", picture), 413)["message"]
 
 
 def test_garbage_is_collected_again_after_a_body(server: LiveServer) -> None:

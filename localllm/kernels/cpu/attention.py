@@ -26,11 +26,11 @@ def reads_cache(kv: LayerKV) -> bool:
 
 
 def rows_of(block_table: Tensor, context_lens: Sequence[int]) -> Tensor:
-    """Return [n, 3] int64: NativeRow of the first n rows of block_table [B, max_blocks] int32 as numbers. They are the
-    address of its blocks, the position of its query, and a slot that nothing is written to."""
+    """Return [n, 4] int64: NativeRow of the first n rows of block_table [B, max_blocks] int32 as numbers. They are the
+    address of its blocks, the position of its query, and a slot and a rotation that nothing reads."""
     assert block_table.dtype == torch.int32
     assert block_table.stride(1) == 1
-    rows = torch.zeros(len(context_lens), 3, dtype=torch.int64)
+    rows = torch.zeros(len(context_lens), 4, dtype=torch.int64)
     rows[:, 0] = torch.arange(len(context_lens)).mul_(block_table.stride(0) * 4).add_(block_table.data_ptr())
     rows[:, 1] = torch.tensor(context_lens) - 1
     return rows

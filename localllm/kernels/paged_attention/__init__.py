@@ -81,6 +81,7 @@ def plan_attention(
     positions: Tensor | None = None,
     first_key: int = 0,
     work: WorkLists | None = None,
+    key_limits: Tensor | None = None,
 ) -> AttentionPlan:
     """Plan a step. block_table [B, max_blocks], context_lens [B], cu_seqlens_q [B + 1] int32, as in ForwardInputs.
 
@@ -89,7 +90,8 @@ def plan_attention(
     the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
     own; None: all previous ones. first_key: keys before this position are not read. work: what `prepare_step` has
-    filled.
+    filled. key_limits [T] int32: of queries of rows with several, the first key that each does not see, behind its own
+    or later; None: the one behind its own. Not for steps with drafts.
     """
     if not runs_triton(block_table, "attention"):
         if positions is not None:
@@ -97,11 +99,14 @@ def plan_attention(
             return plan_drafts_on_host(
                 block_table, query_lens, context_lens_host, starts, cache_shape, window, first_key
             )  # fmt: skip
-        return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window, first_key)
+        limits = None if key_limits is None else key_limits.tolist()
+        return plan_on_host(
+            block_table, query_lens, context_lens_host, num_decodes, cache_shape, window, first_key, limits
+        )
     return plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes,
         KVReads(num_heads, tuple(cache_shape), cache_dtype, window), decode_queries, positions, work,
-        first_key,
+        first_key, key_limits,
     )  # fmt: skip
 
 

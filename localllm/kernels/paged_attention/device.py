@@ -144,6 +144,7 @@ class DevicePlan:
     decode_queries: int
     positions: Tensor | None  # [T] int64; None: one query per decode row, at the context's end
     first_key: int = 0  # keys before this position are not read
+    key_limits: Tensor | None = None  # [T] int32 the first key that a query does not see; None: the one behind its own
 
     @property
     def num_decode_tokens(self) -> int:
@@ -160,6 +161,7 @@ def plan_on_device(
     positions: Tensor | None,
     work: WorkLists | None,
     first_key: int = 0,
+    key_limits: Tensor | None = None,
 ) -> DevicePlan:
     """Make the plan. If there are decode rows to split, take their work list from `work`, or launch the plan kernel.
 
@@ -178,6 +180,7 @@ def plan_on_device(
     return DevicePlan(
         block_table, context_lens, cu_seqlens_q, num_decodes, reads.window or 0,
         _decode_launch(reads, decode_queries, device), prefill, splits, decode_queries, positions, first_key,
+        key_limits,
     )  # fmt: skip
 
 
@@ -515,7 +518,7 @@ def _launch_prefill(call: _Call) -> None:
     prefill_kernel[(num_blocks_q, num_kv_heads)](
         call.out, call.q, call.cache(call.k_cache, launch), call.cache(call.v_cache, launch),
         call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, positions,
-        call.sinks, call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
+        plan.key_limits, call.sinks, call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
         plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
         ONE_LOOP=launch_options().deterministic, **call.constants(launch),
     )  # fmt: skip

@@ -59,7 +59,7 @@ def _capped(scores, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+    acc, row_max, row_sum, q, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
     tile, first_key, end_key, scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     FIRST_KEY: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
@@ -67,7 +67,8 @@ def _attend_tile(
     """Add the keys of one tile to (acc, row_max, row_sum). scale: from scores to powers of two.
 
     MASKED: some key of the tile is hidden from some row; keys outside first_key .. end_key-1 are hidden from all rows.
-    q_positions None: all others are visible to all rows.
+    q_positions None: all others are visible to all rows. q_limits: the first key that each row does not see; None: the
+    one behind its own.
     """
     BLOCK_D: tl.constexpr = acc.shape[1]
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
@@ -112,7 +113,10 @@ def _attend_tile(
         if q_positions is None:
             visible = seen[None, :]
         else:
-            visible = positions[None, :] <= q_positions[:, None]
+            if q_limits is None:
+                visible = positions[None, :] <= q_positions[:, None]
+            else:
+                visible = positions[None, :] < q_limits[:, None]
             if FIRST_KEY > 0:
                 visible = visible & seen[None, :]
             if WINDOW > 0:
@@ -151,7 +155,7 @@ def _attend_tile(
 
 @triton.jit
 def _attend_tiles(
-    acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+    acc, row_max, row_sum, q, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
     first_tile, end_tile, first_key, end_key, scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     FIRST_KEY: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
@@ -159,8 +163,8 @@ def _attend_tiles(
     """Process tiles first_tile .. end_tile-1 with prefetching."""
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         acc, row_max, row_sum = _attend_tile(
-            acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-            tile, first_key, end_key, scale,
+            acc, row_max, row_sum, q, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale, table,
+            head_blocks, tile, first_key, end_key, scale,
             MASKED, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA,
         )  # fmt: skip
     return acc, row_max, row_sum
@@ -226,9 +230,9 @@ def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row", "num_rows", "num_blocks", "table_stride"])
 def prefill_kernel(
-    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, positions, sinks, alibi_slopes,
-    scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, positions, key_limits, sinks,
+    alibi_slopes, scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride,
+    out_stride, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     TMA: tl.constexpr, ONE_LOOP: tl.constexpr, STAGES: tl.constexpr, FIRST_KEY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +240,8 @@ def prefill_kernel(
 
     ONE_LOOP: every tile uses the masked loop, so that a query's bits do not depend on other queries in the block.
     positions [num_tokens] int64: read if given, of each request's first query; its queries from the context's end on
-    are padding. None: a request's last query is at its context's end.
+    are padding. None: a request's last query is at its context's end. key_limits [num_tokens] int32: the first key that
+    each query does not see, behind its own or later; None: the one behind its own.
     """
     wait_for_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
@@ -274,6 +279,10 @@ def prefill_kernel(
     first_position = computed + first_query
     last_position = tl.minimum(first_position + BLOCK_Q, context_len) - 1
     end_key = tl.maximum(last_position + 1, 0)
+    q_limits = None
+    if key_limits is not None:
+        q_limits = tl.load(key_limits + start + queries, mask=present, other=0)
+        end_key = tl.minimum(tl.maximum(tl.max(q_limits, 0), end_key), context_len)
     first_key = tl.maximum(first_position - WINDOW + 1, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
     first_tile = first_key // TILE
     end_tile = tl.cdiv(end_key, TILE)
@@ -286,19 +295,19 @@ def prefill_kernel(
             last_first_key = tl.maximum(last_position - WINDOW + 1, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
             free_tile = tl.minimum(tl.cdiv(last_first_key, TILE), end_tile)
             acc, row_max, row_sum = _attend_tiles(
-                acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
-                head_blocks, first_tile, free_tile, first_key, end_key, scale,
+                acc, row_max, row_sum, q_block, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale,
+                table, head_blocks, first_tile, free_tile, first_key, end_key, scale,
                 True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
             )  # fmt: skip
         first_tile = tl.maximum((first_position + 1) // TILE, free_tile)
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-            free_tile, first_tile, first_key, end_key, scale,
+            acc, row_max, row_sum, q_block, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale, table,
+            head_blocks, free_tile, first_tile, first_key, end_key, scale,
             False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
-        acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-        first_tile, end_tile, first_key, end_key, scale,
+        acc, row_max, row_sum, q_block, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale, table,
+        head_blocks, first_tile, end_tile, first_key, end_key, scale,
         True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
     )  # fmt: skip
 
@@ -524,19 +533,19 @@ def decode_kernel(
             last_first_key = tl.maximum(first_key, tl.minimum(first_position + TILE_QUERIES, context_len) - WINDOW)
         free_tile = tl.minimum(tl.maximum(tl.cdiv(last_first_key, TILE), first_tile), end_tile)
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
+            acc, row_max, row_sum, q_block, q_positions, None, slopes, k_cache, v_cache, k_scale, v_scale, table,
             head_blocks, first_tile, free_tile, first_key, end_key, scale,
             True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, 1,
         )  # fmt: skip
     last_tile = tl.maximum(tl.minimum(free_end // TILE, end_tile), free_tile)
     acc, row_max, row_sum = _attend_tiles(
-        acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-        free_tile, last_tile, first_key, end_key, scale,
+        acc, row_max, row_sum, q_block, q_positions, None, slopes, k_cache, v_cache, k_scale, v_scale, table,
+        head_blocks, free_tile, last_tile, first_key, end_key, scale,
         False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, STAGES,
     )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
-        acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-        last_tile, end_tile, first_key, end_key, scale,
+        acc, row_max, row_sum, q_block, q_positions, None, slopes, k_cache, v_cache, k_scale, v_scale, table,
+        head_blocks, last_tile, end_tile, first_key, end_key, scale,
         True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, FIRST_KEY, SOFTCAP, FORMAT, TMA, 1,
     )  # fmt: skip
 

@@ -136,6 +136,7 @@ def plan_on_host(
     cache_shape: Sequence[int],
     window: int | None = None,
     first_key: int = 0,
+    key_limits: Sequence[int] | None = None,
 ) -> HostPlan:
     """Do plan_attention from lengths on the host."""
     layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key)
@@ -144,7 +145,8 @@ def plan_on_host(
     num_tokens = num_decodes
     for row in range(num_decodes, len(query_lens)):
         if context_lens[row]:  # otherwise padding
-            prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout))
+            limits = None if key_limits is None else key_limits[start : start + query_lens[row]]
+            prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout, limits))
             num_tokens += query_lens[row]
         start += query_lens[row]
     return HostPlan(decodes, tuple(prefills), num_tokens)
@@ -282,8 +284,9 @@ def _plan_single(block_table: Tensor, row: int, context_len: int, layout: _Layou
 
 
 def _plan_prefill(
-    block_table: Tensor, row: int, start: int, query_len: int, context_len: int, layout: _Layout
-) -> PrefillRow:
+    block_table: Tensor, row: int, start: int, query_len: int, context_len: int, layout: _Layout,
+    key_limits: Sequence[int] | None = None,
+) -> PrefillRow:  # fmt: skip
     first_query = context_len - query_len
     blocks, offset = _blocks_between(
         block_table, row, layout.first_visible(first_query), context_len, layout.block_size
@@ -293,13 +296,15 @@ def _plan_prefill(
     chunks = []
     for at in range(first_query, context_len, step):
         end, first_key = min(at + step, context_len), layout.first_visible(at)
+        limits = None if key_limits is None else key_limits[at - first_query : end - first_query]
+        last_key = end if limits is None else min(max(end, *limits), context_len)
         chunks.append(
             QueryChunk(
                 start=start + at - first_query,
                 end=start + end - first_query,
                 first_key=first_key - gathered_from,
-                last_key=end - gathered_from,
-                mask=_chunk_mask(first_key, at, end, layout.window, block_table.device),
+                last_key=last_key - gathered_from,
+                mask=_chunk_mask(first_key, at, end, layout.window, block_table.device, last_key, limits),
             )
         )
     return PrefillRow(layout.over_heads(blocks), tuple(chunks))
@@ -324,13 +329,17 @@ def _decode_mask(visible: Tensor, num_kv_heads: int, device: torch.device) -> Te
     return mask.repeat(num_kv_heads, 1).unsqueeze(1).to(device)
 
 
-def _chunk_mask(first_key: int, first_query: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask of keys first_key .. end-1 for queries first_query .. end-1; None for a plain causal triangle."""
-    if first_key == first_query and (window is None or end - first_query <= window):
+def _chunk_mask(
+    first_key: int, first_query: int, end: int, window: int | None, device: torch.device, last_key: int,
+    key_limits: Sequence[int] | None,
+) -> Tensor | None:  # fmt: skip
+    """Return the mask of keys first_key .. last_key-1 for queries first_query .. end-1; None for a plain causal
+    triangle. key_limits: the first key that each query does not see; None: the one behind its own."""
+    if key_limits is None and first_key == first_query and (window is None or end - first_query <= window):
         return None
-    keys = torch.arange(first_key, end, device=device)
+    keys = torch.arange(first_key, last_key, device=device)
     queries = torch.arange(first_query, end, device=device)[:, None]
-    hidden = keys > queries
+    hidden = keys > queries if key_limits is None else keys >= torch.tensor(key_limits, device=device)[:, None]
     if window is not None:
         hidden |= keys <= queries - window
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
@@ -452,7 +461,8 @@ def _materialised(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     if scoring.alibi_slopes is None:
         mask = mask.repeat(heads // kv_heads, 1)
     else:
-        queries = torch.arange(length - rows, length, device=q.device)  # a chunk ends with its last query's own key
+        # A chunk ends with its last query's own key: no family with slopes has queries that see further.
+        queries = torch.arange(length - rows, length, device=q.device)
         distance = (torch.arange(length, device=q.device) - queries[:, None]).float()
         bias = scoring.alibi_slopes.float()[:, None, None] * distance  # [heads, rows, L]
         mask = (mask + bias).view(kv_heads, -1, length)

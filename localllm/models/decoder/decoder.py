@@ -15,7 +15,7 @@ from torch import Tensor
 from localllm.kernels.fused_epilogue import whole
 from localllm.kernels.layer_cache import LayerCache, StateStep, kv_of
 from localllm.kernels.paged_attention import AttentionPlan
-from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
+from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_step
@@ -140,6 +140,7 @@ class DecoderModel:
             }
         if self.streams is not None:
             residual = self.streams.spread(residual)
+        deep = () if inputs.embeds is None else inputs.embeds.deep_rows(self.spec.hidden_size)
         delta: Delta | None = None
         for index, (layer, kept, key) in enumerate(zip(self.layers, cache, self._steps, strict=True)):
             if inputs.before_layer is not None:
@@ -148,6 +149,8 @@ class DecoderModel:
                 delta = None if delta is None else whole(delta)
                 taps.keep(index, residual, delta)
             delta = layer(residual, delta, kept, steps[key])
+            if index < len(deep) and inputs.embeds is not None and delta is not None:
+                delta = whole(delta).index_add_(0, inputs.embeds.places, deep[index])
         if self.streams is not None:
             residual = self.streams.join(residual)
         hidden = self._end(residual, delta)
@@ -214,12 +217,23 @@ class DecoderModel:
             table = self.rope_table(kind)
             steps[key] = AttentionStep(
                 plans[group],
-                None if table is None else plan_rotation(table, inputs.positions),
+                None if table is None else self._rotation(table, inputs),
                 own.slot_mapping,
                 valid,
                 query_scale,
             )
         return steps
+
+    def _rotation(self, table: Tensor, inputs: ForwardInputs) -> Rotation:
+        """Return how the step's heads turn. With three positions for each token, the step gathers a table with a row
+        for each token."""
+        if inputs.rotary is None or inputs.rotary.ndim == 1:
+            return plan_rotation(table, inputs.positions if inputs.rotary is None else inputs.rotary)
+        axes = torch.tensor(self.spec.rope.axes, device=table.device)
+        at = inputs.rotary.index_select(0, axes).t()  # [T, frequencies]
+        cos, sin = table.view(len(table), 2, -1).unbind(1)
+        tokens = torch.arange(len(at), device=table.device)
+        return plan_rotation(torch.cat([cos.gather(0, at), sin.gather(0, at)], dim=1), tokens)
 
     def _query_scale(self, positions: Tensor) -> Tensor | None:
         """Return Ministral 3's scale of queries, which grows with the logarithm of their position."""

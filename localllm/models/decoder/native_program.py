@@ -47,6 +47,7 @@ class DecodeRows(NamedTuple):
     states: npt.NDArray[np.int64] | None = None  # [3, B] places that a request reads, writes, saves; None: no states
     adapters: npt.NDArray[np.int64] | None = None  # [R] slot of each row's adapter, -1: none; None: no row has one
     starts: npt.NDArray[np.int64] | None = None  # [B + 1] first row of each request; None: one row each
+    rotary: npt.NDArray[np.int64] | None = None  # [R] position to rotate by; None: `positions`
 
 
 class NativeProgram:
@@ -70,7 +71,7 @@ class NativeProgram:
         self._adapters = writer.adapters
         self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
         self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
-        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
+        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 4)
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
         self._states = states.T  # [5, MAX_ROWS] of each request the first token, the end, and its places
 
@@ -112,6 +113,7 @@ class NativeProgram:
                 model.lora.end()
         columns = self._columns[:, :count]
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
+        columns[..., 3] = rows.positions if rows.rotary is None else rows.rotary
         if model.spec.recurrent is not None:
             assert rows.states is not None, "a model with recurrent layers is given the places of their states"
             starts = np.arange(count + 1) if rows.starts is None else rows.starts

@@ -62,6 +62,7 @@ class StepMemory:
     block_size: int
     is_quantized: bool = False  # at least some of the weights are quantised
     prompt_embeds: bool = False  # a whole chunk may come as embeddings, which are held until its step is done
+    given_rows: int = 0  # rows for each token of a chunk that pictures bring: one, and those of further layers
     samples: bool = True  # False: another rank does
     own_logits: int = 0  # logits of one row that a rank of several computes, before the sampling rank gathers them
 
@@ -308,7 +309,7 @@ class StepMemory:
         return self.max_num_batched_tokens * self.spec.hidden_size * (4 + 4 + 1)
 
     def _prompt_embeds_bytes(self) -> int:
-        return self._stream(1) if self.prompt_embeds else 0
+        return self._stream(max(self.given_rows, int(self.prompt_embeds)))
 
     def _dequantized(self) -> int:
         return DEQUANTIZED_BYTES if self.is_quantized and self.on_gpu else 0

@@ -15,6 +15,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.encoders.recipe import spec_of_any
 from localllm.models.fit.conversation_bytes import RequestCost
 from localllm.models.fit.estimate import Estimate, estimate
+from localllm.models.fit.pictures import with_tower
 from localllm.models.fit.rank_budget import ResidentBytes, scaled_bytes
 from localllm.models.read_spec import weights_bytes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
@@ -107,7 +108,7 @@ def estimate_checkpoint(
     spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     if spec.task != "generate":
         return spec, [_estimate_pooling(path, spec, config, hardware)]
-    spec = spec if with_drafter is None else with_drafter(config, path, spec)
+    spec = with_tower(path, spec if with_drafter is None else with_drafter(config, path, spec))
     resident = count_resident_for(config, path, spec)
     return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
 

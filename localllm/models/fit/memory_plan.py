@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from localllm.models.fit.cache_sizes import KVSplit
+from localllm.models.fit.pictures import PictureSizes
 from localllm.models.fit.rank_budget import RankPlan
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_count
@@ -49,6 +50,7 @@ class MemoryPlan:
     target_step_s: float = 0.0  # longest step with prompts while requests decode; 0: tokens alone limit it
     fixed_chunk: int = 0  # tokens of each chunk of a prompt in deterministic mode on a CPU; 0: chunks of any length
     windows: tuple[int | None, ...] = (None,)  # of each KV group the tokens that its layers see; None: all
+    pictures: PictureSizes | None = None  # None: the model does not see, or its tower is not loaded
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property

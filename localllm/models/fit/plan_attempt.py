@@ -23,6 +23,7 @@ from localllm.models.fit.balance import SplitDevice
 from localllm.models.fit.cache_sizes import most_blocks, split_of, state_places
 from localllm.models.fit.devices import exchange_note, free_and_reserve, too_old
 from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.pictures import GOOD_CONTEXT, most_tokens_to_try, picture_sizes, why_text_only
 from localllm.models.fit.rank_budget import (
     Measured,
     PlanInputs,
@@ -93,9 +94,37 @@ class PlanAttempt:
         in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
         self.shards = shards or (self._split() if in_processes else ())
         self.ranks = self._rank_memories(self.shards)
+        self._add_pictures(has_ranks=in_processes)
         self.num_places = 0
         if spec.recurrent is not None:
             self._add_states()
+
+    def _add_pictures(self, *, has_ranks: bool) -> None:
+        """Choose the tokens of the largest picture: fewer, if the context would become short otherwise."""
+        if self.spec.vision is None:
+            return
+        why = why_text_only(self.spec, self.config, has_ranks=has_ranks, on_gpu=self.gpu is not None)
+        if why:
+            self.notes.append(why)
+            return
+        wanted = min(self.config.max_model_len or GOOD_CONTEXT, self.spec.max_position)
+        for most_tokens in most_tokens_to_try(self.spec, self.config):
+            batched = self.inputs.batched_tokens
+            sizes = picture_sizes(self.spec, self.config, self.dtype, batched, most_tokens)
+            least = sizes.rows + self.config.max_num_seqs  # a picture that attends both ways is computed in one step
+            if self.spec.vision.both_ways and batched < least:
+                self.notes.append(
+                    f"Steps hold {format_count(least)} tokens instead of {format_count(batched)}: a picture of "
+                    f"{format_count(sizes.rows)} tokens is computed in one step."
+                )
+                self.split = split_of(kv_groups(self.spec), self.inputs.block_size, least, self.config.max_num_seqs)
+                self.inputs = self.inputs._replace(batched_tokens=least, split=self.split)
+                sizes = picture_sizes(self.spec, self.config, self.dtype, least, most_tokens)
+            self.inputs = self.inputs._replace(pictures=sizes)
+            self.ranks = self._rank_memories(self.shards)
+            if self._context_fits(wanted):
+                break
+        self.notes.append(sizes.note())
 
     def _add_states(self) -> None:
         """Choose the places of recurrent states, and fewer requests at once if theirs would take too much."""
@@ -123,7 +152,12 @@ class PlanAttempt:
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
         family = families().get(spec.architecture)
-        if family is not None and family.note and (spec.drafter is None or spec.drafter.method != "mtp"):
+        if (
+            family is not None
+            and family.note
+            and spec.vision is None
+            and (spec.drafter is None or spec.drafter.method != "mtp")
+        ):
             notes.append(family.note)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
@@ -172,6 +206,7 @@ class PlanAttempt:
             comm_bytes=sum(rank.comm for rank in ranks),
             target_step_s=TARGET_STEP_S if self._is_paced() else 0.0,
             fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
+            pictures=inputs.pictures,
             ranks=self._rank_plans(max_model_len, num_blocks),
         )
 

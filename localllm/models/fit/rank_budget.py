@@ -15,6 +15,7 @@ from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
 from localllm.models.fit.cache_sizes import COPIED_STATES, KVSplit, most_blocks
+from localllm.models.fit.pictures import PictureSizes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec, state_bytes
 from localllm.models.spec.shard import Shard, local_spec
 from localllm.units import format_bytes
@@ -93,6 +94,7 @@ class PlanInputs(NamedTuple):
     resident_bytes: ResidentBytes
     split: KVSplit
     state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
+    pictures: PictureSizes | None = None  # None: the tower is not loaded, as on several devices
 
 
 class RankMemory:
@@ -117,6 +119,7 @@ class RankMemory:
             spec, inputs.dtype, inputs.kv_dtype, gpu is not None, config.max_num_seqs, inputs.batched_tokens,
             inputs.block_size,
             is_quantized=whole.quantization is not None or config.quantization is not None,
+            given_rows=0 if inputs.pictures is None else 1 + (whole.vision.deep if whole.vision else 0),
             prompt_embeds=config.enable_prompt_embeds,
             samples=is_last and (shard is None or shard.index == 0),
             own_logits=len(shard.vocab) if shard is not None and is_last and shard.size > 1 else 0,
@@ -143,7 +146,8 @@ class RankMemory:
         if self.measured is not None:
             return self.measured.weights_bytes
         at_none, each = self._weights_line
-        return at_none + each * max_model_len
+        tower = 0 if self.inputs.pictures is None else self.inputs.pictures.tower_bytes
+        return at_none + each * max_model_len + tower
 
     @cached_property
     def _block_bytes(self) -> tuple[tuple[int, ...], int]:
@@ -162,7 +166,8 @@ class RankMemory:
         """Return the most that a step holds with this context and cache."""
         if self.measured is not None:
             return self.measured.activation_bytes
-        return self.step.bytes_at(max_model_len, num_blocks) + self._for_drafts
+        step, pictures = self.step.bytes_at(max_model_len, num_blocks) + self._for_drafts, self.inputs.pictures
+        return step if pictures is None else max(step, pictures.encode_bytes) + pictures.kept_bytes
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
         """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""

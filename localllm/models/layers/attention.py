@@ -170,6 +170,7 @@ def plan_step(
         decode_queries=inputs.decode_queries,
         positions=positions,
         work=inputs.work,
+        key_limits=inputs.key_limits,
     )
 
 

@@ -42,11 +42,11 @@ class EmbeddingTable:
         """Return the embeddings [T, hidden] of T int64 tokens, in a fresh tensor that the caller may change."""
         rows = self._rows(token_ids)
         if given is not None and self.scales_given:
-            rows.index_copy_(0, *given)
+            rows.index_copy_(0, given.places, given.values)
         if self.scale is not None:
             rows.mul_(self.scale)
         if given is not None and not self.scales_given:
-            rows.index_copy_(0, *given)
+            rows.index_copy_(0, given.places, given.values)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, positions + self.position_offset))
         return rows if self.norm is None else self.norm(rows)

@@ -26,6 +26,7 @@ from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
+from localllm.models.spec.vision import VisionSpec
 
 
 class KVGroup(NamedTuple):
@@ -140,6 +141,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, else config.json
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
+    vision: VisionSpec | None = None  # the part that reads pictures; None: there is none, or it is not loaded
     drafter: DrafterPlan | None = None  # guesses tokens of this model; counted by fit and loaded with it
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices

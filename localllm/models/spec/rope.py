@@ -32,6 +32,16 @@ class RopeSpec:
     variant: str = "default"  # default, linear, dynamic, llama3, yarn, longrope, proportional
     rotary_dim: int = 0  # leading dimensions of a head that rotate
     parameters: Mapping[str, Any] = field(default_factory=dict)  # the variant's own numbers, named as in config.json
+    sections: tuple[int, ...] = ()  # frequencies that turn by time, row and column; empty: a token has one position
+    interleaved_sections: bool = False  # the three take turns (Qwen3-VL) instead of one after another (Qwen2-VL)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Per frequency the number of the position that it turns by: 0 time, 1 row, 2 column."""
+        time, row, column = self.sections
+        if not self.interleaved_sections:
+            return (0,) * time + (1,) * row + (2,) * column
+        return tuple(place % 3 if place < 3 * self.sections[place % 3] else 0 for place in range(sum(self.sections)))
 
 
 def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
@@ -104,7 +114,14 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
         )
     if variant == "longrope":
         _check_longrope(parameters, rotary_dim)
-    return RopeSpec(float(parameters["rope_theta"]), variant, rotary_dim, parameters)
+    sections = tuple(given.get("mrope_section") or ())
+    if sections and (len(sections) != 3 or sum(sections) != rotary_dim // 2):
+        raise CorruptModel(
+            f"config.json has mrope_section = {list(sections)}.", f"Three numbers must add up to {rotary_dim // 2}."
+        )
+    return RopeSpec(
+        float(parameters["rope_theta"]), variant, rotary_dim, parameters, sections, bool(given.get("mrope_interleaved"))
+    )
 
 
 def _check(variant: str, parameters: Mapping[str, Any]) -> None:

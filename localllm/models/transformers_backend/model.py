@@ -114,7 +114,7 @@ class TransformersModel:
         if inputs.embeds is None:
             return {"input_ids": inputs.token_ids[None]}
         rows: Tensor = self.module.get_input_embeddings()(inputs.token_ids)
-        return {"inputs_embeds": rows.index_copy(0, *inputs.embeds)[None]}
+        return {"inputs_embeds": rows.index_copy(0, inputs.embeds.places, inputs.embeds.values)[None]}
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

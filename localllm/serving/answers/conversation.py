@@ -22,11 +22,12 @@ from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
 from localllm.serving.answers.generation import Generation, generation_of
 from localllm.serving.answers.off_loop import on_thread
+from localllm.serving.answers.pictures import PromptTokens, Seen, require_room
 from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.fill_in import ExtraFile, FillIn, find_fill_in
-from localllm.text.messages import text_of
+from localllm.text.messages import images_of, text_of
 from localllm.text.structured import StructuredOutputsParams
 from localllm.units import format_count
 
@@ -177,9 +178,15 @@ class ChatRequest:
     params: SamplingParams
     options: RequestOptions = NO_OPTIONS
 
-    async def token_ids(self, model: ServedModel) -> Sequence[int]:
+    async def token_ids(self, model: ServedModel) -> PromptTokens:
         """Return the prompt as token ids."""
-        return truncate(await chat_token_ids(model, self.conversation), self.params.truncate_prompt_tokens)
+        prompt, keep = await chat_token_ids(model, self.conversation), self.params.truncate_prompt_tokens
+        if not prompt.pictures:
+            return PromptTokens(truncate(prompt, keep))
+        if keep is not None:
+            why = "Tokens of pictures cannot be cut."
+            raise InvalidParameter("truncate_prompt_tokens cannot be combined with pictures.", why, param="messages")
+        return prompt
 
     async def prompt(self, model: ServedModel) -> str:
         """Return the prompt as text."""
@@ -188,7 +195,9 @@ class ChatRequest:
     def within_context(self, num_prompt_tokens: int, model: ServedModel) -> ChatRequest:
         return replace(self, params=within_context(self.params, num_prompt_tokens, model))
 
-    def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
+    def generation(self, model: ServedModel, token_ids: PromptTokens) -> Generation:
+        """Return the generation of the answer. Raises `ContextTooLong` if pictures leave no room for it."""
+        require_room(token_ids, model.plan.max_model_len)
         params, new_reader = self.conversation.reading(model, self.params, token_ids)
         return generation_of(model, params, [token_ids], self.options, new_reader=new_reader)
 
@@ -211,16 +220,25 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, model: Served
     return replace(params, max_tokens=None) if params.max_tokens is not None and params.max_tokens > room else params
 
 
-async def chat_token_ids(model: ServedModel, conversation: Conversation) -> list[int]:
-    """Return the prompt of a conversation as token ids. Raises `ContextTooLong`."""
+async def chat_token_ids(model: ServedModel, conversation: Conversation) -> PromptTokens:
+    """Return the prompt of a conversation as token ids, with its pictures, of which only the sizes are read here.
 
-    def render() -> list[int]:
-        text = conversation.prompt(model)
-        require_readable(len(text), model)
-        return conversation.encode(text, model)
-
+    Raises `ContextTooLong`, and what `Sight.look` raises.
+    """
     size = sum(CHARS_OF_A_PART + _size(message.get("content")) for message in conversation.messages)
     require_readable(size, model)  # also checked before rendering
+    seen = list[Seen]()
+    if model.sight is not None and any(images_of(message) for message in conversation.messages):
+        with_tools = bool(conversation.tools.offered)
+        seen = await model.sight.look(model.chat_template.pictures(conversation.messages, with_tools=with_tools))
+
+    def render() -> PromptTokens:
+        text, warnings = conversation.prompt(model), list[str]()
+        require_readable(len(text), model)
+        if model.sight is not None and seen:
+            text, warnings = model.sight.expanded(text, seen), model.sight.warnings(seen, model.shown_name)
+        return PromptTokens(conversation.encode(text, model), seen, warnings)
+
     return await on_thread(size, render)
 
 

@@ -28,6 +28,7 @@ from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.stats import generation_rate
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import StepFailed, UnsupportedParameter
+from localllm.serving.answers.pictures import PromptTokens, Sight
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, joined
 from localllm.text.answers.reader import AnswerReader
@@ -56,6 +57,7 @@ class Progress:
     _silent_by_choice: dict[int, int] = field(default_factory=dict)  # tokens whose text has not appeared yet
     _drafts_by_choice: dict[int, DraftCounts] = field(default_factory=dict)
     _reasoning_tokens: float = 0.0
+    image_tokens: int = 0  # of prompt_tokens
 
     def count(self, event: GenerationEvent) -> None:
         seen = self._seen_by_choice.get(event.index, 0) + len(event.token_ids)
@@ -105,7 +107,8 @@ class Progress:
         drafts = DraftCounts()
         for counts in self._drafts_by_choice.values():
             drafts = drafts.plus(counts)
-        return Usage(self.prompt_tokens, self.completion_tokens, sum(self._cached_by_prompt.values()), drafts)
+        cached = sum(self._cached_by_prompt.values())
+        return Usage(self.prompt_tokens, self.completion_tokens, cached, drafts, self.image_tokens)
 
 
 @dataclass(slots=True)
@@ -155,18 +158,23 @@ class Generation:
         client: EngineClient,
         requests: Sequence[GenerationRequest],
         new_reader: Callable[[], AnswerReader] | None = None,
+        sight: Sight | None = None,
     ) -> None:
         """`new_reader` makes, for each choice, a reader that separates content, reasoning and tool calls; None: all
-        text is content.
+        text is content. `sight` decodes the pictures of prompts that have some.
         """
         n = requests[0].params.n
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
+        prompt = requests[0].prompt_token_ids  # a request with pictures has one prompt
+        self._seeing = (sight, prompt) if sight and isinstance(prompt, PromptTokens) and prompt.pictures else None
+        self.progress.image_tokens = prompt.num_image_tokens if isinstance(prompt, PromptTokens) else 0
+        self._holds_pictures = False
         self._new_reader, self._readers = new_reader, dict[int, AnswerReader]()
         self._client, self._requests, self._params = client, requests, requests[0].params
         if (facts := observed.get()) is not None:
             facts.progress = self.progress
-        self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
+        self._source: AsyncGenerator[list[GenerationEvent], None] | None = None
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
     @property
@@ -190,6 +198,13 @@ class Generation:
         if self._first is not None:
             return
         await self._client.prepare(self._params)
+        if self._seeing is not None:
+            sight, prompt = self._seeing
+            spans = await sight.spans(prompt, self._requests[0].options.cache_salt)
+            self._holds_pictures = True
+            self._requests = [replace(self._requests[0], media=spans)]
+        one = len(self._requests) == 1
+        self._source = _events_of(self._client, self._requests[0]) if one else _merged(self._client, self._requests)
         self._first = asyncio.ensure_future(anext(self._source))
         try:
             await asyncio.wait({self._first}, timeout=ADMISSION_S)
@@ -206,7 +221,11 @@ class Generation:
         if self._first is not None and not self._first.done():
             self._first.cancel()
             await asyncio.wait({self._first})
-        await self._source.aclose()
+        if self._source is not None:
+            await self._source.aclose()
+        if self._seeing is not None and self._holds_pictures:
+            self._holds_pictures = False
+            self._seeing[0].release(self._seeing[1])
 
     def cancel(self) -> None:
         """Ask the engine to end every choice; each still gets its last event."""
@@ -220,6 +239,7 @@ class Generation:
         Raises the error that ended a choice, after the events that came before it; its last event is counted here.
         """
         assert self._first is not None, "enter the context first"
+        assert self._source is not None
         batch = await self._first
         while True:
             if sound := [event for event in batch if not _failed(event)]:
@@ -389,4 +409,4 @@ def generation_of(
         GenerationRequest(f"{name}-{i}", token_ids, params, options, given.get(i))
         for i, token_ids in enumerate(prompts)
     ]
-    return Generation(model.generator, requests, new_reader)
+    return Generation(model.generator, requests, new_reader, model.sight)

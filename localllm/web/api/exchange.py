@@ -22,7 +22,7 @@ from localllm.serving.answers.generation import observed
 from localllm.serving.lease import HasModel, Leased
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
-from localllm.units import format_count, parse_keep_alive
+from localllm.units import format_bytes, format_count, parse_keep_alive
 from localllm.web.access.caller import is_background, key_name_of, owner_of, prefix_owner_of, source_of
 from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
 from localllm.web.shape import Shape
@@ -36,8 +36,14 @@ MAX_VALUES = 2_000_000
 """Numbers, texts, lists and objects in a body, counted by their separators. 2,048 texts to embed as 512 token ids each
 have half of that; as many empty objects take 0.15 s and 150 MiB to parse.
 """
+MOST_QUOTES, LONG_TEXT_BYTES = 200_000, 4096
+"""Quotes of a body with pictures above --max-body-bytes, and the shortest picture in base64 that does not count."""
 SMALL_BODY_BYTES = 256 * 1024
 """Largest body of routes that read names and switches but no prompts."""
+
+
+TAKES_PICTURES = {"takes_pictures": True}
+"""Option of the handlers whose bodies may bring pictures, for which --max-media-body-bytes is the limit."""
 
 
 def manager_of(request: ApiRequest) -> ModelManager:
@@ -66,7 +72,22 @@ async def json_body(request: ApiRequest, *, may_be_untyped: bool = False) -> byt
             f"Its content type is {media_type or 'missing'!r}.",
             "With curl: -H 'content-type: application/json'.",
         )
-    return await request.body()
+    raw = await request.body()
+    limit_bytes = request.app.state.settings.server.max_body_bytes
+    if len(raw) > limit_bytes and (text_bytes := _bytes_without_pictures(raw)) > limit_bytes:
+        raise BodyTooLarge(
+            "The request body is too large.",
+            f"It has {format_bytes(text_bytes)} without pictures; the limit is {format_bytes(limit_bytes)}.",
+            "Send less, or start the server with a higher --max-body-bytes.",
+        )
+    return raw
+
+
+def _bytes_without_pictures(raw: bytes) -> int:
+    """Return the bytes of a body outside of long texts without a space, which are pictures in base64."""
+    if raw.count(b'"') > MOST_QUOTES:
+        return len(raw)
+    return sum(len(text) for text in raw.split(b'"') if len(text) < LONG_TEXT_BYTES or b" " in text)
 
 
 def parse_json(raw: bytes) -> Any:

@@ -6,7 +6,7 @@ Does not know: any dialect's words.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from localllm.web.api.exchange import ApiRequest, upstreams_of
 
 if TYPE_CHECKING:
     from localllm.models.spec.model_spec import ModelSpec
+    from localllm.models.spec.vision import ImageLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ModelFacts:
     spec: ModelSpec | None = None
     context: int | None = None  # served if it is loaded, else as trained
     abilities: Abilities = Abilities()  # noqa: RUF009 - frozen
+    image: ImageLimits | None = None  # of its pictures: served if it is loaded, else the checkpoint's
     servers: tuple[str, ...] = ()  # other servers that have it; (): it is a model of this one
 
     @property
@@ -101,10 +103,17 @@ def _facts(name: str, found: ModelEntry | str, settings: Settings | None) -> Mod
             path, spec = _read(*_resolved(_checkpoint(found, settings)))
             context = spec.max_position
         served = entry.served if entry is not None else None
-        abilities = served_abilities(served) if served is not None else abilities_of(path)
+        if served is not None:
+            abilities, sight = served_abilities(served), served.sight
+            image = None if sight is None else sight.processor.limits
+        else:
+            image = None if spec.vision is None else spec.vision.limits
+            abilities = replace(abilities_of(path), vision=image is not None)
     except (LocalLLMError, OSError):
         return ModelFacts(name, entry, entry.path if entry is not None else None)
-    return ModelFacts(name, entry, path, spec, context, abilities if spec.task == "generate" else Abilities())
+    return ModelFacts(
+        name, entry, path, spec, context, abilities if spec.task == "generate" else Abilities(), image=image
+    )
 
 
 def _checkpoint(found: ModelEntry | str, settings: Settings | None) -> str:

@@ -1,8 +1,10 @@
-"""Parts of a conversation that a model cannot read: pictures, and documents without a text. One rule for all dialects.
+"""Pictures of a conversation, and parts that a model cannot read: pictures for a model that reads text, and documents
+without a text. One rule for all dialects.
 
-In earlier turns and in results of tools such a part becomes a short text, and the answer has a warning header: refusing
-it would end the conversation for good, since clients send it again with every turn. In the user's newest message it is
-refused. A dialect brings its pictures into OpenAI's form, an `image_url` part, and calls `readable`.
+A model that sees gets every picture (serving/answers/pictures.py). For another one, in earlier turns and in results of
+tools, such a part becomes a short text, and the answer has a warning header: refusing it would end the conversation for
+good, since clients send it again with every turn. In the user's newest message it is refused. A dialect brings its
+pictures into OpenAI's form, an `image_url` part, and calls `readable`.
 Does not know: any dialect's words but OpenAI's, HTTP.
 """
 
@@ -40,12 +42,16 @@ def unread_part(said: str, error: Exception, where: str) -> Message:
 
 
 def readable(
-    messages: Sequence[Mapping[str, Any]], model: ServedModel, newest_at: str = ""
+    messages: Sequence[Mapping[str, Any]],
+    model: ServedModel,
+    newest_at: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the messages with all that the model cannot read as short texts, and a warning.
+    """Return the messages with the pictures for a model that sees, and with all that the model cannot read as short
+    texts, of which there is a warning.
 
-    Raises the error of the part if it is in the user's newest message, whose path in the request is `newest_at`. No
-    model reads pictures yet; a model that does keeps its `image_url` parts here.
+    Raises the error of the part if it is in the user's newest message, whose path in the request is `newest_at`.
+    options: of the image processor.
     """
     if not any(isinstance(message, Mapping) and _unreadable(message) for message in messages):
         return list(messages), []
@@ -57,19 +63,31 @@ def readable(
             continue
         content = list(message["content"])
         for j in parts:
+            at = newest_at if i == newest and newest_at else f"messages[{i}].content"
+            where = content[j].get("where") or f"{at}[{j}]"
+            if model.sight is not None and content[j]["type"] != UNREAD:
+                content[j] = model.sight.part(content[j], where, options)
+                continue
             if i == newest:
-                where = content[j].get("where") or f"{newest_at or f'messages[{i}].content'}[{j}]"
                 raise content[j].get("error") or UnsupportedParameter(
                     f"{where} is a picture, and {model.shown_name} reads text.",
                     "Pictures of earlier turns and in results of tools are left out instead.",
-                    "Leave the picture out, or describe it.",
+                    _hint(model),
                     param=where,
                 )
             content[j] = {"type": "text", "text": content[j].get("said") or picture_text(_url(content[j]))}
-        num_replaced += len(parts)
+            num_replaced += 1
         found.append({**message, "content": content})
+    if not num_replaced:
+        return found, []
     what = "a picture or document" if num_replaced == 1 else f"each of {num_replaced} pictures and documents"
     return found, [f"a short text replaces {what} that the model cannot read"]
+
+
+def _hint(model: ServedModel) -> str:
+    if model.spec.vision is not None:
+        return "The part of the model that sees was not loaded: start without --limit-mm-per-prompt image=0."
+    return "Leave the picture out, or describe it."
 
 
 def _unreadable(message: Mapping[str, Any]) -> list[int]:

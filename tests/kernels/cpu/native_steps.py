@@ -81,7 +81,7 @@ class Builder:
         for row, position in enumerate(positions):
             table = tables[row].contiguous()
             slot = int(table[position // block_size]) * block_size + position % block_size
-            rows[row] = NativeRow(self.address(table), position, slot)
+            rows[row] = NativeRow(self.address(table), position, slot, position)
         return rows
 
 

@@ -9,7 +9,8 @@ STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
 CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
 POINTERS = {
     "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",
-    "cu_seqlens_q": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32", "counters": "*i32",
+    "cu_seqlens_q": "*i32", "key_limits": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32",
+    "counters": "*i32",
     "sinks": "*fp32", "alibi_slopes": "*fp32", "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
     "slots": "*i64", "angles": "*fp32", "norms": "*fp32",
 }  # fmt: skip
@@ -19,6 +20,7 @@ def attention(
     entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
     format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
     one_loop: bool = False, queries: int = 1, has_positions: bool = False, raw: bool = False, norm: bool = False,
+    has_limits: bool = False,
     first_key: int = 0, **budget: Any,
 ) -> Variant:  # fmt: skip
     """archs share the settings of the first. queries: of a decode row. has_positions: of a prefill row. raw: heads that
@@ -37,7 +39,7 @@ def attention(
         "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size,
         "BLOCK_M": launch.block_m, "TILE": launch.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
         "TMA": launch.tma, "ONE_LOOP": one_loop, "STAGES": launch.num_stages, "FIRST_KEY": first_key,
-        "QUERIES": queries, "TILE_QUERIES": at_once, "positions": None,
+        "QUERIES": queries, "TILE_QUERIES": at_once, "positions": None, "key_limits": None,
         "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts,
         "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
         "slots": None, "angles": None, "norms": None, "k_store": None, "v_store": None,
@@ -50,6 +52,8 @@ def attention(
     if raw:
         for name_of_input in ("slots", "angles", "k_store", "v_store", *(("norms",) if norm else ())):
             del constants[name_of_input]
+    if has_limits:
+        del constants["key_limits"]
     if has_sinks:
         del constants["sinks"]
     if has_slopes:
@@ -88,6 +92,9 @@ VARIANTS = [
     attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True, max_hip_spills=175, min_shared=32 + 2 * 2 * 8),
     attention("prefill", "8B, small shared memory", 4, 128, 120, min_shared=32 + 2 * 2 * 8),
     attention("prefill", "8B, blocks of 16", 4, 128, 90, block_size=16, max_registers=224, mma="HGMMA"),
+    attention(
+        "prefill", "Gemma 3 4B, windowed, pictures", 2, 256, 90, 80, window=1024, has_limits=True, max_registers=255,
+    ),
     attention("prefill", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=240, mma="HGMMA"),
     attention(
         "decode", "8B", 4, 128, 90, max_registers=128, mma="HMMA", min_shared=2 * 2 * 16, **BYTES,

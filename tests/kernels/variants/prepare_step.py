@@ -8,7 +8,7 @@ _POINTERS = {
     "staged_ptr": "*i32", "tokens_ptr": "*i32", "known_ptr": "*i64",
     "valid_ptr": "*i32", "tables_ptr": "*i32", "token_ids_ptr": "*i64", "positions_ptr": "*i64",
     "slot_mapping_ptr": "*i64", "block_tables_ptr": "*i32", "context_ptr": "*i32", "cu_seqlens_ptr": "*i32",
-    "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64", "adapters_ptr": "*i32",
+    "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64", "adapters_ptr": "*i32", "rotary_ptr": "*i64",
 }  # fmt: skip
 _SIZES = {
     "rows": "i32", "tokens": "i32", "draws": "i32", "tokens_stride": "i32", "tables_group_stride": "i32",
@@ -24,7 +24,8 @@ _WINDOWED = (64, 1024, 4, 1, 66, 5, 8)
 def _prepare(name: str, groups: int, *splittings: tuple[int, ...], hip: bool = False) -> Variant:
     constants = {
         "GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
-        "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS,
+        "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "SHIFT_FIELD": module.SHIFT_FIELD,
+        "UPDATE_FIELDS": module.UPDATE_FIELDS,
         "SPLIT_ROWS": module.SPLIT_ROWS, "SPLITTINGS": splittings, "COUNTERS": COUNTERS,
         **({} if splittings else {"work_ptr": None}),
     }  # fmt: skip

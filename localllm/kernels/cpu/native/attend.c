@@ -106,7 +106,7 @@ static void prepare_queries(const Attention* a, const StepRow* row, const float*
   const int64_t width = padded(a->head_dim), group = group_of(a);
   const float growth = query_growth(a, row->position);
   for (int64_t h = 0; h < group; h++, queries += width) {
-    prepare_head(a, x, head * group + h, row->position, queries);
+    prepare_head(a, x, head * group + h, row->turn, queries);
     for (int64_t i = 0; i < a->head_dim; i++) queries[i] *= growth;
     for (int64_t i = a->head_dim; i < width; i++) queries[i] = 0;
   }
@@ -149,7 +149,7 @@ static void store_keys_and_values(const Attention* a, const StepRow* row, const 
   const int64_t token = head * a->num_blocks * a->block_size + row->slot;
   const int64_t first_value = a->heads + (a->made == MADE_QK ? 0 : a->kv_heads);
   if (a->made == MADE_Q) return;
-  prepare_head(a, x, a->heads + head, row->position, memory);
+  prepare_head(a, x, a->heads + head, row->turn, memory);
   store_head(a, memory, a->k, a->k_scales, token);
   clip_head(a, x + (first_value + head) * a->head_dim, memory);
   if (a->norms_values) norm_head(a, x, a->heads + a->kv_heads + head, memory);

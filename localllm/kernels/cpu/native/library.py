@@ -81,10 +81,10 @@ class Pool:
     def attend(self, attention: NativeAttention, rows: Tensor, queries: Tensor, out: Tensor) -> None:
         """Write the attention of rows of one token each, whose keys and values are in the cache, to `out`.
 
-        rows: [n, 3] int64, NativeRow as numbers. queries: [n, heads * head_dim] fp32, normed and rotated; out: of the
+        rows: [n, 4] int64, NativeRow as numbers. queries: [n, heads * head_dim] fp32, normed and rotated; out: of the
         same shape and type. Raises MemoryError.
         """
-        assert rows.shape == (len(queries), 3)
+        assert rows.shape == (len(queries), 4)
         assert rows.is_contiguous()
         assert queries.shape == out.shape == (len(rows), attention.heads * attention.head_dim)
         assert queries.dtype == out.dtype == torch.float32

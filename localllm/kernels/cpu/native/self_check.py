@@ -60,7 +60,7 @@ def is_attention_right(pool: Multiplies) -> bool:
         scale=0.2, growth_period=1,
     )  # fmt: skip
     lengths, out = (3, 19), np.empty((2, 40), np.float32)
-    rows = np.array([[table.ctypes.data, length - 1, 0] for length in lengths])
+    rows = np.array([[table.ctypes.data, length - 1, 0, 0] for length in lengths])
     pool.attend(attention, *map(torch.from_numpy, (rows, queries.reshape(2, 40), out)))
     for row, length in enumerate(lengths):
         weights = np.exp(queries[row] @ keys[:length].T * 0.2)

@@ -126,6 +126,7 @@ typedef struct {
   const int32_t* block_table;  // the blocks of the row's request
   int64_t position;            // of the row's token
   int64_t slot;                // where its k and v go: block * block_size + offset
+  int64_t turn;                // row of the angles that its heads turn by: the position, but behind a picture less
 } StepRow;
 
 // Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS], with the same positions for each group. Returns 0,

@@ -210,7 +210,7 @@ class NativeStoredRows(ctypes.Structure):
 class NativeRow(ctypes.Structure):
     """`StepRow` of step.h."""
 
-    _fields_ = (("block_table", c_void_p), ("position", c_int64), ("slot", c_int64))
+    _fields_ = (("block_table", c_void_p), ("position", c_int64), ("slot", c_int64), ("turn", c_int64))
 
 
 class NativeConvolution(ctypes.Structure):

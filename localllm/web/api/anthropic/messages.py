@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.serving.answers.conversation import ChatRequest
+from localllm.serving.answers.pictures import PromptTokens
 from localllm.serving.served import ServedModel
 from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
@@ -30,7 +29,14 @@ from localllm.web.api.anthropic.schema import (
     Tool,
     ToolChoice,
 )
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.exchange import (
+    TAKES_PICTURES,
+    ApiRequest,
+    json_body,
+    json_response,
+    served_model,
+    warning_headers,
+)
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 
@@ -47,6 +53,7 @@ EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 @post(
     "/v1/messages",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(
         shapes.AnthropicMessage,
         RequestBody(MessagesBody, RULES, INSIDE, EXAMPLE | {"max_tokens": 64}),
@@ -68,6 +75,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     if len(token_ids) >= model.plan.max_model_len:
         raise _too_long(str(len(token_ids)), model)
     generation = asked.within_context(len(token_ids), model).generation(model, token_ids)
+    warnings = [*warnings, *token_ids.warnings]
     head = AnthropicHead.new(model.shown_name, len(token_ids), body.max_tokens)
     if body.stream:
         events = MessageEvents(head, request.scope)
@@ -80,7 +88,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     )
 
 
-async def _token_ids(asked: ChatRequest, model: ServedModel) -> Sequence[int]:
+async def _token_ids(asked: ChatRequest, model: ServedModel) -> PromptTokens:
     """Return the prompt. A text that is too long even to count has an estimated number of tokens."""
     try:
         return await asked.token_ids(model)
@@ -104,6 +112,7 @@ def _too_long(num_tokens: str, model: ServedModel) -> ContextTooLong:
 @post(
     "/v1/messages/count_tokens",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.TokenCount, RequestBody(CountBody, RULES, INSIDE, EXAMPLE), also=OF_MODELS),
 )
 async def count_tokens(request: ApiRequest) -> ASGIResponse:
@@ -112,4 +121,4 @@ async def count_tokens(request: ApiRequest) -> ASGIResponse:
     model = await served_model(request, body.model)
     asked, more = await chat_request(body, SamplingParams(max_tokens=None), model)
     token_ids = await _token_ids(asked, model)
-    return json_response(shapes.TokenCount(len(token_ids)), warning_headers([*warnings, *more]))
+    return json_response(shapes.TokenCount(len(token_ids)), warning_headers([*warnings, *more, *token_ids.warnings]))

@@ -23,11 +23,13 @@ from localllm.serving.answers.conversation import (
     within_context,
 )
 from localllm.serving.answers.generation import generation_of
+from localllm.serving.answers.pictures import PromptTokens
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import (
+    TAKES_PICTURES,
     ApiRequest,
     json_response,
     keep_alive_seconds,
@@ -75,6 +77,7 @@ PROMPT = {"prompt": "Why is the sky blue?", "options": {"num_predict": 64}}
 @post(
     "/api/chat",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(
         shapes.ChatLine, RequestBody(OllamaChatBody, CHAT_RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
     ),
@@ -96,6 +99,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
 @post(
     "/api/generate",
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(
         shapes.GenerateLine,
         RequestBody(OllamaGenerateBody, GENERATE_RULES, INSIDE, PROMPT),
@@ -172,18 +176,20 @@ async def _answer(
         warnings += [*more, *still_more]
         tools = tools_of(body.tools, model) if isinstance(body, OllamaChatBody) else NO_TOOLS
         chat_request = ChatRequest(Conversation(messages, template | switches, tools), params)
-        token_ids = await _token_ids(chat_request, kind, model)
-        generation = chat_request.within_context(len(token_ids), model).generation(model, token_ids)
+        prompt = await _token_ids(chat_request, kind, model)
+        warnings += prompt.warnings
+        generation = chat_request.within_context(len(prompt), model).generation(model, prompt)
     if body.stream is not False:
         return await streamed(request, generation, OllamaLines(head), warnings, LINES)
     return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
 
 
-async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> Sequence[int]:
+async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> PromptTokens:
     """Return the prompt. For a model without a chat template, a prompt without a system message is not changed."""
-    messages = asked.conversation.messages
-    if kind == "generate" and len(messages) == 1 and not model.chat_template:
-        return await encode(messages[0]["content"], True, model)
+    content = asked.conversation.messages[-1]["content"]
+    is_plain = len(asked.conversation.messages) == 1 and isinstance(content, str)
+    if kind == "generate" and is_plain and not model.chat_template:
+        return PromptTokens(await encode(content, True, model))
     return await asked.token_ids(model)
 
 

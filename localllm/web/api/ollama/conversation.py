@@ -62,9 +62,10 @@ def _plain_message(message: OllamaInputMessage, index: int) -> dict[str, Any]:
 
 
 def with_pictures(text: str, images: Sequence[str], where: str) -> list[dict[str, Any]]:
-    """Return the parts of a message with pictures, which Ollama's clients send as base64 without a type."""
-    pictures = [picture_part(f"data:image/unknown;base64,{image}", f"{where}[{i}]") for i, image in enumerate(images)]
-    return [{"type": "text", "text": text}, *pictures]
+    """Return the parts of a message with pictures, which Ollama's clients send as base64 without a type. They are
+    before the text, as there."""
+    urls = [image if image[:5] == "data:" else f"data:image/unknown;base64,{image}" for image in images]
+    return [*(picture_part(url, f"{where}[{i}]") for i, url in enumerate(urls)), {"type": "text", "text": text}]
 
 
 def _answer(result: dict[str, Any], unanswered: list[tuple[str, Any]]) -> None:

@@ -323,7 +323,8 @@ def _completion_logprobs(
 def usage_object(usage: Usage) -> OpenAIUsage:
     accepted, rejected = usage.drafts.predicted_accepted, usage.drafts.predicted_rejected
     return OpenAIUsage(
-        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, PromptDetails(usage.cached_tokens),
+        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens,
+        PromptDetails(usage.cached_tokens, usage.image_tokens or UNSET),
         CompletionDetails(accepted, rejected) if accepted or rejected else UNSET,
     )  # fmt: skip
 

@@ -8,11 +8,18 @@ from dataclasses import replace
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.answers.conversation import ChatRequest, Conversation, Tools
 from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.exchange import (
+    TAKES_PICTURES,
+    ApiRequest,
+    json_body,
+    json_response,
+    served_model,
+    warning_headers,
+)
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.answer import ChatChunks, chat_response, new_head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -38,6 +45,7 @@ CHAT = RequestBody(ChatBody, CHAT_RULES, example=EXAMPLE)
 @post(
     ["/v1/chat/completions", "/chat/completions"],
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.ChatCompletion, CHAT, shapes.ChatCompletionChunk, also=OF_MODELS),
 )
 async def chat_completions(request: ApiRequest) -> ASGIResponse:
@@ -57,11 +65,12 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)
     warnings += more
-    prompt = Prompt(await asked.token_ids(model), chat_echo(body))
+    token_ids = await asked.token_ids(model)
+    prompt, warnings = Prompt(token_ids, chat_echo(body)), [*warnings, *token_ids.warnings]
     if body.prediction is not None:
         asked = replace(asked, options=await with_prediction(asked.options, body.prediction, model))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    generation = asked.generation(model, prompt.token_ids)
+    generation = asked.generation(model, token_ids)
     if body.stream:
         head = new_head("chatcmpl", "chat.completion.chunk", model.shown_name, body.request_id)
         chunks = ChatChunks(head, body, [prompt], asked.params.n, names if body.logprobs else None)
@@ -78,6 +87,7 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
 @post(
     ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"],
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.InputTokens, CHAT, also=OF_MODELS),
 )
 async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
@@ -87,10 +97,15 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     asked, more = _asked(body, model)
     token_ids = await asked.token_ids(model)
     counted = shapes.InputTokens("response.input_tokens", len(token_ids))
-    return json_response(counted, warning_headers([*warnings, *more]))
+    return json_response(counted, warning_headers([*warnings, *more, *token_ids.warnings]))
 
 
-@post("/apply-template", status_code=200, operation=Operation(shapes.OpenAIPrompt, CHAT, also=OF_MODELS))
+@post(
+    "/apply-template",
+    status_code=200,
+    opt=TAKES_PICTURES,
+    operation=Operation(shapes.OpenAIPrompt, CHAT, also=OF_MODELS),
+)
 async def apply_template(request: ApiRequest) -> ASGIResponse:
     """Render the prompt of a chat request as text.
 
@@ -114,7 +129,10 @@ def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
     """Return the translated request, and its warnings."""
     template, warnings = template_switches(body, model)
     params, more = chat_params(body, model)
-    messages, still_more = readable(body.messages, model)
+    if body.mm_processor_kwargs and model.sight is None:
+        what, why = "'mm_processor_kwargs' is not supported.", f"{model.shown_name} reads text."
+        raise UnsupportedParameter(what, why, param="mm_processor_kwargs")
+    messages, still_more = readable(body.messages, model, options=body.mm_processor_kwargs)
     asked = ChatRequest(
         params=params,
         options=request_options(body),

@@ -61,6 +61,8 @@ def model_object(model: ModelFacts) -> shapes.OpenAIModel:
         found.context_length = UNSET if model.context is None else model.context
     if model.spec is not None:
         found.capabilities = model.capabilities()
+        if (image := model.image) is not None:
+            found.image = shapes.ImageFacts(image.min_tokens, image.max_tokens, image.px_per_token or None)
         found.context_length = UNSET if model.context is None else model.context
     if card is not None:
         found.created, found.max_model_len = int(card.created_s), card.plan.max_model_len

@@ -37,8 +37,7 @@ REFUSED: Mapping[str, Refused] = {
     # vLLM
     "early_stopping": Refused("A beam search always ends when no beam can beat the finished ones.", _one_of(False)),
     "chat_template": Refused("A request may not bring its own template, which would run the client's code."),
-    "mm_processor_kwargs": Refused("Images and audio are not supported.", _empty),
-    "media_io_kwargs": Refused("Images and audio are not supported.", _empty),
+    "media_io_kwargs": Refused("Only pictures are read, always in RGB.", _empty),
     "kv_transfer_params": Refused("KV transfer between servers is not supported.", _empty),
     "vllm_xargs": Refused("Extension arguments are not supported.", _empty),
     "logits_processors": Refused("Requests may not bring code; LLM.generate takes functions.", _empty),
@@ -53,7 +52,12 @@ NOT_IN_CHATS: Mapping[str, Refused] = {
     "prompt_embeds": Refused("Embeddings replace a prompt's tokens: use POST /v1/completions."),
 }
 
-RULES = FieldRules(HARMLESS, HINTS, REFUSED)
+NOT_IN_COMPLETIONS = {
+    name: Refused("Pictures belong to messages: use POST /v1/chat/completions.", _empty)
+    for name in ("mm_processor_kwargs", "multi_modal_data")
+}
+
+RULES = FieldRules(HARMLESS, HINTS, {**REFUSED, **NOT_IN_COMPLETIONS})
 CHAT_RULES = FieldRules(HARMLESS, HINTS, {**REFUSED, **NOT_IN_CHATS})
 
 
@@ -163,6 +167,7 @@ class ChatBody(GenerateBody, kw_only=True):
     include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
     reasoning_effort: str | None = None  # passed to the template, which may have such a switch
     reasoning: OpenAIReasoning | None = None  # Ollama's spelling of reasoning_effort
+    mm_processor_kwargs: dict[str, Any] | None = None  # vLLM: how pictures are read
 
 
 class CompletionBody(GenerateBody, kw_only=True):

@@ -17,6 +17,7 @@ Finish = Literal["stop", "length", "tool_calls", "abort"]
 
 class PromptDetails(Shape):
     cached_tokens: int
+    image_tokens: int | UnsetType = UNSET  # if the prompt has pictures
 
 
 class CompletionDetails(Shape):
@@ -248,6 +249,14 @@ class ModelState(Shape):
     progress: float | UnsetType | None = UNSET
 
 
+class ImageFacts(Shape):
+    """The pictures that a model reads."""
+
+    min_tokens: int
+    max_tokens: int
+    px_per_token: int | None  # null: the number of tokens does not follow from the size alone
+
+
 class OpenAIModel(Shape):
     id: str
     object: Literal["model"]
@@ -259,6 +268,7 @@ class OpenAIModel(Shape):
     max_model_len: int | UnsetType = UNSET
     context_length: int | UnsetType = UNSET  # served if the model is loaded, else as trained
     capabilities: list[str] | UnsetType = UNSET  # completion, tools, reasoning, vision; embedding; rerank
+    image: ImageFacts | UnsetType = UNSET  # of a model that sees
     meta: dict[str, Any] | UnsetType = UNSET
 
 

@@ -10,7 +10,14 @@ from localllm.serving.answers.conversation import Conversation, chat_token_ids, 
 from localllm.serving.answers.off_loop import off_loop
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.exchange import (
+    TAKES_PICTURES,
+    ApiRequest,
+    json_body,
+    json_response,
+    served_model,
+    warning_headers,
+)
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import RULES, ChatBody, DetokenizeBody, TokenizeBody, read_body
@@ -23,6 +30,7 @@ from localllm.web.errors import MissingParameter
 @post(
     ["/tokenize", "/v1/tokenize"],
     status_code=200,
+    opt=TAKES_PICTURES,
     operation=Operation(shapes.Tokens, RequestBody(TokenizeBody, RULES, example={"prompt": "Hello"}), also=OF_MODELS),
 )
 async def tokenize(request: ApiRequest) -> ASGIResponse:

@@ -18,6 +18,7 @@ from typing import Any
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter
 from localllm.serving.answers.conversation import TOOL_CHOICE, ChatRequest, Conversation, Tools, sampling_params
+from localllm.serving.answers.pictures import PromptTokens
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.access.caller import owner_of
@@ -208,7 +209,7 @@ class Asked:
     offer: McpOffer
     approved: Sequence[Item]  # requests for approval that were approved, and whose calls run first
     chat: ChatRequest
-    token_ids: Sequence[int]  # the prompt; empty for a request that only loads the model
+    token_ids: PromptTokens  # the prompt; empty for a request that only loads the model
     num_truncated: int  # number of the oldest items that are not in the prompt
     warnings: Sequence[str]
 
@@ -248,7 +249,7 @@ async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     left_out = sorted({item["type"] for item in everything if item["type"] in LEFT_OUT})
     unread = [f"items without a text for the model are not in the prompt: {', '.join(left_out)}"] if left_out else []
     warnings = [*warnings, *own.warnings, *offer.warnings, *more, *still_more, *unread]
-    asked = Asked(body, model, before, items, own, offer, approved, chat, (), 0, warnings)
+    asked = Asked(body, model, before, items, own, offer, approved, chat, PromptTokens(()), 0, warnings)
     return asked if is_probe else await _prompted(asked, everything)
 
 
@@ -287,6 +288,7 @@ async def _prompted(asked: Asked, items: Sequence[Item]) -> Asked:
 
     chat = asking(items)
     token_ids, context = await chat.token_ids(model), model.plan.max_model_len
+    warnings += token_ids.warnings
     found = replace(asked, chat=chat, token_ids=token_ids, warnings=[*warnings])
     if body.truncation != "auto" or len(token_ids) <= context - wanted_tokens(body.max_output_tokens, context):
         return found
@@ -294,5 +296,5 @@ async def _prompted(asked: Asked, items: Sequence[Item]) -> Asked:
     chat, num_truncated = asking(kept), len(items) - len(kept)
     warning = f"truncation: items that are not in the prompt, the oldest: {num_truncated} of {len(items)}"
     token_ids = await chat.token_ids(model)
-    told = [*warnings, *([warning] if num_truncated else [])]
+    told = [*warnings, *token_ids.warnings, *([warning] if num_truncated else [])]
     return replace(found, chat=chat, token_ids=token_ids, num_truncated=num_truncated, warnings=told)

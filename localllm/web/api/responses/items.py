@@ -133,7 +133,8 @@ def _picture(part: object) -> Item | None:
     """Return a part that is a picture; None for another one."""
     if not isinstance(part, dict) or part.get("type") != "input_image":
         return None
-    return {"type": "input_image", "image_url": part.get("image_url") or "", "detail": part.get("detail")}
+    pixels = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}
+    return {"type": "input_image", "image_url": part.get("image_url") or "", "detail": part.get("detail"), **pixels}
 
 
 def _part(kind: str, text: str) -> Item:

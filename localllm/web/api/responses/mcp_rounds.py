@@ -59,6 +59,7 @@ class Totals:
             sum(each.prompt_tokens for each in usages),
             sum(each.completion_tokens for each in usages),
             sum(each.cached_tokens for each in usages),
+            image_tokens=sum(each.image_tokens for each in usages),
         )
 
     @property

@@ -11,7 +11,7 @@ from localllm.serving.answers.generation import Choice
 from localllm.web.access.caller import is_background, owner_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.disconnect import EVENTS, EventStream, unless_disconnected
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
+from localllm.web.api.exchange import TAKES_PICTURES, ApiRequest, json_body, json_response, warning_headers
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead, whole_response
@@ -35,7 +35,12 @@ BODY = RequestBody(
 )
 
 
-@post("/v1/responses", status_code=200, operation=Operation(shapes.Response, BODY, shapes.AnyEvent, also=OF_MODELS))
+@post(
+    "/v1/responses",
+    status_code=200,
+    opt=TAKES_PICTURES,
+    operation=Operation(shapes.Response, BODY, shapes.AnyEvent, also=OF_MODELS),
+)
 async def responses(request: ApiRequest) -> ASGIResponse:
     """Answer input items with output items.
 
@@ -91,7 +96,10 @@ async def _with_servers(request: ApiRequest, rounds: McpRounds, asked: Asked) ->
 
 
 @post(
-    "/v1/responses/input_tokens", status_code=200, operation=Operation(shapes.ResponseInputTokens, BODY, also=OF_MODELS)
+    "/v1/responses/input_tokens",
+    status_code=200,
+    opt=TAKES_PICTURES,
+    operation=Operation(shapes.ResponseInputTokens, BODY, also=OF_MODELS),
 )
 async def input_tokens(request: ApiRequest) -> ASGIResponse:
     """Count the prompt tokens of a request without running it."""

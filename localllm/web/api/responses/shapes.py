@@ -162,6 +162,7 @@ Item = (
 class InputDetails(Shape):
     cached_tokens: int
     cache_write_tokens: int
+    image_tokens: int | UnsetType = UNSET  # if the prompt has pictures
 
 
 class OutputDetails(Shape):

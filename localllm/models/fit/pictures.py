@@ -1,0 +1,111 @@
+"""The memory of reading pictures: the tower, the largest picture while it is encoded, and the rows that are kept.
+
+The largest picture decides all three, so its tokens are chosen with the rest of the plan: at most 4096 unless asked
+otherwise, fewer where the context would become short.
+Does not know: torch, files, how a tower computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localllm.config.settings import EngineConfig
+from localllm.errors import DoesNotFit, ModelError
+from localllm.models.fit.activation_bytes import DTYPE_BYTES
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.vision import ImageLimits
+from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE
+from localllm.units import format_bytes, format_count
+
+FEWER_TOKENS = (2048, 1024, 512)
+"""Tokens of the largest picture that are tried before the context becomes shorter than `GOOD_CONTEXT`."""
+GOOD_CONTEXT = 8192
+TEXT_TOKENS = 1024
+"""Tokens of text that the context holds beside one picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSizes:
+    """What reading pictures takes in one engine."""
+
+    limits: ImageLimits
+    kept_rows: int  # of encoded pictures, at least those of the largest
+    tower_bytes: int
+    encode_bytes: int  # of the largest picture's activations and pixels
+    kept_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest picture."""
+        return self.limits.max_tokens
+
+    def note(self) -> str:
+        return (
+            f"Pictures: the tower takes {format_bytes(self.tower_bytes)}; the largest picture has "
+            f"{format_count(self.rows)} tokens and takes {format_bytes(self.encode_bytes)} while it is encoded; "
+            f"{format_bytes(self.kept_bytes)} keep encoded pictures."
+        )
+
+
+def why_text_only(spec: ModelSpec, config: EngineConfig, *, has_ranks: bool, on_gpu: bool) -> str:
+    """Return why the tower of a model that has one is not loaded, as a sentence; empty if it is."""
+    if spec.vision is None or not config.limit_mm_per_prompt:
+        return "" if spec.vision is None else "Text only: --limit-mm-per-prompt image=0."
+    if has_ranks:
+        return "Text only: pictures are not supported for a model on several devices."
+    if config.deterministic and not on_gpu:
+        return "Text only: pictures are not supported with --deterministic on a CPU."
+    if spec.drafter is not None:
+        return "Text only: pictures are not supported beside a drafter with weights."
+    return ""
+
+
+def picture_sizes(
+    spec: ModelSpec, config: EngineConfig, dtype: str, batched_tokens: int, most_tokens: int | None = None
+) -> PictureSizes:
+    """Return the sizes for pictures of at most `most_tokens` tokens; None: as many as the settings say."""
+    vision = spec.vision
+    assert vision is not None, "a model without a tower"
+    limits, asked = vision.limits, config.image_max_tokens
+    if not limits.is_fixed:
+        context = min(config.max_model_len or spec.max_position, spec.max_position)
+        most = min(limits.max_tokens, MOST_TOKENS, max(context - TEXT_TOKENS, context // 2)) if asked is None else asked
+        most = most if most_tokens is None else min(most, most_tokens)
+        least = limits.min_tokens if config.image_min_tokens is None else config.image_min_tokens
+        limits = replace(limits, min_tokens=min(least, most), max_tokens=most)
+    size = 4 if dtype == "float16" else DTYPE_BYTES[dtype]  # towers overflow in float16
+    patches = limits.max_tokens * vision.merge**2
+    if vision.tile_patches:
+        tiles = -(-limits.max_tokens // max(1, vision.tile_tokens))
+        patches = vision.tile_patches * (min(tiles, TILES_AT_ONCE) if config.device == "cpu" else tiles)
+    activations = int((16 * vision.width + 3.5 * vision.mlp_width) * size) * patches
+    pixels = patches * 3 * 2 * vision.patch**2 * 4
+    rows = max(limits.max_tokens, batched_tokens)
+    kept = rows * (1 + vision.deep) * spec.hidden_size * DTYPE_BYTES[dtype]
+    return PictureSizes(limits, rows, vision.tower_bytes * size // 4, activations + pixels, kept)
+
+
+def most_tokens_to_try(spec: ModelSpec, config: EngineConfig) -> Iterator[int | None]:
+    """Yield the tokens of the largest picture to plan for, the most first."""
+    yield None
+    assert spec.vision is not None
+    if config.image_max_tokens is None and not spec.vision.limits.is_fixed:
+        yield from (count for count in FEWER_TOKENS if count < spec.vision.limits.max_tokens)
+
+
+def with_tower(path: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the bytes of its tower. Without the tower if transformers cannot build it."""
+    if spec.vision is None or spec.vision.tower_bytes:
+        return spec
+    import torch
+
+    from localllm.models.vision.tower import tower_bytes
+
+    try:
+        return replace(spec, vision=replace(spec.vision, tower_bytes=tower_bytes(path, spec.vision, torch.float32)))
+    except DoesNotFit:
+        raise
+    except ModelError:
+        return replace(spec, vision=None)

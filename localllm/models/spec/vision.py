@@ -1,0 +1,63 @@
+"""The part of a model that reads pictures, as its config.json describes it.
+
+A picture becomes `rows` input embeddings at the places of a placeholder token. Which modules make them is in
+models/vision/; what differs between families is in models/vision/families.py.
+Does not know: torch, pixels, files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Level = Literal["auto", "low", "high", "original"]
+"""How finely a picture is read, by OpenAI's names."""
+
+
+class Detail(NamedTuple):
+    """What a request asks for one picture."""
+
+    level: Level = "auto"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()  # mm_processor_kwargs, sorted by name
+
+
+AUTO = Detail()
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The sizes of pictures that are read. Token counts are rows of one picture."""
+
+    min_tokens: int
+    max_tokens: int
+    px_per_token: int = 0  # pixels that become one token; 0: the count does not follow from the size alone
+    max_tiles: int = 1  # most parts that a large picture is cut into, without the overview
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether each picture takes the same number of tokens."""
+        return self.min_tokens == self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """The tower of a model that sees, and how its rows enter the decoder."""
+
+    model_type: str  # of config.json, e.g. qwen2_5_vl
+    placeholder_id: int  # token whose embedding a picture's row replaces
+    marks: tuple[str, ...]  # special texts of the family that stand for pictures or surround them
+    limits: ImageLimits
+    merge: int = 1  # patches of a side that become one token
+    deep: int = 0  # further rows for each token, which are added behind the first decoder layers
+    both_ways: bool = False  # tokens of a picture attend to all of the picture
+    windowed_only: bool = False  # of `both_ways`: in windowed layers alone (Gemma 4)
+    grids: bool = False  # positions have a time, a row and a column
+    patch: int = 14  # pixels of a patch's side
+    width: int = 0  # hidden size of the tower
+    mlp_width: int = 0  # of its feed-forward parts
+    layers: int = 0
+    tile_tokens: int = 0  # rows of one tile, where pictures are squares or are cut into tiles; 0: they are not
+    tile_patches: int = 0  # patches of one tile
+    tower_bytes: int = 0  # of the tower in float32; 0: not counted yet (models/fit/pictures.py)

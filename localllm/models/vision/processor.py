@@ -1,0 +1,135 @@
+"""Pictures to the tensors that a tower reads, by transformers' own image processors.
+
+The processors that need no torchvision are used; sizes are computed without pixels (families.py). Files are decoded by
+a function that the caller passes: this module does not know formats.
+Does not know: messages, requests, the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
+from localllm.models.spec.vision import AUTO, Detail, ImageLimits, VisionSpec
+from localllm.models.vision.families import Layout, Size, family_of, keywords
+from localllm.models.vision.processed import Processed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Decode = Callable[[bytes, tuple[int, int] | None], "Image"]
+"""Decode a file to an upright RGB picture; the size that suffices, or None: its own."""
+
+
+class PictureProcessor:
+    """Prepares pictures for one model. Thread-safe."""
+
+    def __init__(self, path: Path, spec: VisionSpec, decode: Decode, limits: ImageLimits | None = None) -> None:
+        """path: folder of the model. limits: those of this server; None: the checkpoint's."""
+        self.spec, self.limits = spec, limits or spec.limits
+        self._decode, self._family = decode, family_of(spec)
+        self.processor = open_processor(path)
+        name = f"{spec.model_type} {self.processor.to_json_string()}"
+        self._key = blake2b(name.encode(), digest_size=32).digest()
+
+    @property
+    def mark(self) -> str:
+        """The text that a chat template writes for a picture, and that `Processed.prompt` replaces."""
+        return self._family.mark
+
+    def layout(self, width: int, height: int, detail: Detail = AUTO) -> Layout:
+        """Return what becomes of a picture of this size, without its pixels."""
+        asked = keywords(self.spec, self.limits, detail)
+        if detail.level == "original":
+            largest = keywords(self.spec, self.limits, detail._replace(level="auto"))
+            found = self._family.layout(Size(width, height, self.processor, largest), self.spec)
+            if found.shown[0] < width * 0.98 or found.shown[1] < height * 0.98:
+                raise InvalidParameter(
+                    f"A picture of {width} x {height} pixels is scaled to {found.shown[0]} x {found.shown[1]}.",
+                    f"detail: original allows no scaling, and at most {self.limits.max_tokens} tokens are read.",
+                    "Send detail: auto, or start with a larger --image-max-tokens.",
+                    param="detail",
+                )
+        return self._family.layout(Size(width, height, self.processor, asked), self.spec)
+
+    def tokens(self, width: int, height: int, detail: Detail = AUTO) -> int:
+        """Return the rows of a picture of this size."""
+        return self.layout(width, height, detail).rows
+
+    def shown(self, width: int, height: int, detail: Detail = AUTO) -> tuple[int, int]:
+        """Return the width and height to which such a picture is scaled."""
+        return self.layout(width, height, detail).shown
+
+    def process(self, data: bytes, detail: Detail = AUTO, size: tuple[int, int] | None = None) -> Processed:
+        """Decode, scale and cut a picture. size: its width and height where they are known, so that a large JPEG is
+        decoded at a fraction of them. Raises what the decoder raises, and `InvalidParameter`."""
+        wanted = None if size is None else self.shown(*size, detail)
+        picture = self._decode(data, wanted)
+        if size is not None and self.layout(*picture.size, detail) != self.layout(*size, detail):
+            picture = self._decode(data, None)  # rounding of the fraction's size would change the tokens
+        size = size or picture.size
+        digest = blake2b(data, key=self._key, digest_size=16)
+        return self._processed(picture, size, detail, digest)
+
+    def process_image(self, picture: Image, detail: Detail = AUTO) -> Processed:
+        """Do the same with a decoded RGB picture."""
+        size = f"{picture.width} {picture.height} ".encode()
+        digest = blake2b(size + picture.tobytes(), key=self._key, digest_size=16)
+        return self._processed(picture, picture.size, detail, digest)
+
+    def _processed(self, picture: Image, size: tuple[int, int], detail: Detail, digest: Any) -> Processed:
+        asked = keywords(self.spec, self.limits, detail)
+        digest.update(repr(sorted(asked.items())).encode())
+        layout = self.layout(*picture.size, detail)
+        made = self.processor(images=[picture], return_tensors="pt", **asked)
+        tensors = {name: made[name] for name in self.processor.model_input_names if name in made}
+        return Processed(
+            tensors, layout.prompt, layout.rows, layout.grid, self.spec.both_ways, size, layout.shown, digest.digest()
+        )
+
+    def largest(self) -> Layout:
+        """Return the layout of a picture that takes as many rows as one may take here."""
+        sides = (64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
+        layouts = [
+            self.layout(wide, tall) for wide in sides for tall in sides if max(wide, tall) <= 4 * min(wide, tall)
+        ]
+        return max(layouts, key=lambda each: each.rows)
+
+    def with_limits(self, limits: ImageLimits) -> PictureProcessor:
+        """Return a processor of the same model with other limits."""
+        other = object.__new__(PictureProcessor)
+        other.__dict__.update(self.__dict__ | {"limits": limits})
+        return other
+
+
+def limited(spec: VisionSpec, most: int | None, least: int | None, default: int) -> ImageLimits:
+    """Return the checkpoint's limits within those of a server: at most `most` tokens if given, else `default`."""
+    limits = spec.limits
+    if limits.is_fixed:
+        return limits
+    highest = min(limits.max_tokens, default) if most is None else most
+    lowest = min(limits.min_tokens if least is None else least, highest)
+    return replace(limits, min_tokens=max(1, lowest), max_tokens=max(1, highest))
+
+
+def open_processor(path: Path) -> Any:
+    """Return transformers' image processor of a folder, on Pillow. Raises `UnsupportedModel` if there is none that
+    works without torchvision, `CorruptModel` if its config cannot be read."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"Pictures of {path.name} are not supported.",
+            f"Its image processor needs another library: {str(error).strip().splitlines()[0]}",
+            "--limit-mm-per-prompt image=0 loads its text part.",
+        ) from error
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise CorruptModel(
+            f"The image processor of {path.name} cannot be read.", f"{type(error).__name__}: {error}."
+        ) from error
