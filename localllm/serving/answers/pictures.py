@@ -69,7 +69,7 @@ class Seen:
     layout: Layout
 
 
-class PromptTokens(list[int]):
+class PromptIds(list[int]):
     """The token ids of a prompt, and the pictures whose placeholders are among them."""
 
     def __init__(self, token_ids: Sequence[int], pictures: Sequence[Seen] = (), warnings: Sequence[str] = ()) -> None:
@@ -183,7 +183,7 @@ class Sight:
             found.append(f"field 'detail' has no effect: {name} always takes {limits.max_tokens} tokens")
         return found
 
-    async def spans(self, prompt: PromptTokens, salt: str | None) -> tuple[MediaSpan, ...]:
+    async def spans(self, prompt: PromptIds, salt: str | None) -> tuple[MediaSpan, ...]:
         """Decode the prompt's pictures and return their places. Waits while other requests hold too many bytes.
 
         Call `release` with the prompt when the request has ended.
@@ -199,7 +199,7 @@ class Sight:
             self.release(prompt)
             raise
 
-    def release(self, prompt: PromptTokens) -> None:
+    def release(self, prompt: PromptIds) -> None:
         """Let waiting requests use the memory of a request that has ended."""
         self._in_flight.remove(sum(_bytes_of(picture) for picture in prompt.pictures))
 
@@ -238,7 +238,7 @@ async def _on_threads(pool: ThreadPoolExecutor, work: Callable[[Any], T], given:
         raise
 
 
-def require_room(prompt: PromptTokens, context_tokens: int) -> None:
+def require_room(prompt: PromptIds, context_tokens: int) -> None:
     """Raise `ContextTooLong` with the tokens of pictures and of text if a prompt with pictures is too long."""
     if not prompt.pictures or len(prompt) < context_tokens:
         return

@@ -27,6 +27,8 @@ PICTURES = ("image_url", "input_image", "image")
 UNREAD = "unread"
 """Type of a part that a dialect could not read: it has its `said`, `error` and `where`."""
 NOT_THE_USERS = ("system", "developer")
+LEAVE_OUT = "Leave the picture out, or describe it."
+NOT_LOADED = "The part of the model that sees was not loaded: start without --limit-mm-per-prompt image=0."
 HEAD_CHARS = 350_000
 """Characters of a picture in base64 that are decoded to find its size, which may be behind a thumbnail."""
 
@@ -72,7 +74,7 @@ def readable(
                 raise content[j].get("error") or UnsupportedParameter(
                     f"{where} is a picture, and {model.shown_name} reads text.",
                     "Pictures of earlier turns and in results of tools are left out instead.",
-                    _hint(model),
+                    LEAVE_OUT if model.spec.vision is None else NOT_LOADED,
                     param=where,
                 )
             content[j] = {"type": "text", "text": content[j].get("said") or picture_text(_url(content[j]))}
@@ -82,12 +84,6 @@ def readable(
         return found, []
     what = "a picture or document" if num_replaced == 1 else f"each of {num_replaced} pictures and documents"
     return found, [f"a short text replaces {what} that the model cannot read"]
-
-
-def _hint(model: ServedModel) -> str:
-    if model.spec.vision is not None:
-        return "The part of the model that sees was not loaded: start without --limit-mm-per-prompt image=0."
-    return "Leave the picture out, or describe it."
 
 
 def _unreadable(message: Mapping[str, Any]) -> list[int]:
