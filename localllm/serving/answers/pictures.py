@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from localllm.models.vision.processor import PictureProcessor
 
 T = TypeVar("T")
+PICTURE_PARTS = ("image_url", "input_image", "image")
+"""Types of parts that are pictures, in the words of clients."""
 KEPT_BYTES = 256 * 2**20
 """Prepared pictures that are kept for later requests."""
 IN_FLIGHT_BYTES = 2**30
@@ -55,6 +57,11 @@ class PicturePart:
     data: bytes = b""  # a file, in place of a URL
     image: Image | None = None  # decoded, in place of both
     detail: Detail = AUTO
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether the picture has to be downloaded."""
+        return bool(self.url) and self.url[:5].lower() != "data:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +112,12 @@ class Sight:
         """
         inner = given.get("image_url", given.get("url", given.get("image")))
         facts = {**given, **inner} if isinstance(inner, Mapping) else {**given, "url": inner}
-        url = facts.get("url")
+        url, detail = facts.get("url"), self.detail(facts, where, options)
+        if hasattr(url, "getpixel"):  # a picture of Pillow, from Python
+            return {"type": "image", "media": PicturePart(where, image=url, detail=detail)}
         if not isinstance(url, str) or not url:
             raise InvalidParameter(f"{where} has no picture.", "Expected a URL in image_url.", param=where)
-        return {"type": "image", "media": PicturePart(where, url, detail=self.detail(facts, where, options))}
+        return {"type": "image", "media": PicturePart(where, url, detail=detail)}
 
     def detail(self, facts: Mapping[str, Any], where: str, options: Mapping[str, Any] | None = None) -> Detail:
         """Return how finely a picture is to be read. Raises `InvalidParameter`."""
@@ -128,12 +137,7 @@ class Sight:
 
     async def look(self, parts: Sequence[PicturePart]) -> list[Seen]:
         """Return the pictures with their sizes and tokens, in order. Raises the errors of media/ and of the family."""
-        if len(parts) > self.most_pictures:
-            raise InvalidParameter(
-                f"The request has {len(parts)} pictures; at most {self.most_pictures} are taken.",
-                hint=f"--limit-mm-per-prompt image={len(parts)}",
-                param=parts[self.most_pictures].where,
-            )
+        self._require_few(parts)
         return await _on_threads(_decoding, self.seen, [(part, await self._data(part)) for part in parts])
 
     def seen(self, given: tuple[PicturePart, bytes]) -> Seen:
@@ -147,9 +151,30 @@ class Sight:
         layout = self.processor.layout(facts.width, facts.height, part.detail)
         return Seen(part, data, facts.width, facts.height, facts.frames, layout)
 
+    def _require_few(self, parts: Sequence[PicturePart]) -> None:
+        if len(parts) > self.most_pictures:
+            raise InvalidParameter(
+                f"The request has {len(parts)} pictures; at most {self.most_pictures} are taken.",
+                hint=f"--limit-mm-per-prompt image={len(parts)}",
+                param=parts[self.most_pictures].where,
+            )
+
+    def read(
+        self, prompt: str, parts: Sequence[PicturePart], encode: Callable[[str], Sequence[int]]
+    ) -> tuple[PromptIds, tuple[MediaSpan, ...]]:
+        """Return a prompt with pictures, decoded, for callers without an event loop. Blocks. Raises like `look`."""
+        self._require_few(parts)
+        seen = [
+            self.seen((part, self.fetcher.fetch(part.url, part.where) if part.is_elsewhere else part.data))
+            for part in parts
+        ]
+        ids = PromptIds(encode(self.expanded(prompt, seen)), seen)
+        pictures = [self.process(each) for each in seen]
+        return ids, spans_of(ids, self.processor.spec.placeholder_id, pictures)
+
     async def _data(self, part: PicturePart) -> bytes:
         """Return the bytes of a picture that is not in the request; empty if its URL holds it."""
-        if part.url[:5].lower() == "data:" or not part.url:
+        if not part.is_elsewhere:
             return part.data
         [data] = await _on_threads(_fetching, lambda url: self.fetcher.fetch(url, part.where), [part.url])
         return data

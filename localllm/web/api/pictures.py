@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localllm.errors import UnsupportedParameter
+from localllm.serving.answers.pictures import PICTURE_PARTS
 from localllm.serving.served import ServedModel
 from localllm.units import format_bytes
 
 Message = dict[str, Any]
 
-PICTURES = ("image_url", "input_image", "image")
-"""Types of parts that are pictures."""
 UNREAD = "unread"
 """Type of a part that a dialect could not read: it has its `said`, `error` and `where`."""
 NOT_THE_USERS = ("system", "developer")
@@ -91,7 +90,7 @@ def _unreadable(message: Mapping[str, Any]) -> list[int]:
     content = message.get("content")
     if not isinstance(content, list):
         return []
-    kinds = (*PICTURES, UNREAD)
+    kinds = (*PICTURE_PARTS, UNREAD)
     return [j for j, part in enumerate(content) if isinstance(part, Mapping) and part.get("type") in kinds]
 
 
