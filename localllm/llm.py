@@ -683,7 +683,7 @@ def _tell_apart(output: CompletionOutput, reader: AnswerReader) -> None:
     output.text, output.reasoning, output.tool_calls = answer.text, answer.reasoning or None, answer.calls
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: Prompt | Sequence[Prompt | _Encoded]) -> list[Prompt | _Encoded]:
     """Return a list of prompts from one prompt or many; a list of integers is one prompt's token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
