@@ -95,7 +95,10 @@ def test_anthropic_and_ollama_get_the_same_answer(asked: dict[str, Any], server:
         source = {"type": "base64", "media_type": "image/png", "data": encoded}
         content: Any = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
         message = client.messages.create(
-            model="qwen", messages=[{"role": "user", "content": content}], max_tokens=NUM_TOKENS, temperature=0
+            model="qwen",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=NUM_TOKENS,
+            extra_body={"temperature": 0},
         )
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == asked["usage"]["prompt_tokens"]
     assert said(asked).startswith("".join(block.text for block in message.content if block.type == "text"))

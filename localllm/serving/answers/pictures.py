@@ -53,8 +53,8 @@ class PicturePart:
     """A picture of a message."""
 
     where: str  # its path in the request
-    url: str = ""  # data:, http: or https:
-    data: bytes = b""  # a file, in place of a URL
+    url: str = field(default="", repr=False)  # data:, http: or https:
+    data: bytes = field(default=b"", repr=False)  # a file, in place of a URL
     image: Image | None = None  # decoded, in place of both
     detail: Detail = AUTO
 
