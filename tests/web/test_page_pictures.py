@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
+import time
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image
 
+from localllm.web.pages.chat.files.pictures import picture_of
+from localllm.web.pages.chat.state import chat_state_of
+from localllm.web.pages.chat.store import Chats
 from tests.media.pictures import picture, sight
 from tests.web.harness import Pages, attach, start_chat
 from tests.web.pages_stub import PICTURE, StubModel
@@ -103,12 +107,10 @@ def test_a_model_that_reads_text_says_so_before_sending(browser: httpx.Client, s
 
 
 def test_a_picture_is_deleted_with_the_last_chat_that_has_it(browser: httpx.Client, served: Pages) -> None:
-    store = served.live.server.app.state["chats"].store if "chats" in served.live.server.app.state else None
     urls = []
     for _ in range(2):
         url, page = start_chat(browser, "Look", attachment=ids_of(attach(browser, ("cat.png", PNG)).text)[0])
         urls.append((url, re.search(DIGEST, page)))
-    assert store is None or store.path
     [(first, found), (second, again)] = urls
     assert found
     assert again
@@ -121,12 +123,6 @@ def test_a_picture_is_deleted_with_the_last_chat_that_has_it(browser: httpx.Clie
 
 def purge(served: Pages) -> None:
     """Make deletions final, as time does."""
-    import asyncio
-    import time
-
-    from localllm.web.pages.chat.state import chat_state_of
-    from localllm.web.pages.chat.store import Chats
-
     state = chat_state_of(served.live.server.app)
     asyncio.run(state.store.call(Chats.purge, time.time() + 1))
 
@@ -164,9 +160,7 @@ def test_a_camera_picture_has_its_own_button(browser: httpx.Client) -> None:
     assert re.search(r'accept="image/png,image/jpeg,image/webp,image/gif" capture="environment"', page)
 
 
-def test_a_thumbnail_is_small(tmp_path: Path) -> None:
-    from localllm.web.pages.chat.files.pictures import picture_of
-
+def test_a_thumbnail_is_small() -> None:
     made = picture_of("noise.png", picture(size=(2000, 1000)))
     assert len(made["thumb"]) < 20_000
     assert Image.open(io.BytesIO(made["data"])).size == (2000, 1000)
