@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -22,25 +22,29 @@ from localllm.config.unsupported import UNSUPPORTED
 from localllm.engine.adapter import Adapter
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.beam_search import Beam, BeamSearch, BeamSearchParams
+from localllm.engine.media import MediaSpan
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
-from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
+from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption, UnsupportedParameter
 from localllm.machine.processes import set_thread_environment
 from localllm.models.encoders.recipe import Want
 from localllm.serving.answers.conversation import Conversation, Tools
+from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, PromptIds, require_room
 from localllm.serving.build import build_engine
 from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
+from localllm.text.messages import images_of
 
 if TYPE_CHECKING:
     from localllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, or {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": tensor}."""
+"""A text, its token ids, or {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": tensor}. A text with marks
+of pictures also has {"multi_modal_data": {"image": pictures}}: Pillow's images, bytes of files, or URLs."""
 Message = Mapping[str, Any]
 
 
@@ -171,7 +175,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt | _Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -188,8 +192,10 @@ class LLM:
         _check_length(len(priorities), len(encoded), "priority")
         adapters = self._adapters_for(len(encoded), lora_request)
         asked = [
-            GenerationRequest(f"offline-{next(self._ids)}", ids, each, RequestOptions(rank, adapter=adapter), embeds)
-            for (_, ids, embeds), each, rank, adapter in zip(encoded, params, priorities, adapters, strict=True)
+            GenerationRequest(
+                f"offline-{next(self._ids)}", ids, each, RequestOptions(rank, adapter=adapter), embeds, media
+            )
+            for (_, ids, embeds, media), each, rank, adapter in zip(encoded, params, priorities, adapters, strict=True)
         ]
         results = [_empty_output(text, request) for (text, *_), request in zip(encoded, asked, strict=True)]
         self._collect(asked, results, use_tqdm)
@@ -206,10 +212,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, like `generate`, through the model's chat template.
 
-        Reasoning, and calls of `tools` if given, are separated from the content as the server does.
+        Reasoning, and calls of `tools` if given, are separated from the content as the server does. Pictures are parts
+        as in the API, or {"type": "image", "image": image of Pillow}.
         """
         calls = _checked_tools(tools)
         template = {
@@ -217,15 +225,12 @@ class LLM:
             **(chat_template_kwargs or {}),
         }  # fmt: skip
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        chats = [Conversation(each, template, Tools(calls, calls)) for each in several]  # type: ignore[arg-type]
-        texts = [chat.prompt(self._engine) for chat in chats]
-        prompts = [
-            {"prompt": text, "prompt_token_ids": chat.encode(text, self._engine)}
-            for chat, text in zip(chats, texts, strict=True)
-        ]
+        seeing = [self._with_pictures(each, mm_processor_kwargs) for each in several]  # type: ignore[arg-type]
+        chats = [Conversation(each, template, Tools(calls, calls)) for each in seeing]
+        prompts = [self._encode_chat(chat) for chat in chats]
         given = self._params_for(len(chats), sampling_params)
         readings = [
-            chat.reading(self._engine, params, prompt["prompt_token_ids"])  # type: ignore[arg-type]
+            chat.reading(self._engine, params, prompt.token_ids)
             for chat, params, prompt in zip(chats, given, prompts, strict=True)
         ]
         results = self.generate(prompts, [params for params, _ in readings], use_tqdm, lora_request=lora_request)
@@ -270,7 +275,7 @@ class LLM:
         unless truncate_prompt_tokens says how many tokens to keep (-1: as many as the model supports)."""
         pooler = self._engine.pooler
         encoded = [self._encode(prompt, tokens=True) for prompt in _as_prompts(prompts)]
-        texts = [text if text is not None else ids for text, ids, _ in encoded]
+        texts = [text if text is not None else ids for text, ids, *_ in encoded]
         return [Embedding(values) for values in self._pool(pooler.inputs(texts, truncate_prompt_tokens))]
 
     def score(
@@ -331,7 +336,7 @@ class LLM:
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
         pooler = self._engine.pooler
         encoded = [self._encode(prompt, tokens=True) for prompt in _as_prompts(prompts)]
-        texts = [text if text is not None else ids for text, ids, _ in encoded]
+        texts = [text if text is not None else ids for text, ids, *_ in encoded]
         return self._pool(pooler.pool_inputs(texts, want, truncate))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -379,9 +384,9 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[GenerationEvent]:
         """Yield the events of one prompt as they occur. Closing the iterator ends the request."""
-        _, ids, embeds = self._encode(prompt)
+        _, ids, embeds, media = self._encode(prompt)
         params = sampling_params or self.get_default_sampling_params()
-        asked = GenerationRequest(f"offline-{next(self._ids)}", ids, params, prompt_embeds=embeds)
+        asked = GenerationRequest(f"offline-{next(self._ids)}", ids, params, prompt_embeds=embeds, media=media)
         with closing(self._events([asked])) as events:
             for _, event in events:
                 yield event
@@ -469,8 +474,10 @@ class LLM:
 
     # ---- translation ---------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt, *, tokens: bool = False) -> _Encoded:
+    def _encode(self, prompt: Prompt | _Encoded, *, tokens: bool = False) -> _Encoded:
         """Encode a prompt. With `tokens`, prompt embeddings are refused."""
+        if isinstance(prompt, _Encoded):
+            return prompt
         if isinstance(prompt, str):
             return _Encoded(prompt, self.get_tokenizer().encode(prompt))
         if not isinstance(prompt, Mapping):
@@ -479,16 +486,73 @@ class LLM:
             self._engine.generator.limits.require_prompt_embeds()
             embeds = self._engine.prompt_embeds_reader.of_tensor(prompt["prompt_embeds"])
             return _Encoded(None, (0,) * embeds.num_tokens, embeds)
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if not tokens and prompt.get("multi_modal_data"):
+            return self._encode_seen(prompt)
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}
         if unknown or not prompt:
             raise InvalidParameter(
-                "A prompt dictionary holds 'prompt' or 'prompt_token_ids', or, to generate, only 'prompt_embeds'.",
+                "A prompt dictionary holds 'prompt' or 'prompt_token_ids', or, to generate, only 'prompt_embeds', or "
+                "'prompt' and 'multi_modal_data'.",
                 f"Got {sorted(prompt)}.",
                 param="prompt",
             )
         text = prompt.get("prompt")
         ids = prompt.get("prompt_token_ids")
         return _Encoded(text, self.get_tokenizer().encode(text or "") if ids is None else ids)
+
+    def _encode_seen(self, prompt: Mapping[str, Any]) -> _Encoded:
+        """Encode a text with a mark of the family for each of its pictures."""
+        given, sight, text = prompt["multi_modal_data"], self._engine.sight, prompt.get("prompt")
+        if sight is None:
+            what, why = f"{self._engine.name} does not see pictures.", "It reads text alone."
+            raise UnsupportedParameter(what, why, param="multi_modal_data")
+        if set(given) != {"image"} or not isinstance(text, str):
+            why = f"Got {sorted(given)} and a prompt that is {type(text).__name__}."
+            raise InvalidParameter("multi_modal_data holds only 'image', beside a text.", why, param="multi_modal_data")
+        images = given["image"] if isinstance(given["image"], list | tuple) else [given["image"]]
+        options = prompt.get("mm_processor_kwargs")
+        parts = []
+        for i, image in enumerate(images):
+            where = f"multi_modal_data.image[{i}]"
+            if isinstance(image, bytes):
+                parts.append(PicturePart(where, data=image, detail=sight.detail({}, where, options)))
+            else:
+                parts.append(sight.part({"image": image}, where, options)["media"])
+        return _Encoded(text, *self._seen(text, parts, self.get_tokenizer().encode))
+
+    def _with_pictures(self, messages: Sequence[Message], options: Mapping[str, Any] | None) -> list[Message]:
+        """Return the messages with their pictures as parts that the engine reads, if the model sees."""
+        sight = self._engine.sight
+        if sight is None:
+            return list(messages)
+        found = list[Message]()
+        for i, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, list):
+                content = [
+                    sight.part(part, f"messages[{i}].content[{j}]", options)
+                    if isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
+                    else part
+                    for j, part in enumerate(content)
+                ]
+                message = {**message, "content": content}
+            found.append(message)
+        return found
+
+    def _encode_chat(self, chat: Conversation) -> _Encoded:
+        text, template = chat.prompt(self._engine), self._engine.chat_template
+        if self._engine.sight is None or not any(images_of(message) for message in chat.messages):
+            return _Encoded(text, chat.encode(text, self._engine))
+        parts = template.pictures(chat.messages, with_tools=bool(chat.tools.offered))
+        return _Encoded(text, *self._seen(text, parts, lambda text: chat.encode(text, self._engine)))
+
+    def _seen(
+        self, text: str, parts: Sequence[PicturePart], encode: Callable[[str], Sequence[int]]
+    ) -> tuple[PromptIds, None, tuple[MediaSpan, ...]]:
+        assert self._engine.sight is not None
+        ids, media = self._engine.sight.read(text, parts, encode)
+        require_room(ids, self._engine.plan.max_model_len)
+        return ids, None, media
 
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None:
@@ -550,6 +614,7 @@ class _Encoded(NamedTuple):
     text: str | None
     token_ids: Sequence[int]
     embeds: PromptEmbeds | None = None  # prompt embeddings that replace the tokens
+    media: tuple[MediaSpan, ...] = ()  # pictures
 
 
 class _ProgressBar:
@@ -576,7 +641,7 @@ class _ProgressBar:
 
 PARSED = {
     "max_model_len", "lora_modules", "tensor_parallel_size", "pipeline_parallel_size", "tensor_split",
-    "pipeline_layer_partition", "device_ids",
+    "pipeline_layer_partition", "device_ids", "limit_mm_per_prompt", "mm_processor_kwargs",
 }  # fmt: skip
 """Arguments that may also have the form of their flag: "auto", "3,1", a list."""
 
@@ -618,7 +683,7 @@ def _tell_apart(output: CompletionOutput, reader: AnswerReader) -> None:
     output.text, output.reasoning, output.tool_calls = answer.text, answer.reasoning or None, answer.calls
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: Prompt | Sequence[Prompt | _Encoded]) -> list[Prompt | _Encoded]:
     """Return a list of prompts from one prompt or many; a list of integers is one prompt's token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]

@@ -5,7 +5,8 @@ back through the block table, and the answer is a hash of it. One misplaced slot
 does not depend on chunking, neighbours, cache, preemption, depth or drafts" is cheap to test. Each slot also stores the
 prefix it was written under: reading another prefix's value raises `CorruptKV` at once. With `num_places` the model
 also has a recurrent state, a hash chain over the tokens in numbered places: a row that begins from any other state than
-that of its own prefix raises `CorruptState`.
+that of its own prefix raises `CorruptState`. A picture's digest is part of the prefix at each of its places, and a row
+that reads a picture that is not encoded, or ends inside one that attends both ways, raises `UnseenPicture`.
 Does not know: torch. The scheduler's tests and scripts/bench_engine run on it.
 """
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from localllm.engine.media import MediaSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
     DraftSupport,
@@ -48,6 +50,10 @@ class CorruptState(AssertionError):
     """A row read another state than that of its own prefix, or two rows of a step use one place."""
 
 
+class UnseenPicture(AssertionError):
+    """A row reads a picture that is not encoded, or a part of one that has to be read whole."""
+
+
 @dataclass(slots=True)
 class _Slot:
     request_id: str
@@ -60,8 +66,14 @@ class _Slot:
     embeds: str = ""  # digest of the prompt embeddings
     max_drafts: int = 0
     drafts: tuple[int, ...] = ()  # proposed behind token_ids
+    media: tuple[MediaSpan, ...] = ()
     num_checked: int = 0  # drafts that the row being computed verifies; they are in token_ids until it is answered
     prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1], after the embeddings
+
+    def content(self, position: int) -> bytes:
+        """Return what a position adds to the prefix: its token, and the digest of its picture."""
+        digests = [span.digest for span in self.media if span.start <= position < span.end]
+        return b"".join([self.token_ids[position].to_bytes(4, "little", signed=True), *digests])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,8 @@ class FakeRunner:
         """(group, cache slot) -> (token id, crc of the prefix up to it)"""
         self.num_places = num_places  # of recurrent states; 0: the model has none
         self._states: dict[int, int] = {}  # place -> crc of the tokens before the state; missing: poison
+        self.encoded: dict[bytes, int] = {}  # rows of the encoded pictures
+        self.num_encoded = 0
         self.freed: list[str] = []  # request ids, in the order their slots were freed
 
     def forward(self, plan: StepPlan) -> None:
@@ -113,7 +127,14 @@ class FakeRunner:
             self._open(new)
         for slot_id, ids in plan.known_token_ids:
             assert array("i", ids) == self._slots[slot_id].token_ids[-len(ids) :], "ids that were not sampled"
+        for digest in plan.dropped:
+            self.encoded.pop(digest)
+        for encode in plan.encodes:
+            assert encode.digest not in self.encoded, "a picture is encoded twice"
+            self.encoded[encode.digest] = encode.rows
+            self.num_encoded += 1
         for row in plan.rows:
+            self._see(self._slots[row.slot], row)
             self._write(self._slots[row.slot], row)
         if plan.gives_way is not None and plan.gives_way():
             self._spoil(plan.rows)
@@ -158,6 +179,7 @@ class FakeRunner:
         self._slots.clear()
         self._memory.clear()
         self._states.clear()
+        self.encoded.clear()
 
     def close(self) -> None:
         self.reset()
@@ -174,10 +196,21 @@ class FakeRunner:
             new.adapter,
             new.prompt_embeds.digest if new.prompt_embeds is not None else "",
             new.max_drafts,
+            media=new.media,
         )
         self._slots[new.slot] = slot
         if self._check:
             self._extend_crcs(slot)
+
+    def _see(self, slot: _Slot, row: Row) -> None:
+        """Check that a row's pictures are encoded, and that the row ends in none that attends both ways."""
+        start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        for span in slot.media:
+            if span.start < end and start < span.end:
+                if span.digest not in self.encoded:
+                    raise UnseenPicture(f"{slot.request_id} reads a picture at {start} that is not encoded")
+                if span.both_ways and end < span.end:
+                    raise UnseenPicture(f"{slot.request_id} ends at {end}, inside a picture up to {span.end}")
 
     def _write(self, slot: _Slot, row: Row) -> None:
         assert slot.request_id == row.request_id
@@ -232,7 +265,7 @@ class FakeRunner:
         if state != expected:
             raise CorruptState(f"{row.request_id}: place {read} is not its state after {row.num_computed_tokens}")
         for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
-            state = zlib.crc32(slot.token_ids[position].to_bytes(4, "little", signed=True), state)
+            state = zlib.crc32(slot.content(position), state)
         return state
 
     def _answer(self, slot: _Slot, row: Row, bits: dict[int, Bits] | None) -> RowResult:
@@ -294,8 +327,8 @@ class FakeRunner:
 
     def _extend_crcs(self, slot: _Slot) -> None:
         crc = slot.prefix_crcs[-1] if slot.prefix_crcs else zlib.crc32(slot.embeds.encode(), 1 + slot.adapter)
-        for token_id in slot.token_ids[len(slot.prefix_crcs) :]:
-            crc = zlib.crc32(token_id.to_bytes(4, "little", signed=True), crc)
+        for position in range(len(slot.prefix_crcs), len(slot.token_ids)):
+            crc = zlib.crc32(slot.content(position), crc)
             slot.prefix_crcs.append(crc)
 
 

@@ -10,6 +10,7 @@ import torch
 from localllm.engine.loop import EngineLoop
 from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
@@ -18,7 +19,7 @@ from localllm.engine.step import TokenLogprobs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.tower import load_tower
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.pictures import Encoder
 from localllm.runner.runner import TorchRunner
 from tests.kv import ledger_of, of_each
@@ -54,17 +55,27 @@ class Engine:
             **sizes,
         )
         hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
-        self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher))
+        pool = StatePool(24) if spec.recurrent is not None else None
+        self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
         model = load_model(path, spec, CPU, torch.float32)
         kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, torch.float32)
-        for layer in kv.layers:
+        states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
+        for layer in filter(None, kv.layers):
             for tensor in layer.tensors():
                 tensor.fill_(float("nan"))  # what nobody wrote must never be read
         encoder = None
         if spec.vision is not None:
             encoder = Encoder(load_tower(path, spec.vision, CPU, torch.float32), spec.hidden_size, torch.float32)
         self.runner = runner = TorchRunner(
-            model, spec, kv, block_size=BLOCK_SIZE, device=CPU, encoder=encoder, staged=staged, **sizes
+            model,
+            spec,
+            kv,
+            block_size=BLOCK_SIZE,
+            device=CPU,
+            encoder=encoder,
+            staged=staged,
+            states=states,
+            **sizes,
         )
         self.loop = EngineLoop(self.scheduler, runner, depth=depth)
         self.loop._recover = _raise

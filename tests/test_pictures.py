@@ -3,19 +3,24 @@
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from localllm.models.read_spec import read_spec
+from localllm.models.vision.processed import Processed
+from localllm.runner.pictures import rotary_positions
 from tests.models.seeing import SEEING, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans
 from tests.test_goldens import Engine
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 SIZES = ((50, 70), (70, 33))
+QUICK = ("qwen2_5_vl", "gemma3")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.rotates(4)) for name in SEEING]
 
 
 class Case:
-    """A tiny model with two pictures in a prompt, and what transformers computes."""
+    """A tiny model with two pictures, and what transformers computes of prompts with them."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.model = path, make_seeing(path, name)
@@ -24,16 +29,34 @@ class Case:
         self.processed = [self.processor.process_image(picture(*size, seed)) for seed, size in enumerate(SIZES)]
         self.rows = max(each.rows for each in self.processed)
 
-    def expected(self, ids: list[int], processed: list) -> list[int]:
-        """Return the greedy tokens of transformers, and check that they are no near ties."""
-        ids = list(ids)
-        start = len(ids)
-        for _ in range(NUM_TOKENS):
-            logits = reference_with_pictures(self.model, ids, processed)[-1]
-            best = torch.topk(logits, 2).values
-            assert best[0] - best[1] > 1e-4 * logits.abs().max(), "a near tie: take another seed"
-            ids.append(int(logits.argmax()))
-        return ids[start:]
+    def engine(self, **sizes: int) -> Engine:
+        return Engine(self.path, encoder_rows=self.rows, **sizes)
+
+    @cache  # noqa: B019
+    def prompt(self, which: tuple[int, ...], *, first: bool = False, last: bool = False) -> tuple[list[int], list[int]]:
+        """Return a prompt with these pictures, and the greedy tokens of transformers, none of them a near tie."""
+        processed = self.pictures(which)
+        for seed in range(9):
+            ids = prompt_of(processed, seed, first=first, last=last)
+            tokens: list[int] = []
+            for _ in range(NUM_TOKENS):
+                logits = reference_with_pictures(self.model, [*ids, *tokens], processed)[-1]
+                best = torch.topk(logits, 2).values
+                if best[0] - best[1] < 1e-3 * logits.abs().max():
+                    break
+                tokens.append(int(logits.argmax()))
+            else:
+                return ids, tokens
+        raise AssertionError("near ties with every seed")
+
+    def pictures(self, which: tuple[int, ...]) -> list[Processed]:
+        return [self.processed[place] for place in which]
+
+    def check(self, engine: Engine, which: tuple[int, ...], **ends: bool) -> None:
+        ids, expected = self.prompt(which, **ends)
+        media = spans(ids, self.pictures(which))
+        assert engine.generate([ids], NUM_TOKENS, media=[media])[0] == expected
+        engine.scheduler.table.encoded.check_invariants([])
 
 
 @cache
@@ -46,14 +69,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("seeing")
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", ALL)
 def test_pictures_whole_in_odd_chunks_and_from_the_cache(name: str, folder: Path) -> None:
     case = case_of(folder, name)
-    ids = prompt_of(case.processed)
-    media, expected = spans(ids, case.processed), case.expected(ids, case.processed)
-    least = 8 + case.rows if case.spec.vision.both_ways else 9
-    engine = Engine(case.path, encoder_rows=case.rows, max_num_batched_tokens=512)
-    assert engine.generate([ids], NUM_TOKENS, media=[media])[0] == expected
-    assert engine.generate([ids], NUM_TOKENS, media=[media])[0] == expected  # from the prefix cache
-    engine = Engine(case.path, encoder_rows=case.rows, max_num_batched_tokens=least)
-    assert engine.generate([ids], NUM_TOKENS, media=[media])[0] == expected
+    engine = case.engine()
+    case.check(engine, (0, 1))
+    case.check(engine, (0, 1))  # from the prefix cache
+    case.check(engine, (0, 0), first=True)
+    case.check(case.engine(max_num_batched_tokens=8 + case.rows if case.spec.vision.both_ways else 9), (0, 1))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_prompt_that_ends_with_a_picture(name: str, folder: Path) -> None:
+    case = case_of(folder, name)
+    case.check(case.engine(), (1,), last=True)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_steps_that_are_staged_as_on_a_gpu(name: str, folder: Path) -> None:
+    case = case_of(folder, name)
+    case.check(case.engine(staged=True, max_num_batched_tokens=64), (0, 1))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_preempted_prompt_is_not_encoded_again(name: str, folder: Path) -> None:
+    """Two requests and too few blocks: one is preempted and computed again from pictures that are still encoded."""
+    case = case_of(folder, name)
+    ids, expected = case.prompt((0,))
+    media = spans(ids, case.pictures((0,)))
+    count = 24
+    alone = case.engine().generate([ids], count, media=[media])[0]
+    blocks = 1 + 2 * -(-len(ids) // 8) + 3
+    engine = case.engine(num_blocks=blocks, caching=False)
+    encoded = []
+    engine.runner._encoder.tower.encode = lambda pixels, encode=engine.runner._encoder.tower.encode: (
+        encoded.append(1) or encode(pixels)
+    )
+    got = engine.generate([ids, ids], count, media=[media, media])
+    assert alone[:NUM_TOKENS] == expected
+    assert got[0] == got[1] == alone
+    assert engine.scheduler.recorder.num_preemptions
+    assert len(encoded) == 1
+
+
+def test_pictures_are_told_apart_by_what_they_show(folder: Path) -> None:
+    """The same text, other pictures: nothing is shared from the first picture's block on."""
+    case = case_of(folder, "qwen2_5_vl")
+    other = case.processor.process_image(picture(*SIZES[0], seed=7))
+    ids = prompt_of([other])
+    engine = case.engine()
+    seen = [
+        engine.generate([ids], 1, media=[spans(ids, [each], salt)]) and engine.endings[0].num_cached_tokens
+        for each, salt in ((case.processed[0], None), (other, None), (other, None), (other, "a"))
+    ]
+    assert seen == [0, 8, (len(ids) - 1) // 8 * 8, 8]
+
+
+def test_positions_are_those_of_transformers(folder: Path) -> None:
+    case = case_of(folder, "qwen2_5_vl")
+    ids, _ = case.prompt((0, 1))
+    rotary, shift = rotary_positions(len(ids), spans(ids, case.processed))
+    grids = torch.cat([each.tensors["image_grid_thw"] for each in case.processed])
+    tokens = torch.tensor([ids])
+    expected, delta = case.model.model.get_rope_index(tokens, (tokens == 10).int(), grids)
+    assert np.array_equal(rotary, expected[:, 0].numpy())
+    assert shift == int(delta)

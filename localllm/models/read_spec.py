@@ -272,7 +272,7 @@ def _read_vision(path: Path, config: Mapping[str, Any]) -> VisionSpec | None:
     config of its image processor."""
     from localllm.models.vision.families import read_vision, sees
 
-    if not sees(config.get("model_type")):
+    if not sees(config):
         return None
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (path / name).is_file():

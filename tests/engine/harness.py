@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.engine.loop import Drafter, EngineLoop
+from localllm.engine.media import MediaSpan
 from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.memory.cache_manager import CacheManager
@@ -76,6 +77,7 @@ def make_request(
     eos: tuple[int, ...] = (),
     grammar: OutputGrammar | None = None,
     embeds: PromptEmbeds | None = None,
+    media: tuple[MediaSpan, ...] = (),
     max_drafts: int | None = None,
     **params: object,
 ) -> Request:
@@ -89,6 +91,7 @@ def make_request(
         eos_token_ids=eos,
         grammar=grammar,
         prompt_embeds=embeds,
+        media=media,
     )
 
 
@@ -255,6 +258,7 @@ def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
 def check_invariants(engine: SmallEngine) -> None:
     scheduler = engine.scheduler
     running = scheduler.running
+    scheduler.table.encoded.check_invariants([request.request_id for request in running])
     for group, pool in enumerate(scheduler.ledger.pools):
         check_pool(pool, [request.block_tables[group] for request in running])
     assert len(running) <= scheduler.config.max_num_seqs

@@ -56,6 +56,7 @@ class Batch:
     decode_queries: int = 1
     padding_queries: tuple[int, ...] = ()  # of each of the first rows: so many at the end are padding
     first_key: int = 0  # keys before it are not read: they are NaN
+    pictures: tuple[tuple[int, int, int], ...] = ()  # (request, first position, end): all of it is seen by all of it
     keys: list[Tensor] = field(default_factory=list)  # of each request [context_len, kv_heads, head_dim] fp64, as read
     values: list[Tensor] = field(default_factory=list)
 
@@ -102,6 +103,7 @@ class Batch:
             decode_queries=self.decode_queries,
             positions=self.positions() if self.decode_queries > 1 else None,
             first_key=self.first_key,
+            key_limits=self.key_limits() if self.pictures else None,
         )
 
     def starts(self) -> list[int]:
@@ -109,6 +111,16 @@ class Batch:
         padding = [*self.padding_queries, *[0] * (len(self.query_lens) - len(self.padding_queries))]
         lens = zip(self.query_lens, self.context_lens, padding, strict=True)
         return [max(0, length - n + behind) for n, length, behind in lens]
+
+    def limit(self, row: int, position: int) -> int:
+        """Return the first key that a query does not see."""
+        ends = [end for request, first, end in self.pictures if request == row and first <= position < end]
+        return max([position + 1, *ends])
+
+    def key_limits(self) -> Tensor:
+        rows = enumerate(zip(self.starts(), self.query_lens, strict=True))
+        limits = [self.limit(row, start + i) for row, (start, n) in rows for i in range(n)]
+        return torch.tensor(limits + [0] * self.padding_tokens, dtype=torch.int32, device=DEVICE)
 
     def positions(self) -> Tensor:
         rows = zip(self.starts(), self.query_lens, strict=True)
@@ -134,15 +146,16 @@ class Batch:
                     out[start + i] = torch.nan  # not defined
                     continue
                 first = max(self.first_key, 0 if window is None else position - window + 1)
-                scores = torch.einsum("hd,lhd->hl", self.q[start + i].cpu().double(), k[first : position + 1]) * scale
+                end = self.limit(row, position)
+                scores = torch.einsum("hd,lhd->hl", self.q[start + i].cpu().double(), k[first:end]) * scale
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
                 if alibi_slopes is not None:
-                    scores += alibi_slopes.double()[:, None] * (torch.arange(first, position + 1) - position)
+                    scores += alibi_slopes.double()[:, None] * (torch.arange(first, end) - position)
                 if sinks is not None:
                     scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
-                weights = scores.softmax(-1)[:, : position + 1 - first]
-                out[start + i] = torch.einsum("hl,lhd->hd", weights, v[first : position + 1])
+                weights = scores.softmax(-1)[:, : end - first]
+                out[start + i] = torch.einsum("hl,lhd->hd", weights, v[first:end])
             start += n
         return out.flatten(1)
 
@@ -366,6 +379,22 @@ def test_values_far_from_one_survive_eight_bits(cache_dtype: torch.dtype) -> Non
             batch.q, batch.kv.k, batch.kv.v, batch.plan(), scale=0.3, k_scale=batch.kv.k_scale, v_scale=v_scale
         )
         torch.testing.assert_close(out / factor, wanted, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("window", [None, 9, 30])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_tokens_of_a_picture_see_all_of_it(window: int | None, is_deterministic: bool) -> None:
+    """Pictures at both ends of a chunk, one behind the other, begun in an earlier chunk, and longer than a tile."""
+    pictures = ((1, 0, 37), (2, 20, 26), (2, 26, 41), (3, 3, 12))
+    batch = Batch([1, 37, 25, 7, 5], [13, 37, 45, 12, 30], pictures=pictures, padding_tokens=2)
+    with launching_with(LaunchOptions(deterministic=is_deterministic)):
+        assert_matches(batch, window=window)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="long")
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_picture_longer_than_a_chunk_of_the_twin(softcap: float | None) -> None:
+    assert_matches(Batch([300], [320], pictures=((0, 30, 310),)), window=50, softcap=softcap)
 
 
 @twin_only

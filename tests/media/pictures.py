@@ -69,10 +69,10 @@ class Layout(NamedTuple):
 class FakeProcessor:
     """An image processor for tests: a token for each 10 x 10 pixels, at most 16, framed by [IMG] and [/IMG]."""
 
-    mark, limits = MARK, SPEC.limits
+    limits = SPEC.limits
 
-    def __init__(self, placeholder_id: int = 0) -> None:
-        self.spec = replace(SPEC, placeholder_id=placeholder_id)
+    def __init__(self, placeholder_id: int = 0, mark: str = MARK) -> None:
+        self.spec, self.mark = replace(SPEC, placeholder_id=placeholder_id), mark
         self.processed: list[tuple[tuple[int, int] | None, Detail]] = []
 
     def layout(self, width: int, height: int, detail: Detail = AUTO) -> Layout:
@@ -83,7 +83,7 @@ class FakeProcessor:
         side = math.sqrt(min(1, most * 100 / (width * height)))
         shown = max(10, int(width * side) // 10 * 10), max(10, int(height * side) // 10 * 10)
         rows = shown[0] * shown[1] // 100
-        return Layout(f"({MARK * rows})", rows, shown)
+        return Layout(f"({self.mark * rows})", rows, shown)
 
     def process(self, data: bytes, detail: Detail = AUTO, size: tuple[int, int] | None = None) -> Processed:
         self.processed.append((size, detail))
@@ -96,6 +96,6 @@ class FakeProcessor:
         return Processed(tensors, layout.prompt, layout.rows, None, False, image.size, layout.shown, digest)
 
 
-def sight(placeholder_id: int = 0, domains: tuple[str, ...] = (), **more: Any) -> Sight:
-    processor: Any = FakeProcessor(placeholder_id)
+def sight(placeholder_id: int = 0, domains: tuple[str, ...] = (), mark: str = MARK, **more: Any) -> Sight:
+    processor: Any = FakeProcessor(placeholder_id, mark)
     return Sight(processor, Fetcher(domains), **{"most_pictures": 4, "most_pixels": 100_000_000, **more})

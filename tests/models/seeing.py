@@ -20,6 +20,10 @@ from tests.tiny import SPECIAL_TOKENS, save_tiny_tokenizer
 
 PAD = 10
 """The placeholder's id in every tiny model."""
+_SQUARE = {"size": {"height": 16, "width": 16}}
+_CROP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+_TILES = {"size": {"longest_edge": 24}, "max_image_size": {"longest_edge": 8}}
+_POINTS = [[16, 32], [32, 16], [32, 32]]
 _QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 40}}
 
 
@@ -34,13 +38,52 @@ class Seeing:
     changes: dict[str, Any]
 
 
-PLACEHOLDERS: dict[str, str] = {}
+PLACEHOLDERS = {
+    "gemma3": "<image_soft_token>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>", "smolvlm": "<image>",
+    "idefics3": "<image>", "llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>",
+}  # fmt: skip
 """Texts of the placeholders of families other than Qwen."""
+TOWERS = {"mistral3": "pixtral"}
 SEEING = {
     "qwen2_vl": Seeing("Qwen2VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen2_5_vl": Seeing("Qwen2_5_VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen3_vl": Seeing("Qwen3VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen3_vl_moe": Seeing("Qwen3VLMoeConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
+    "qwen3_5": Seeing("Qwen3_5Config", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
+    "gemma3": Seeing(
+        "Gemma3Config", "Gemma3ImageProcessorPil", _SQUARE, {"image_token_index": PAD, "mm_tokens_per_image": 4}, {}
+    ),
+    "mistral3": Seeing(
+        "Mistral3Config",
+        "PixtralImageProcessorPil",
+        {"size": {"longest_edge": 64}, "patch_size": 4},
+        {"image_token_index": PAD, "spatial_merge_size": 2},
+        {},
+    ),
+    "internvl": Seeing(
+        "InternVLConfig",
+        "GotOcr2ImageProcessorPil",
+        {"size": {"height": 8, "width": 8}, "max_patches": 6},
+        {"image_token_id": PAD, "image_seq_length": 1},
+        {},
+    ),
+    "smolvlm": Seeing("SmolVLMConfig", "SmolVLMImageProcessorPil", _TILES, {"image_token_id": PAD}, {}),
+    "idefics3": Seeing("Idefics3Config", "Idefics3ImageProcessorPil", _TILES, {"image_token_id": PAD}, {}),
+    "llava": Seeing("LlavaConfig", "CLIPImageProcessorPil", _CROP, {"image_token_index": PAD}, {}),
+    "llava_next": Seeing(
+        "LlavaNextConfig",
+        "LlavaNextImageProcessorPil",
+        {**_CROP, "image_grid_pinpoints": _POINTS},
+        {"image_token_index": PAD, "image_grid_pinpoints": _POINTS},
+        {},
+    ),
+    "llava_onevision": Seeing(
+        "LlavaOnevisionConfig",
+        "LlavaOnevisionImageProcessorPil",
+        {**_SQUARE, "image_grid_pinpoints": _POINTS},
+        {"image_token_index": PAD, "image_grid_pinpoints": _POINTS, "vision_aspect_ratio": "anyres_max_1"},
+        {},
+    ),
 }
 
 
@@ -57,7 +100,8 @@ def save_tokenizer(path: Path, family: str) -> None:
     """Save a tokenizer whose special tokens are those of the family, the placeholder at PAD, with a chat template."""
     save_tiny_tokenizer(path, special_tokens_of(family))
     config = json.loads((path / "tokenizer_config.json").read_text())
-    mark = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>"}.get(family[:4], family_of_type(family).mark)
+    tower = family_of_type(TOWERS.get(family, family))
+    mark = "<|vision_start|><|image_pad|><|vision_end|>" if family.startswith("qwen") else tower.mark
     config["chat_template"] = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}"
         "{% else %}{% for part in m.content %}{% if part.type == 'image' %}{{ '" + mark + "' }}"
@@ -69,7 +113,7 @@ def save_tokenizer(path: Path, family: str) -> None:
 
 def special_tokens_of(family: str) -> list[str]:
     placeholder = PLACEHOLDERS.get(family, "<|image_pad|>")
-    others = [mark for mark in family_of_type(family).marks if mark != placeholder]
+    others = [mark for mark in family_of_type(TOWERS.get(family, family)).marks if mark != placeholder]
     first = [*SPECIAL_TOKENS, *others][:PAD]
     first += [f"<|unused_{place}|>" for place in range(len(first), PAD)]
     return [*first, placeholder, *[*SPECIAL_TOKENS, *others][PAD:]]
@@ -105,12 +149,30 @@ def spans(ids: Sequence[int], processed: Sequence[Processed], salt: str | None =
     return spans_of(ids, PAD, processed, salt)
 
 
+def joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Return the tensors of several pictures as one; pictures of other sizes are padded with zeros."""
+    sizes = [max(size) for size in zip(*(part.shape for part in parts), strict=True)]
+    out = parts[0].new_zeros([sum(part.shape[axis] for part in parts) if place == axis else size
+                              for place, size in enumerate(sizes)])  # fmt: skip
+    first = 0
+    for part in parts:
+        where = tuple(slice(0, size) for size in part.shape)
+        where = (*where[:axis], slice(first, first + part.shape[axis]), *where[axis + 1 :])
+        out[where], first = part, first + part.shape[axis]
+    return out
+
+
 @torch.no_grad()
 def reference_with_pictures(model: Any, ids: Sequence[int], processed: Sequence[Processed]) -> Tensor:
     """Return transformers' logits [T, vocab] of a prompt with pictures in one pass."""
     tokens = torch.tensor([list(ids)])
     kinds = (tokens == PAD).int()
     names = processed[0].tensors if processed else {}
-    given = {name: torch.cat([each.tensors[name] for each in processed]) for name in names}
-    given |= {"mm_token_type_ids": kinds} if model.config.model_type.startswith("qwen") else {"token_type_ids": kinds}
+    axis = 1 if model.config.model_type in ("smolvlm", "idefics3") else 0  # tiles of one text
+    given = {name: joined([each.tensors[name] for each in processed], axis) for name in names}
+    if model.config.model_type.startswith("qwen"):
+        given["mm_token_type_ids"] = kinds
+    if model.config.model_type == "gemma3":
+        given["token_type_ids"] = kinds
+    given.pop("num_crops", None)
     return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given).logits[0]

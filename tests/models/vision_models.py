@@ -71,10 +71,36 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+_CLIP: dict[str, Any] = {"model_type": "clip_vision_model", "projection_dim": 16, **_LAYERS, "image_size": 16}
+_SIGLIP: dict[str, Any] = {"model_type": "siglip_vision_model", **_LAYERS, "image_size": 16}
+_PIXTRAL: dict[str, Any] = {"model_type": "pixtral", "head_dim": 16, **_LAYERS, "image_size": 64}
+MORE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma3Config": (
+        "Gemma3ForConditionalGeneration",
+        {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24, "query_pre_attn_scalar": 16,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        _SIGLIP,
+    ),
+    "Mistral3Config": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "head_dim": 16}, _PIXTRAL),
+    "LlavaConfig": ("LlavaForConditionalGeneration", {"model_type": "llama"}, _CLIP),
+    "LlavaNextConfig": ("LlavaNextForConditionalGeneration", {"model_type": "mistral", "head_dim": 16}, _CLIP),
+    "LlavaOnevisionConfig": ("LlavaOnevisionForConditionalGeneration", {"model_type": "qwen2"}, _SIGLIP),
+    "Idefics3Config": ("Idefics3ForConditionalGeneration", {"model_type": "llama"}, _LAYERS),
+    "Qwen3_5Config": (
+        "Qwen3_5ForConditionalGeneration",
+        {"rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "mrope_section": [1, 0, 1],
+                             "partial_rotary_factor": 0.25},
+         "head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 2},
+        {**_PATCHES, "out_hidden_size": 64, "num_position_embeddings": 16},
+    ),
+}  # fmt: skip
+"""Models whose text part other tests cover."""
+
 
 def make_model(path: Path, config_name: str, *, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
     """A tiny random model that sees, saved by transformers. fields: of its config; changes: of its text part."""
-    class_name, text, vision = VISION_MODELS[config_name]
+    class_name, text, vision = {**VISION_MODELS, **MORE_MODELS}[config_name]
     text = {**text, **changes}
     config = getattr(transformers, config_name)(text_config={**TEXT, **text}, vision_config=vision, **(fields or {}))
     config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))

@@ -25,9 +25,11 @@ from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec
+from localllm.serving.answers.pictures import Sight
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ModelCard
 from localllm.text.answers.reader import AnswerFormat
+from localllm.text.messages import images_of
 
 CONTEXT = 2048
 BLOCKS, BLOCK_SIZE = 256, 16
@@ -69,6 +71,9 @@ HOSTILE = """<script>window.hacked = 1</script> <img src=x onerror="window.hacke
 """
 
 
+PICTURE = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
 class StubTemplate:
     """Joins messages; a marker in the last one chooses what the stub does."""
 
@@ -79,7 +84,16 @@ class StubTemplate:
         return False
 
     def render(self, messages: Sequence[dict[str, Any]], **switches: Any) -> str:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return "\n".join(f"{message['role']}: {_shown(message['content'])}" for message in messages)
+
+    def pictures(self, messages: Sequence[dict[str, Any]], *, with_tools: bool = False) -> list[Any]:
+        return [part["media"] for message in messages for part in images_of(message)]
+
+
+def _shown(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
 
 
 class StubTokenizer:
@@ -283,6 +297,11 @@ class StubModel:
     aliases: frozenset[str] = frozenset()
     adapters: None = None
     answers: AnswerFormat | None = None
+    sight: Sight | None = None
+
+    @property
+    def shown_name(self) -> str:
+        return self.name
 
     @property
     def generator(self) -> StubClient:

@@ -54,7 +54,6 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "best_of": 3,
     "early_stopping": True,
     "chat_template": "{{ messages }}",
-    "mm_processor_kwargs": {"num_crops": 4},
     "media_io_kwargs": {"video": {}},
     "kv_transfer_params": {"do_remote_decode": True},
     "vllm_xargs": {"a": 1},

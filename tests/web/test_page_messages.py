@@ -205,7 +205,7 @@ def test_without_scripts_a_file_comes_with_the_message_even_alone(served: Pages)
 @pytest.mark.parametrize(
     ("name", "body", "says"),
     [
-        ("cat.png", b"\x89PNG\r\n\x1a\n", "is an image, which the model cannot see"),
+        ("cat.png", b"\x89PNG\r\n\x1a\n", "cat.png is a picture, and demo does not see pictures."),
         ("cat.webp", b"anything", "is an image"),
         ("a.out", b"\x7fELF\x00\x00", "is not text"),
         ("latin.txt", "käse".encode("latin-1"), "is not text in UTF-8"),

@@ -172,7 +172,7 @@ def test_a_body_with_pictures_has_a_limit_of_its_own(tmp_path: Path) -> None:
     with LiveServer(fake_model(tmp_path, PacedRunner()), asked) as server:
         picture = {"content": "a", "unknown": "x" * 200_000}
         assert server.post("/tokenize", picture).status_code == 200
-        for text in ("x " * 60_000, ["x y"] * 16_000):
+        for text in ("x " * 60_000, ["x y"] * 30_000):
             refused = server.post("/tokenize", {**picture, "text": text})
             assert "without pictures" in refusal(refused, 413)["message"]
         refused = server.post("/tokenize", {"content": "a", "unknown": "x" * 500_000})

@@ -20,6 +20,7 @@ from localllm.models.families import (
     lfm2,
     llama,
     llama4,
+    llava,
     minimax_m2,
     mistral,
     nemotron,
@@ -125,6 +126,7 @@ FAMILIES = (
     qwen.QWEN3_VL_MOE,
     qwen.INTERNVL,
     llama.SMOLVLM,
+    llava.LLAVA,
     glm.GLM4V,
     glm.GLM4V_MOE,
 )

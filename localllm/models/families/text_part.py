@@ -14,6 +14,7 @@ from localllm.models.spec.family import Config, Family, Storage
 
 NOTE = "Text only: the vision part is not loaded."
 _VISION = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
+_ALONE = ("image_newline",)  # tensors of the whole model that the text part does not have
 
 
 def storage(text: str = "language_model", of: Storage | None = None) -> Storage:
@@ -25,7 +26,7 @@ def storage(text: str = "language_model", of: Storage | None = None) -> Storage:
     return replace(
         plain,
         alternatives=(*plain.alternatives, (r"^", f"{text}."), (r"^model\.", f"model.{text}.")),
-        ignored=(*plain.ignored, rf"(model\.)?({'|'.join(_VISION)})\..*"),
+        ignored=(*plain.ignored, rf"(model\.)?({'|'.join(_VISION)})\..*", rf"(model\.)?({'|'.join(_ALONE)})"),
     )
 
 

@@ -16,7 +16,7 @@ from localllm.errors import DoesNotFit, ModelError
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.vision import ImageLimits
-from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE
+from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE, family_of
 from localllm.units import format_bytes, format_count
 
 FEWER_TOKENS = (2048, 1024, 512)
@@ -42,6 +42,7 @@ class PictureSizes:
         return self.limits.max_tokens
 
     def note(self) -> str:
+        """Return the sizes as a sentence."""
         return (
             f"Pictures: the tower takes {format_bytes(self.tower_bytes)}; the largest picture has "
             f"{format_count(self.rows)} tokens and takes {format_bytes(self.encode_bytes)} while it is encoded; "
@@ -69,7 +70,7 @@ def picture_sizes(
     vision = spec.vision
     assert vision is not None, "a model without a tower"
     limits, asked = vision.limits, config.image_max_tokens
-    if not limits.is_fixed:
+    if family_of(vision).scales:
         context = min(config.max_model_len or spec.max_position, spec.max_position)
         most = min(limits.max_tokens, MOST_TOKENS, max(context - TEXT_TOKENS, context // 2)) if asked is None else asked
         most = most if most_tokens is None else min(most, most_tokens)
@@ -91,7 +92,7 @@ def most_tokens_to_try(spec: ModelSpec, config: EngineConfig) -> Iterator[int | 
     """Yield the tokens of the largest picture to plan for, the most first."""
     yield None
     assert spec.vision is not None
-    if config.image_max_tokens is None and not spec.vision.limits.is_fixed:
+    if config.image_max_tokens is None and family_of(spec.vision).scales:
         yield from (count for count in FEWER_TOKENS if count < spec.vision.limits.max_tokens)
 
 

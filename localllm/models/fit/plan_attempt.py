@@ -45,6 +45,7 @@ from localllm.models.formats.registry import quantization_in_words, quantization
 from localllm.models.read_spec import families
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, state_bytes
 from localllm.models.spec.shard import Shard
+from localllm.models.vision.families import family_of
 from localllm.units import format_bytes, format_count
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
@@ -125,6 +126,8 @@ class PlanAttempt:
             if self._context_fits(wanted):
                 break
         self.notes.append(sizes.note())
+        if not family_of(self.spec.vision).scales and (self.config.image_max_tokens or self.config.image_min_tokens):
+            self.notes.append("--image-max-tokens and --image-min-tokens have no effect: this model's sizes are fixed.")
 
     def _add_states(self) -> None:
         """Choose the places of recurrent states, and fewer requests at once if theirs would take too much."""

@@ -14,6 +14,7 @@ Does not know: torch, files, how a tower computes.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,6 +49,10 @@ class Size(NamedTuple):
     processor: Any
     keywords: Mapping[str, Any]
 
+    def function(self, name: str) -> Any:
+        """Return a function of the processor's module."""
+        return getattr(sys.modules[type(self.processor).__module__], name)
+
     def setting(self, name: str) -> Any:
         """Return a keyword of the call, or the processor's own value."""
         return self.keywords[name] if name in self.keywords else getattr(self.processor, name)
@@ -66,6 +71,7 @@ class VisionFamily:
     options: tuple[str, ...] = ()  # of mm_processor_kwargs
     text: str = "language_model"  # attribute of transformers' model that holds the decoder
     per_tile: bool = False  # the tower answers for each tile, so tiles can be run a few at a time
+    scales: bool = True  # whether the tokens of a picture can be limited
 
 
 def _patch_facts(config: Config) -> dict[str, Any]:
@@ -184,12 +190,143 @@ GEMMA3 = VisionFamily(
     _read_gemma3,
     _gemma3_layout,
     _no_keywords,
+    scales=False,
 )
 
 
+# ---- Pixtral -------------------------------------------------------------------------------------------------------
+
+
+def _read_pixtral(config: Config, processor: Config) -> dict[str, Any]:
+    facts, merge = _patch_facts(config), int(config.get("spatial_merge_size", 1))
+    edge = int((processor.get("size") or {}).get("longest_edge", 1024))
+    side = -(-edge // (facts["patch"] * merge))
+    limits = ImageLimits(1, side * side, (facts["patch"] * merge) ** 2)
+    return {**facts, "merge": merge, "limits": limits}
+
+
+def _pixtral_keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:
+    most = min(limits.max_tokens, LOW_TOKENS) if detail.level == "low" else limits.max_tokens
+    if detail.max_pixels is not None:
+        most = max(1, min(most, detail.max_pixels // spec.limits.px_per_token))
+    factor = spec.patch * spec.merge
+    return {"size": {"longest_edge": math.isqrt(most) * factor}, "patch_size": factor}
+
+
+def _pixtral_layout(asked: Size, spec: VisionSpec) -> Layout:
+    edge, factor = asked.keywords["size"]["longest_edge"], asked.keywords["patch_size"]
+    shrink = max(asked.height / edge, asked.width / edge, 1)
+    tall, wide = (math.floor(side / shrink) if shrink > 1 else side for side in (asked.height, asked.width))
+    lines, columns = -(-tall // factor), -(-wide // factor)
+    prompt = ("[IMG]" * columns + "[IMG_BREAK]") * lines
+    rows = lines * columns
+    shown = columns * factor, lines * factor
+    return Layout(f"{prompt.removesuffix('[IMG_BREAK]')}[IMG_END]", rows, shown, None, rows * spec.merge**2)
+
+
+PIXTRAL = VisionFamily(
+    ("pixtral",),
+    "[IMG]",
+    ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    _read_pixtral,
+    _pixtral_layout,
+    _pixtral_keywords,
+    ("max_pixels",),
+)
+
+# ---- tiles ---------------------------------------------------------------------------------------------------------
+
+
+def _read_internvl(config: Config, processor: Config) -> dict[str, Any]:
+    tokens, tiles = int(config.get("image_seq_length", 256)), int(processor.get("max_patches", 12))
+    limits = ImageLimits(tokens, tokens * (tiles + 1 if tiles > 1 else 1), max_tiles=tiles)
+    return {**_patch_facts(config), "limits": limits, **_tile(config, tokens)}
+
+
+def _internvl_keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:
+    tiles = min(spec.limits.max_tiles, max(1, limits.max_tokens // spec.tile_tokens - 1))
+    return {"crop_to_patches": detail.level != "low" and tiles > 1, "min_patches": 1, "max_patches": tiles}
+
+
+def _internvl_layout(asked: Size, spec: VisionSpec) -> Layout:
+    size, columns, lines = asked.processor.size, 1, 1
+    if asked.setting("crop_to_patches"):
+        sizes = (asked.height, asked.width), (size["height"], size["width"])
+        least, most = asked.setting("min_patches"), asked.setting("max_patches")
+        columns, lines = asked.function("get_optimal_tiled_canvas")(*sizes, least, most)
+    rows = spec.tile_tokens * (columns * lines + 1 if columns * lines > 1 else 1)
+    prompt = f"<img>{'<IMG_CONTEXT>' * rows}</img>"
+    return Layout(prompt, rows, (columns * size["width"], lines * size["height"]))
+
+
+INTERNVL = VisionFamily(
+    ("internvl",),
+    "<IMG_CONTEXT>",
+    ("<IMG_CONTEXT>", "<img>", "</img>"),
+    _read_internvl,
+    _internvl_layout,
+    _internvl_keywords,
+    ("crop_to_patches", "max_patches"),
+    per_tile=True,
+)
+
+
+def _read_idefics(config: Config, processor: Config) -> dict[str, Any]:
+    tokens = _side(config) ** 2 // int(config.get("scale_factor", 2)) ** 2
+    tile = int((processor.get("max_image_size") or {}).get("longest_edge", 364))
+    edge = int((processor.get("size") or {}).get("longest_edge", 4 * tile))
+    tiles = (-(-edge // tile)) ** 2 if processor.get("do_image_splitting", True) else 1
+    limits = ImageLimits(tokens, tokens * (tiles + 1 if tiles > 1 else 1), max_tiles=tiles)
+    return {**_patch_facts(config), "limits": limits, **_tile(config, tokens)}
+
+
+def _idefics_keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:
+    side = math.isqrt(min(spec.limits.max_tiles, max(1, limits.max_tokens // spec.tile_tokens - 1)))
+    if detail.level == "low" or side < 2:
+        return {"do_image_splitting": False}
+    tile = spec.patch * math.isqrt(spec.tile_patches)
+    return {"do_image_splitting": True, "size": {"longest_edge": side * tile}}
+
+
+def _idefics_layout(asked: Size, spec: VisionSpec) -> Layout:
+    tile, lines, columns = asked.processor.max_image_size["longest_edge"], 0, 0
+    if asked.setting("do_image_splitting"):
+        _, lines, columns = asked.processor.get_number_of_image_patches(asked.height, asked.width, {**asked.keywords})
+    pads = "<image>" * spec.tile_tokens
+    whole = f"<fake_token_around_image><global-img>{pads}<fake_token_around_image>"
+    if not lines * columns:
+        return Layout(whole, spec.tile_tokens, (tile, tile))
+    parts = "".join(
+        "".join(f"<fake_token_around_image><row_{i + 1}_col_{j + 1}>{pads}" for j in range(columns)) + "\n"
+        for i in range(lines)
+    )
+    return Layout(f"{parts}\n{whole}", spec.tile_tokens * (lines * columns + 1), (columns * tile, lines * tile))
+
+
+IDEFICS = VisionFamily(
+    ("idefics3", "smolvlm"),
+    "<image>",
+    ("<image>", "<fake_token_around_image>", "<global-img>"),
+    _read_idefics,
+    _idefics_layout,
+    _idefics_keywords,
+    ("do_image_splitting",),
+    text="text_model",
+    per_tile=True,
+)
+
+# ---- LLaVA ---------------------------------------------------------------------------------------------------------
+
+
+def _base_tokens(config: Config) -> int:
+    """Return the rows of one square: its patches, and a class token where the tower has one and all rows are taken."""
+    has_class = config["vision_config"].get("model_type") == "clip_vision_model"
+    takes_all = config.get("vision_feature_select_strategy", "default") != "default"
+    return _side(config) ** 2 + int(has_class and takes_all)
+
+
 def _read_llava(config: Config, processor: Config) -> dict[str, Any]:
-    full = config.get("vision_feature_select_strategy", "default") != "default"
-    tokens = _side(config) ** 2 + full
+    tokens = _base_tokens(config)
     return {**_patch_facts(config), "limits": ImageLimits(tokens, tokens), **_tile(config, tokens)}
 
 
@@ -198,9 +335,64 @@ def _llava_layout(asked: Size, spec: VisionSpec) -> Layout:
     return Layout("<image>" * rows, rows, (size["width"], size["height"]))
 
 
-LLAVA = VisionFamily(("llava",), "<image>", ("<image>",), _read_llava, _llava_layout, _no_keywords)
+LLAVA = VisionFamily(("llava",), "<image>", ("<image>",), _read_llava, _llava_layout, _no_keywords, scales=False)
 
-FAMILIES = (QWEN, GEMMA3, LLAVA)
+
+def _read_anyres(config: Config, processor: Config) -> dict[str, Any]:
+    tokens, vision, side = _base_tokens(config), config["vision_config"], _side(config)
+    image = vision.get("image_size", 336)
+    points = processor.get("image_grid_pinpoints") or config["image_grid_pinpoints"]
+    tiles = max((tall // image) * (wide // image) for tall, wide in points)
+    aspect = str(config.get("vision_aspect_ratio", "anyres_max_9")) if config["model_type"] == "llava_onevision" else ""
+    most = int(aspect.removeprefix("anyres_max_") or 0)
+    shown = tiles if not most else min(tiles, math.ceil(most * 1.21))
+    limits = ImageLimits(tokens, tokens + shown * side * (side + 1), max_tiles=tiles)
+    return {**_patch_facts(config), "limits": limits, **_tile(config, tokens), "merge": 1, "most_shown_tiles": most}
+
+
+def _anyres_layout(asked: Size, spec: VisionSpec) -> Layout:
+    """Count the rows as LLaVA-NeXT: tiles without the padding, a row's end for each line of patches, the overview."""
+    side = math.isqrt(spec.tile_patches)
+    tall, wide = _best_resolution(asked.height, asked.width, asked.processor.image_grid_pinpoints)
+    tile = spec.patch * side
+    lines, columns = tall // tile * side, wide // tile * side
+    if asked.width / asked.height > columns / lines:
+        inner = int(round(asked.height * (columns / asked.width), 7))
+        lines -= (lines - inner) // 2 * 2
+    else:
+        inner = int(round(asked.width * (lines / asked.height), 7))
+        columns -= (columns - inner) // 2 * 2
+    if spec.most_shown_tiles:
+        ratio = math.sqrt(lines * columns / (spec.most_shown_tiles * side**2))
+        if ratio > 1.1:
+            lines, columns = int(lines // ratio), int(columns // ratio)
+    rows = lines * columns + lines + spec.tile_tokens
+    return Layout("<image>" * rows, rows, (wide, tall))
+
+
+def _best_resolution(height: int, width: int, points: Any) -> tuple[int, int]:
+    """Return the canvas that shows most of a picture, and of several the one with the least padding."""
+
+    def used(point: Any) -> tuple[int, int]:
+        scale = min(point[1] / width, point[0] / height)
+        shown = min(int(width * scale) * int(height * scale), width * height)
+        return shown, shown - point[0] * point[1]
+
+    tall, wide = max(points, key=used)
+    return int(tall), int(wide)
+
+
+ANYRES = VisionFamily(
+    ("llava_next", "llava_onevision"),
+    "<image>",
+    ("<image>",),
+    _read_anyres,
+    _anyres_layout,
+    _no_keywords,
+    scales=False,
+)
+
+FAMILIES = (QWEN, GEMMA3, PIXTRAL, INTERNVL, IDEFICS, LLAVA, ANYRES)
 _OF_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
@@ -212,22 +404,25 @@ def family_of_type(model_type: str) -> VisionFamily:
     return _OF_TYPE[model_type]
 
 
-def sees(model_type: object) -> bool:
-    """Return whether there is a family for a config.json's model_type."""
-    return model_type in _OF_TYPE
+def kind_of(config: Config) -> str:
+    """Return the name of the family of towers: that of the model, but Pixtral's tower is behind several."""
+    vision = config.get("vision_config")
+    inner = vision.get("model_type") if isinstance(vision, dict) else None
+    return "pixtral" if inner == "pixtral" else str(config.get("model_type"))
+
+
+def sees(config: Config) -> bool:
+    """Return whether there is a family for a config.json."""
+    return kind_of(config) in _OF_TYPE
 
 
 def read_vision(config: Config, processor: Config) -> VisionSpec | None:
     """Return the part that reads pictures of a model with this config.json and this config of an image processor; None
     for a family whose text part alone is supported. Raises `CorruptModel` for a config that contradicts itself."""
-    model_type = config.get("model_type")
-    if (
-        not isinstance(model_type, str)
-        or model_type not in _OF_TYPE
-        or not isinstance(config.get("vision_config"), dict)
-    ):
+    kind = kind_of(config)
+    family = _OF_TYPE.get(kind)
+    if family is None or not isinstance(config.get("vision_config"), dict):
         return None
-    family = _OF_TYPE[model_type]
     token = next(
         (config[name] for name in ("image_token_id", "image_token_index") if config.get(name) is not None), None
     )
@@ -239,7 +434,7 @@ def read_vision(config: Config, processor: Config) -> VisionSpec | None:
         ) from error
     if not isinstance(token, int) or isinstance(token, bool) or token < 0:
         raise CorruptModel(f"config.json has image_token_id = {token!r}.", "It must be a token id.")
-    return VisionSpec(model_type=model_type, placeholder_id=token, marks=family.marks, **fields)
+    return VisionSpec(model_type=kind, placeholder_id=token, marks=family.marks, **fields)
 
 
 def keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:

@@ -8,7 +8,6 @@ Does not know: messages, requests, the tower.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,30 +89,6 @@ class PictureProcessor:
         return Processed(
             tensors, layout.prompt, layout.rows, layout.grid, self.spec.both_ways, size, layout.shown, digest.digest()
         )
-
-    def largest(self) -> Layout:
-        """Return the layout of a picture that takes as many rows as one may take here."""
-        sides = (64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
-        layouts = [
-            self.layout(wide, tall) for wide in sides for tall in sides if max(wide, tall) <= 4 * min(wide, tall)
-        ]
-        return max(layouts, key=lambda each: each.rows)
-
-    def with_limits(self, limits: ImageLimits) -> PictureProcessor:
-        """Return a processor of the same model with other limits."""
-        other = object.__new__(PictureProcessor)
-        other.__dict__.update(self.__dict__ | {"limits": limits})
-        return other
-
-
-def limited(spec: VisionSpec, most: int | None, least: int | None, default: int) -> ImageLimits:
-    """Return the checkpoint's limits within those of a server: at most `most` tokens if given, else `default`."""
-    limits = spec.limits
-    if limits.is_fixed:
-        return limits
-    highest = min(limits.max_tokens, default) if most is None else most
-    lowest = min(limits.min_tokens if least is None else least, highest)
-    return replace(limits, min_tokens=max(1, lowest), max_tokens=max(1, highest))
 
 
 def open_processor(path: Path) -> Any:

@@ -43,7 +43,10 @@ class Tower:
         """Return the rows [rows, (1 + deep) * hidden] of one picture: first those of the input, then those that are
         added behind the first layers. pixels: `Processed.tensors`."""
         kept = {name: self._on_device(value) for name, value in pixels.items() if name in self._keywords}
-        values = kept["pixel_values"]
+        values, sizes = kept["pixel_values"], kept.get("image_sizes")
+        if self.spec.model_type == "pixtral" and sizes is not None and sizes.max() <= self.spec.patch * self.spec.merge:
+            # transformers 5.23 loses a dimension of pictures of one row: two of them are encoded
+            return self._encode({name: torch.cat([each, each]) for name, each in kept.items()})[:1]
         axis = values.ndim - 4  # tiles are the dimension before channels, height and width
         if not self._per_tile or values.ndim < 4 or values.shape[axis] <= TILES_AT_ONCE:
             return self._encode(kept)

@@ -22,7 +22,7 @@ from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
 from localllm.serving.answers.generation import Generation, generation_of
 from localllm.serving.answers.off_loop import on_thread
-from localllm.serving.answers.pictures import PromptTokens, Seen, require_room
+from localllm.serving.answers.pictures import PromptIds, Seen, require_room
 from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PromptEnd
@@ -178,11 +178,11 @@ class ChatRequest:
     params: SamplingParams
     options: RequestOptions = NO_OPTIONS
 
-    async def token_ids(self, model: ServedModel) -> PromptTokens:
+    async def token_ids(self, model: ServedModel) -> PromptIds:
         """Return the prompt as token ids."""
         prompt, keep = await chat_token_ids(model, self.conversation), self.params.truncate_prompt_tokens
         if not prompt.pictures:
-            return PromptTokens(truncate(prompt, keep))
+            return PromptIds(truncate(prompt, keep))
         if keep is not None:
             why = "Tokens of pictures cannot be cut."
             raise InvalidParameter("truncate_prompt_tokens cannot be combined with pictures.", why, param="messages")
@@ -195,7 +195,7 @@ class ChatRequest:
     def within_context(self, num_prompt_tokens: int, model: ServedModel) -> ChatRequest:
         return replace(self, params=within_context(self.params, num_prompt_tokens, model))
 
-    def generation(self, model: ServedModel, token_ids: PromptTokens) -> Generation:
+    def generation(self, model: ServedModel, token_ids: PromptIds) -> Generation:
         """Return the generation of the answer. Raises `ContextTooLong` if pictures leave no room for it."""
         require_room(token_ids, model.plan.max_model_len)
         params, new_reader = self.conversation.reading(model, self.params, token_ids)
@@ -220,7 +220,7 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, model: Served
     return replace(params, max_tokens=None) if params.max_tokens is not None and params.max_tokens > room else params
 
 
-async def chat_token_ids(model: ServedModel, conversation: Conversation) -> PromptTokens:
+async def chat_token_ids(model: ServedModel, conversation: Conversation) -> PromptIds:
     """Return the prompt of a conversation as token ids, with its pictures, of which only the sizes are read here.
 
     Raises `ContextTooLong`, and what `Sight.look` raises.
@@ -232,12 +232,12 @@ async def chat_token_ids(model: ServedModel, conversation: Conversation) -> Prom
         with_tools = bool(conversation.tools.offered)
         seen = await model.sight.look(model.chat_template.pictures(conversation.messages, with_tools=with_tools))
 
-    def render() -> PromptTokens:
+    def render() -> PromptIds:
         text, warnings = conversation.prompt(model), list[str]()
         require_readable(len(text), model)
         if model.sight is not None and seen:
             text, warnings = model.sight.expanded(text, seen), model.sight.warnings(seen, model.shown_name)
-        return PromptTokens(conversation.encode(text, model), seen, warnings)
+        return PromptIds(conversation.encode(text, model), seen, warnings)
 
     return await on_thread(size, render)
 

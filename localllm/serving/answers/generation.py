@@ -28,7 +28,7 @@ from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.stats import generation_rate
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import StepFailed, UnsupportedParameter
-from localllm.serving.answers.pictures import PromptTokens, Sight
+from localllm.serving.answers.pictures import PromptIds, Sight
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, joined
 from localllm.text.answers.reader import AnswerReader
@@ -167,8 +167,8 @@ class Generation:
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
         prompt = requests[0].prompt_token_ids  # a request with pictures has one prompt
-        self._seeing = (sight, prompt) if sight and isinstance(prompt, PromptTokens) and prompt.pictures else None
-        self.progress.image_tokens = prompt.num_image_tokens if isinstance(prompt, PromptTokens) else 0
+        self._seeing = (sight, prompt) if sight and isinstance(prompt, PromptIds) and prompt.pictures else None
+        self.progress.image_tokens = prompt.num_image_tokens if isinstance(prompt, PromptIds) else 0
         self._holds_pictures = False
         self._new_reader, self._readers = new_reader, dict[int, AnswerReader]()
         self._client, self._requests, self._params = client, requests, requests[0].params

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from localllm.models.vision.processor import PictureProcessor
 
 T = TypeVar("T")
+PICTURE_PARTS = ("image_url", "input_image", "image")
+"""Types of parts that are pictures, in the words of clients."""
 KEPT_BYTES = 256 * 2**20
 """Prepared pictures that are kept for later requests."""
 IN_FLIGHT_BYTES = 2**30
@@ -51,10 +53,15 @@ class PicturePart:
     """A picture of a message."""
 
     where: str  # its path in the request
-    url: str = ""  # data:, http: or https:
-    data: bytes = b""  # a file, in place of a URL
+    url: str = field(default="", repr=False)  # data:, http: or https:
+    data: bytes = field(default=b"", repr=False)  # a file, in place of a URL
     image: Image | None = None  # decoded, in place of both
     detail: Detail = AUTO
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether the picture has to be downloaded."""
+        return bool(self.url) and self.url[:5].lower() != "data:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class Seen:
     layout: Layout
 
 
-class PromptTokens(list[int]):
+class PromptIds(list[int]):
     """The token ids of a prompt, and the pictures whose placeholders are among them."""
 
     def __init__(self, token_ids: Sequence[int], pictures: Sequence[Seen] = (), warnings: Sequence[str] = ()) -> None:
@@ -105,10 +112,12 @@ class Sight:
         """
         inner = given.get("image_url", given.get("url", given.get("image")))
         facts = {**given, **inner} if isinstance(inner, Mapping) else {**given, "url": inner}
-        url = facts.get("url")
+        url, detail = facts.get("url"), self.detail(facts, where, options)
+        if hasattr(url, "getpixel"):  # a picture of Pillow, from Python
+            return {"type": "image", "media": PicturePart(where, image=url, detail=detail)}
         if not isinstance(url, str) or not url:
             raise InvalidParameter(f"{where} has no picture.", "Expected a URL in image_url.", param=where)
-        return {"type": "image", "media": PicturePart(where, url, detail=self.detail(facts, where, options))}
+        return {"type": "image", "media": PicturePart(where, url, detail=detail)}
 
     def detail(self, facts: Mapping[str, Any], where: str, options: Mapping[str, Any] | None = None) -> Detail:
         """Return how finely a picture is to be read. Raises `InvalidParameter`."""
@@ -128,12 +137,7 @@ class Sight:
 
     async def look(self, parts: Sequence[PicturePart]) -> list[Seen]:
         """Return the pictures with their sizes and tokens, in order. Raises the errors of media/ and of the family."""
-        if len(parts) > self.most_pictures:
-            raise InvalidParameter(
-                f"The request has {len(parts)} pictures; at most {self.most_pictures} are taken.",
-                hint=f"--limit-mm-per-prompt image={len(parts)}",
-                param=parts[self.most_pictures].where,
-            )
+        self._require_few(parts)
         return await _on_threads(_decoding, self.seen, [(part, await self._data(part)) for part in parts])
 
     def seen(self, given: tuple[PicturePart, bytes]) -> Seen:
@@ -147,9 +151,30 @@ class Sight:
         layout = self.processor.layout(facts.width, facts.height, part.detail)
         return Seen(part, data, facts.width, facts.height, facts.frames, layout)
 
+    def _require_few(self, parts: Sequence[PicturePart]) -> None:
+        if len(parts) > self.most_pictures:
+            raise InvalidParameter(
+                f"The request has {len(parts)} pictures; at most {self.most_pictures} are taken.",
+                hint=f"--limit-mm-per-prompt image={len(parts)}",
+                param=parts[self.most_pictures].where,
+            )
+
+    def read(
+        self, prompt: str, parts: Sequence[PicturePart], encode: Callable[[str], Sequence[int]]
+    ) -> tuple[PromptIds, tuple[MediaSpan, ...]]:
+        """Return a prompt with pictures, decoded, for callers without an event loop. Blocks. Raises like `look`."""
+        self._require_few(parts)
+        seen = [
+            self.seen((part, self.fetcher.fetch(part.url, part.where) if part.is_elsewhere else part.data))
+            for part in parts
+        ]
+        ids = PromptIds(encode(self.expanded(prompt, seen)), seen)
+        pictures = [self.process(each) for each in seen]
+        return ids, spans_of(ids, self.processor.spec.placeholder_id, pictures)
+
     async def _data(self, part: PicturePart) -> bytes:
         """Return the bytes of a picture that is not in the request; empty if its URL holds it."""
-        if part.url[:5].lower() == "data:" or not part.url:
+        if not part.is_elsewhere:
             return part.data
         [data] = await _on_threads(_fetching, lambda url: self.fetcher.fetch(url, part.where), [part.url])
         return data
@@ -183,7 +208,7 @@ class Sight:
             found.append(f"field 'detail' has no effect: {name} always takes {limits.max_tokens} tokens")
         return found
 
-    async def spans(self, prompt: PromptTokens, salt: str | None) -> tuple[MediaSpan, ...]:
+    async def spans(self, prompt: PromptIds, salt: str | None) -> tuple[MediaSpan, ...]:
         """Decode the prompt's pictures and return their places. Waits while other requests hold too many bytes.
 
         Call `release` with the prompt when the request has ended.
@@ -199,7 +224,7 @@ class Sight:
             self.release(prompt)
             raise
 
-    def release(self, prompt: PromptTokens) -> None:
+    def release(self, prompt: PromptIds) -> None:
         """Let waiting requests use the memory of a request that has ended."""
         self._in_flight.remove(sum(_bytes_of(picture) for picture in prompt.pictures))
 
@@ -238,7 +263,7 @@ async def _on_threads(pool: ThreadPoolExecutor, work: Callable[[Any], T], given:
         raise
 
 
-def require_room(prompt: PromptTokens, context_tokens: int) -> None:
+def require_room(prompt: PromptIds, context_tokens: int) -> None:
     """Raise `ContextTooLong` with the tokens of pictures and of text if a prompt with pictures is too long."""
     if not prompt.pictures or len(prompt) < context_tokens:
         return

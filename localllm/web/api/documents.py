@@ -67,8 +67,8 @@ async def read_file(name: str, body: bytes) -> FileText:
     webp = body[:4] == b"RIFF" and body[8:12] == b"WEBP"
     if body.startswith(IMAGES) or webp or PurePath(name).suffix.lower() in IMAGE_SUFFIXES:
         raise UnreadableFile(
-            f"{name} is an image, which the model cannot see.",
-            "The models on this server support only text.",
+            f"{name} is an image, which is not read here.",
+            "Files are read as text.",
             "Describe it, or attach its text.",
         )
     if body.startswith(b"%PDF-"):

@@ -17,16 +17,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localllm.errors import UnsupportedParameter
+from localllm.serving.answers.pictures import PICTURE_PARTS
 from localllm.serving.served import ServedModel
 from localllm.units import format_bytes
 
 Message = dict[str, Any]
 
-PICTURES = ("image_url", "input_image", "image")
-"""Types of parts that are pictures."""
 UNREAD = "unread"
 """Type of a part that a dialect could not read: it has its `said`, `error` and `where`."""
 NOT_THE_USERS = ("system", "developer")
+LEAVE_OUT = "Leave the picture out, or describe it."
+NOT_LOADED = "The part of the model that sees was not loaded: start without --limit-mm-per-prompt image=0."
 HEAD_CHARS = 350_000
 """Characters of a picture in base64 that are decoded to find its size, which may be behind a thumbnail."""
 
@@ -72,7 +73,7 @@ def readable(
                 raise content[j].get("error") or UnsupportedParameter(
                     f"{where} is a picture, and {model.shown_name} reads text.",
                     "Pictures of earlier turns and in results of tools are left out instead.",
-                    _hint(model),
+                    LEAVE_OUT if model.spec.vision is None else NOT_LOADED,
                     param=where,
                 )
             content[j] = {"type": "text", "text": content[j].get("said") or picture_text(_url(content[j]))}
@@ -84,18 +85,12 @@ def readable(
     return found, [f"a short text replaces {what} that the model cannot read"]
 
 
-def _hint(model: ServedModel) -> str:
-    if model.spec.vision is not None:
-        return "The part of the model that sees was not loaded: start without --limit-mm-per-prompt image=0."
-    return "Leave the picture out, or describe it."
-
-
 def _unreadable(message: Mapping[str, Any]) -> list[int]:
     """Return the places of parts that the model cannot read."""
     content = message.get("content")
     if not isinstance(content, list):
         return []
-    kinds = (*PICTURES, UNREAD)
+    kinds = (*PICTURE_PARTS, UNREAD)
     return [j for j, part in enumerate(content) if isinstance(part, Mapping) and part.get("type") in kinds]
 
 

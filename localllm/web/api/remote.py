@@ -24,11 +24,12 @@ from localllm.fleet.upstream import FORWARDED, UpstreamFailed
 from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel
 from localllm.serving.answers.conversation import Tools
 from localllm.serving.answers.generation import Progress, observed
+from localllm.serving.answers.pictures import PICTURE_PARTS
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, held, json_response, manager_of, parse_json, upstreams_of
-from localllm.web.api.pictures import PICTURES, UNREAD
+from localllm.web.api.pictures import UNREAD
 from localllm.web.errors import InvalidType, MalformedBody, as_local_error, openai_error
 
 PIN = "x-localllm-upstream"
@@ -192,7 +193,11 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
         if part.get("error") is not None:
             raise part["error"]
         return {"type": "text", "text": part.get("said", "")}
-    return {key: value for key, value in part.items() if key != "where"} if part.get("type") in PICTURES else dict(part)
+    return (
+        {key: value for key, value in part.items() if key != "where"}
+        if part.get("type") in PICTURE_PARTS
+        else dict(part)
+    )
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

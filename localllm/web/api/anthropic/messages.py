@@ -8,7 +8,7 @@ from litestar.response.base import ASGIResponse
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.serving.answers.conversation import ChatRequest
-from localllm.serving.answers.pictures import PromptTokens
+from localllm.serving.answers.pictures import PromptIds
 from localllm.serving.served import ServedModel
 from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
@@ -88,7 +88,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     )
 
 
-async def _token_ids(asked: ChatRequest, model: ServedModel) -> PromptTokens:
+async def _token_ids(asked: ChatRequest, model: ServedModel) -> PromptIds:
     """Return the prompt. A text that is too long even to count has an estimated number of tokens."""
     try:
         return await asked.token_ids(model)

@@ -23,7 +23,7 @@ from localllm.serving.answers.conversation import (
     within_context,
 )
 from localllm.serving.answers.generation import generation_of
-from localllm.serving.answers.pictures import PromptTokens
+from localllm.serving.answers.pictures import PromptIds
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
@@ -184,12 +184,12 @@ async def _answer(
     return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
 
 
-async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> PromptTokens:
+async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> PromptIds:
     """Return the prompt. For a model without a chat template, a prompt without a system message is not changed."""
     content = asked.conversation.messages[-1]["content"]
     is_plain = len(asked.conversation.messages) == 1 and isinstance(content, str)
     if kind == "generate" and is_plain and not model.chat_template:
-        return PromptTokens(await encode(content, True, model))
+        return PromptIds(await encode(content, True, model))
     return await asked.token_ids(model)
 
 

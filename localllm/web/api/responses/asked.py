@@ -18,7 +18,7 @@ from typing import Any
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter
 from localllm.serving.answers.conversation import TOOL_CHOICE, ChatRequest, Conversation, Tools, sampling_params
-from localllm.serving.answers.pictures import PromptTokens
+from localllm.serving.answers.pictures import PromptIds
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.access.caller import owner_of
@@ -209,7 +209,7 @@ class Asked:
     offer: McpOffer
     approved: Sequence[Item]  # requests for approval that were approved, and whose calls run first
     chat: ChatRequest
-    token_ids: PromptTokens  # the prompt; empty for a request that only loads the model
+    token_ids: PromptIds  # the prompt; empty for a request that only loads the model
     num_truncated: int  # number of the oldest items that are not in the prompt
     warnings: Sequence[str]
 
@@ -249,7 +249,7 @@ async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     left_out = sorted({item["type"] for item in everything if item["type"] in LEFT_OUT})
     unread = [f"items without a text for the model are not in the prompt: {', '.join(left_out)}"] if left_out else []
     warnings = [*warnings, *own.warnings, *offer.warnings, *more, *still_more, *unread]
-    asked = Asked(body, model, before, items, own, offer, approved, chat, PromptTokens(()), 0, warnings)
+    asked = Asked(body, model, before, items, own, offer, approved, chat, PromptIds(()), 0, warnings)
     return asked if is_probe else await _prompted(asked, everything)
 
 

@@ -125,6 +125,10 @@
     input.files = found.files;
     input.dispatchEvent(new Event("change", { bubbles: true }));
   }
+  find("#composer-camera")?.addEventListener("change", ({ target }) => {
+    attach(target.files);
+    target.value = "";
+  });
   // Files that are too large are not sent: the refusal could be lost while they are still on their way.
   document.addEventListener("change", (event) => {
     const size = event.target === input ? [...input.files].reduce((sum, file) => sum + file.size, 0) : 0;

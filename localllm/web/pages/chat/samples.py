@@ -38,6 +38,10 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 """
 
 
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
+"""A picture of one pixel."""
+
+
 def samples(shell: views.Shell) -> list[views.View]:
     actions = m.MessageActions("/c/sample/m/1", "user")
     versions = m.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
@@ -209,7 +213,13 @@ def inside() -> list[views.View]:
         w.AttachmentChip("paper.pdf", 1_412_000, searched=True),
         w.AttachmentChip("paper.pdf", 1_412_000, searched=True, is_missing=True),
         *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
-        w.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
+        w.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is a picture, and demo does not see pictures.")),
+        w.Attachments(
+            (w.AttachmentChip("cat.png", 9_000, 4015, "a3", thumb=PIXEL, size="4032 x 3024", shown="2336 x 1760"),),
+            4015,
+            8192,
+        ),
+        w.AttachmentChip("cat.png", 9_000, thumb=PIXEL, size="4032 x 3024", url="/chats/pictures/0"),
     ]
 
 

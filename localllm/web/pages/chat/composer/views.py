@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from localllm.engine.params import Kind
 from localllm.serving.served import ModelCard
@@ -122,6 +123,10 @@ class AttachmentChip(View):
     is_estimate: bool = False  # `num_tokens` is not counted exactly
     is_missing: bool = False  # its chat was imported, and an export does not contain it
     searched: bool = False  # too long to be read whole: the passages that match the question are read
+    thumb: str = ""  # data: URL of a small version of a picture
+    size: str = ""  # of the picture in pixels
+    shown: str = ""  # size to which the picture is scaled; empty: its own
+    url: str = ""  # of a stored picture
 
 
 @view("chat/_attachments.html")
@@ -270,10 +275,23 @@ def summary_origin(message: StoredMessage) -> SummaryOrigin | None:
     return SummaryOrigin(origin["title"], f"/c/{origin['chat']}") if origin else None
 
 
+def picture_chip(picture: Mapping[str, Any], url: str = "") -> AttachmentChip:
+    """Return a picture of a message. url: of one that is stored."""
+    size = f"{picture['width']} x {picture['height']}"
+    return AttachmentChip(picture["name"], picture["num_bytes"], thumb=picture["thumb"], size=size, url=url)
+
+
 def attachments_view(files: Sequence[Attachment], context_tokens: int, error: ErrorNotice | None = None) -> Attachments:
     """Return the files of the next message, with the sum of the tokens of those that are read whole."""
     chips = tuple(
-        AttachmentChip(
+        replace(
+            picture_chip(file.picture),
+            num_tokens=None if file.is_estimate else file.num_tokens,
+            id=file.id,
+            shown=file.shown,
+        )
+        if file.picture is not None
+        else AttachmentChip(
             file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched
         )
         for file in files

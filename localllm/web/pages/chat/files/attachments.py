@@ -26,8 +26,8 @@ MAX_WHOLE_BYTES = 1_000_000
 MAX_TRAY_FILES = 100
 """Most files of all owners; beyond that the oldest is dropped."""
 
-MAX_TRAY_CHARS = 100_000_000
-"""Most characters of all files together; beyond that the oldest is dropped."""
+MAX_TRAY_BYTES = 400_000_000
+"""Most bytes of all files together; beyond that the oldest is dropped."""
 
 TRAY_S = 3600.0
 
@@ -42,6 +42,8 @@ class Attachment:
     num_tokens: int
     is_estimate: bool = False  # `num_tokens` is not counted: the file is long, or no model is loaded that could count
     searched: bool = False  # it does not fit, so it is searched and not read whole
+    picture: dict[str, Any] | None = None  # a picture, as pictures.py describes it; `file` has its name alone
+    shown: str = ""  # size to which the picture is scaled; empty: its own
 
     @property
     def name(self) -> str:
@@ -65,7 +67,8 @@ def divided(files: Sequence[Attachment], room_tokens: int) -> list[Attachment]:
     """Return the files, and mark as searched those that do not fit into the room beside the ones before them."""
     found = []
     for file in files:
-        searched = file.num_tokens > room_tokens or file.num_bytes > MAX_WHOLE_BYTES
+        is_long = file.num_tokens > room_tokens or file.num_bytes > MAX_WHOLE_BYTES
+        searched = is_long and file.picture is None
         room_tokens -= 0 if searched else file.num_tokens
         found.append(replace(file, searched=searched))
     return found
@@ -77,16 +80,27 @@ class PendingAttachments:
     def __init__(self) -> None:
         self._files: OrderedDict[str, tuple[str, float, Attachment]] = OrderedDict()
 
-    def put(self, owner: str, file: FileText, num_tokens: int, *, is_estimate: bool) -> Attachment:
-        num_bytes = len(file.text.encode())
-        attachment = Attachment(secrets.token_urlsafe(12), file, num_bytes, num_tokens, is_estimate)
+    def put(
+        self,
+        owner: str,
+        file: FileText,
+        num_tokens: int,
+        *,
+        is_estimate: bool,
+        picture: dict[str, Any] | None = None,
+        shown: str = "",
+    ) -> Attachment:
+        num_bytes = len(file.text.encode()) if picture is None else picture["num_bytes"]
+        attachment = Attachment(
+            secrets.token_urlsafe(12), file, num_bytes, num_tokens, is_estimate, picture=picture, shown=shown
+        )
         now = time.monotonic()
         self._files[attachment.id] = (owner, now, attachment)
-        num_chars = sum(len(each.file.text) for _, _, each in self._files.values())
+        tray_bytes = sum(each.num_bytes for _, _, each in self._files.values())
         for each, (_, since, old) in list(self._files.items())[:-1]:
-            if len(self._files) > MAX_TRAY_FILES or num_chars > MAX_TRAY_CHARS or now - since > TRAY_S:
+            if len(self._files) > MAX_TRAY_FILES or tray_bytes > MAX_TRAY_BYTES or now - since > TRAY_S:
                 del self._files[each]
-                num_chars -= len(old.file.text)
+                tray_bytes -= old.num_bytes
         return attachment
 
     def get(self, owner: str, ids: Sequence[str]) -> list[Attachment]:

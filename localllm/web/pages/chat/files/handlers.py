@@ -5,10 +5,11 @@ Does not know: how a file is read (attachments.py) or searched (long_files.py).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from litestar import Request, post
+from litestar import Request, get, post
 from litestar.datastructures import UploadFile
 from litestar.response import Response
 
@@ -16,14 +17,19 @@ from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
 from localllm.serving.answers.off_loop import off_loop
 from localllm.web.access.caller import owner_of
-from localllm.web.api.documents import FileText, read_file
+from localllm.web.api.documents import FileText, UnreadableFile, plain_name, read_file
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided
 from localllm.web.pages.chat.files.long_files import free_tokens
 from localllm.web.pages.chat.files.passages import estimated_tokens
+from localllm.web.pages.chat.files.pictures import TYPES, cost_of, is_picture, picture_of
+from localllm.web.pages.chat.replies.claims import served_for
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
+from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.store.records import ChatNotFound
+from localllm.web.pages.chat.store.tables import GONE_HINT
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.state import html
 
@@ -66,9 +72,41 @@ async def _add_uploads(state: ChatState, owner: str, form: Any, files: list[Atta
     """Read the chosen files and add them to `files`."""
     for upload in uploads(form):
         state.attachments.require_count(len(files) + 1)
-        file = await read_file(upload.filename, await upload.read())
+        body = await upload.read()
+        if is_picture(body):
+            files.append(await _with_picture(state, owner, plain_name(upload.filename), body, _model(form)))
+            continue
+        file = await read_file(upload.filename, body)
         num_tokens, is_estimate = await _num_tokens(state, file, _model(form))
         files.append(state.attachments.put(owner, file, num_tokens, is_estimate=is_estimate))
+
+
+async def _with_picture(
+    state: ChatState, owner: str, name: str, body: bytes, settings: Mapping[str, str]
+) -> Attachment:
+    """Read a picture. Raises `UnreadableFile` if the model that the message goes to is loaded and does not see."""
+    served = served_for(state, settings)
+    if served is not None and served.sight is None:
+        seeing = ", ".join(model.name for model in state.pages.manager.ready if model.sight is not None)
+        raise UnreadableFile(
+            f"{name} is a picture, and {served.name} does not see pictures.",
+            "It reads text alone.",
+            f"Models here that do: {seeing}." if seeing else "Choose a model that sees, or describe the picture.",
+        )
+    picture = await asyncio.to_thread(picture_of, name, body)
+    num_tokens, shown = (0, "") if served is None else await cost_of(served, picture)
+    file = FileText(name, "")
+    return state.attachments.put(owner, file, num_tokens, is_estimate=served is None, picture=picture, shown=shown)
+
+
+@get("/chats/pictures/{digest:str}")
+async def stored_picture(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Return a picture of a message, as it was sent."""
+    found = await chat_state(request).store.call(Chats.picture, owner_of(request), request.path_params["digest"])
+    if found is None:
+        raise ChatNotFound("This picture is not on the server.", "Its message was deleted.", GONE_HINT)
+    headers = {"Content-Disposition": "inline", "Cache-Control": "private, max-age=86400, immutable"}
+    return Response(found[1], media_type=TYPES[found[0]], headers=headers)
 
 
 def uploads(form: Any) -> list[UploadFile]:
@@ -96,4 +134,4 @@ async def _num_tokens(state: ChatState, file: FileText, settings: Mapping[str, s
     return counted * len(file.text) // MAX_COUNTED_CHARS, True
 
 
-HANDLERS = (attach,)
+HANDLERS = (attach, stored_picture)

@@ -206,7 +206,10 @@ async def resumed(read: Messages, details: Mapping[str, Any], settings: Mapping[
         return read
     names = ", ".join(dict.fromkeys(f"`{each['name']}`" for each in passages))
     blocks = [_block(each["name"], each["where"], each["text"]) for each in passages]
-    content = "\n\n".join(part for part in (INTRODUCTION.format(names), *blocks, read[at]["content"]) if part)
+    said = read[at]["content"]
+    text = said if isinstance(said, str) else said[-1]["text"]  # behind pictures
+    content: Any = "\n\n".join(part for part in (INTRODUCTION.format(names), *blocks, text) if part)
+    content = content if isinstance(said, str) else [*said[:-1], {"type": "text", "text": content}]
     found = [*read[:at], {**read[at], "content": content}, *read[at + 1 :]]
     if claim.prompt is not None and claim.served is not None:
         goes_on = bool(claim.prompt.conversation.template.get("continue_final_message"))

@@ -9,11 +9,16 @@ Does not know: other formats.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from localllm.errors import RequestError
+from localllm.media.source import of_data_url
+from localllm.web.api.documents import plain_name
 from localllm.web.pages.chat.composer.settings import NAMES, typed
+from localllm.web.pages.chat.files.pictures import picture_of
 from localllm.web.pages.chat.imports.records import (
     MAX_MESSAGES,
     Imported,
@@ -145,11 +150,22 @@ def _details(node: _TreeNode) -> dict[str, Any]:
     found |= {name: kept for name, keys in LISTS.items() if (kept := _rows(node.details.get(name), keys))}
     if files := _rows(node.details.get("files"), ("name", "text")) + _searched(node.details.get("files")):
         found["files"] = files
+    if pictures := _pictures(node.details.get("pictures")):
+        found["pictures"] = pictures
     return found | _sources(node.details.get("sources"))
 
 
 def _rows(value: object, keys: Sequence[str]) -> list[dict[str, Any]]:
     return [{key: each[key] for key in keys} for each in rows(value) if all(isinstance(each.get(k), str) for k in keys)]
+
+
+def _pictures(value: object) -> list[dict[str, Any]]:
+    """Return the pictures, read anew from their bytes; one that cannot be read is left out."""
+    found = []
+    for each in _rows(value, ("name", "data")):
+        with suppress(RequestError):
+            found.append(picture_of(plain_name(each["name"]), of_data_url(each["data"], each["name"])))
+    return found
 
 
 def _searched(value: object) -> list[dict[str, Any]]:

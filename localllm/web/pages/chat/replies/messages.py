@@ -1,7 +1,8 @@
 """Turn stored messages into the input of a chat template, and choose the messages that the model reads.
 
-A message of the user may contain tool results (`details["results"]`) or files (`details["files"]`); a reply may contain
-reasoning and calls. A call whose arguments are not a JSON object cannot be printed by any template and becomes text.
+A message of the user may contain tool results (`details["results"]`), files (`details["files"]`) or pictures
+(`details["pictures"]`); a reply may contain reasoning and calls. A call whose arguments are not a JSON object cannot be
+printed by any template and becomes text.
 A turn begins with a message that the user typed, and ends before the next such message: the reply, its tool calls and
 their results belong to it. The model reads all turns but failed ones, and but the oldest that were left out: by whole
 turns, so that a reply keeps its question and a call its result.
@@ -16,6 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from localllm.text.answers.whole import ToolCall
+from localllm.web.pages.chat.files.pictures import content_of
 from localllm.web.pages.chat.store import StoredMessage
 
 SUMMARY_OF = "summary_of"
@@ -88,7 +90,8 @@ def messages_of(system: str, messages: Sequence[StoredMessage]) -> list[dict[str
         found += _answers(asked, results)
         if not results:
             text = with_files(message.text, files_of(message.details))
-            found.append({"role": "user", "content": f"{SUMMARY}\n\n{summary}\n\n{text}" if summary else text})
+            text = f"{SUMMARY}\n\n{summary}\n\n{text}" if summary else text
+            found.append({"role": "user", "content": content_of(text, message.details.get("pictures", ()))})
             summary = ""
     return found
 

@@ -28,6 +28,7 @@ from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.hints import thinking_switch
 from localllm.web.pages.chat.composer.settings import read_tools, sampling_params
+from localllm.web.pages.chat.files.pictures import seen_by
 from localllm.web.pages.chat.replies.messages import messages_of, turn_beginnings
 from localllm.web.pages.chat.store import StoredMessage
 
@@ -70,7 +71,7 @@ class Prompt:
         """Return the generation of the answer. Raises like `Conversation.reading`."""
         params, new_reader = self.conversation.reading(served, self.params, self.token_ids)
         request = GenerationRequest(request_id, self.token_ids, params, options=options)
-        return Generation(served.generator, [request], new_reader)
+        return Generation(served.generator, [request], new_reader, served.sight)
 
 
 async def prompt_of(
@@ -87,7 +88,7 @@ async def prompt_of(
     template = dict(CONTINUE if goes_on else {"add_generation_prompt": True})
     if thinking := settings.get("thinking"):
         template |= thinking_switch(served, thinking == "on", "thinking")[0]
-    conversation = Conversation(messages, template, Tools(tools, tools))
+    conversation = Conversation(seen_by(served, messages), template, Tools(tools, tools))
     token_ids = await chat_token_ids(served, conversation)
     size = served.plan.max_model_len
     room = reply_room(size, params.max_tokens)

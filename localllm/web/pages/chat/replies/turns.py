@@ -19,6 +19,7 @@ from localllm.units import format_count
 from localllm.web.pages.chat.composer.settings import MAX_MESSAGE_CHARS, results_of, typed
 from localllm.web.pages.chat.files.attachments import Attachment
 from localllm.web.pages.chat.files.long_files import keep_long_files, resumed, sources_of, with_passages
+from localllm.web.pages.chat.files.pictures import with_pictures
 from localllm.web.pages.chat.projects.files import with_project_files
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.claims import Claim, claimed, reply_of, served_for, start
@@ -36,7 +37,7 @@ async def history(state: ChatState, chat: Chat, leaf: str | None) -> list[Stored
     """Return the messages that lead to a leaf, in their current state, without those that were left out."""
     branch = await state.store.call(Chats.branch, chat.id, leaf)
     messages = [state.replies.current(message) for message in branch.messages]
-    return messages[first_read(messages, branch.num_left_out) :]
+    return await with_pictures(state.store, chat, messages[first_read(messages, branch.num_left_out) :])
 
 
 def too_long(
@@ -94,7 +95,8 @@ async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage,
     """Answer an edited message, as a branch beside the original."""
     if not is_typed(message):
         raise InvalidParameter("Only your own messages can be edited.", hint="A reply can be regenerated instead.")
-    text = checked_message(form, or_nothing="files" in message.details)
+    text = checked_message(form, or_nothing=bool({"files", "pictures"} & message.details.keys()))
+    [message] = await with_pictures(state.store, chat, [message])
     new = StoredMessage("", None, "user", text, message.details)
     return await _send(state, owner, chat, message.parent_id, new, form)
 
@@ -247,7 +249,10 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
 
 def typed_message(text: str, files: Sequence[Attachment]) -> StoredMessage:
     """Return a message of the composer as it will be stored, without its id and place."""
-    details = {"files": [file.details() for file in files]} if files else {}
+    texts = [file.details() for file in files if file.picture is None]
+    pictures = [file.picture for file in files if file.picture is not None]
+    details = {"files": texts} if texts else {}
+    details |= {"pictures": pictures} if pictures else {}
     return StoredMessage("", None, "user", text, details)
 
 

@@ -19,6 +19,7 @@ from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.consents import Consents
 from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.file_versions import delete_copies
+from localllm.web.pages.chat.store.pictures import Pictures
 from localllm.web.pages.chat.store.records import (
     Branch,
     Chat,
@@ -43,7 +44,7 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
 
-class Chats(Consents, FilePassages, SavedPrompts, Selections):
+class Chats(Consents, FilePassages, Pictures, SavedPrompts, Selections):
     """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------
@@ -117,6 +118,9 @@ class Chats(Consents, FilePassages, SavedPrompts, Selections):
         """Add a message; it becomes the end of the shown branch. An archived chat returns to the list."""
         message_id, now_s = new_id(), time.time()
         with self._whole():
+            if details and "pictures" in details:
+                [owner] = self._db.execute("SELECT owner FROM chat WHERE id = ?", (chat_id,)).fetchone()
+                details = self._keep_pictures(owner, details)
             self._db.execute(
                 ADD_MESSAGE,
                 (message_id, chat_id, parent_id, role, text, as_json(details or {}), now_s, process_mark()),
@@ -151,8 +155,9 @@ class Chats(Consents, FilePassages, SavedPrompts, Selections):
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
         now_s = time.time()
         rows = [
-            (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(_own(m.details)), m.created_s or now_s, "")
+            (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(details), m.created_s or now_s, "")
             for m in messages
+            for details in [self._keep_pictures(owner, _own(m.details))]
         ]
         self._db.executemany(ADD_MESSAGE, rows)
         marks = json.dumps([ids[each] for each in left_out if each in ids])

@@ -134,6 +134,27 @@ MIGRATIONS = (
         at_s REAL NOT NULL, PRIMARY KEY (owner, server, tool)
     );
     """,
+    """
+    CREATE TABLE picture (
+        owner TEXT NOT NULL, digest TEXT NOT NULL, kind TEXT NOT NULL, data BLOB NOT NULL, created_s REAL NOT NULL,
+        PRIMARY KEY (owner, digest)
+    );
+    CREATE TABLE message_picture (
+        message INTEGER NOT NULL REFERENCES message (number) ON DELETE CASCADE, owner TEXT NOT NULL,
+        digest TEXT NOT NULL, PRIMARY KEY (message, digest)
+    );
+    CREATE INDEX message_picture_by_digest ON message_picture (owner, digest);
+    CREATE TRIGGER message_pictured AFTER INSERT ON message WHEN new.details LIKE '%"pictures"%' BEGIN
+        INSERT OR IGNORE INTO message_picture (message, owner, digest)
+            SELECT new.number, chat.owner, json_extract(each.value, '$.digest')
+            FROM chat, json_each(new.details, '$.pictures') AS each WHERE chat.id = new.chat_id;
+    END;
+    CREATE TRIGGER picture_unnamed AFTER DELETE ON message_picture WHEN NOT EXISTS (
+        SELECT 1 FROM message_picture AS it WHERE it.owner = old.owner AND it.digest = old.digest
+    ) BEGIN
+        DELETE FROM picture WHERE owner = old.owner AND digest = old.digest;
+    END;
+    """,  # pictures, each deleted with the last message that names it
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

@@ -18,6 +18,7 @@ from localllm.web.pages.chat.composer.views import (
     ComposerAction,
     ContextMeter,
     SummaryOrigin,
+    picture_chip,
     summary_origin,
 )
 from localllm.web.pages.chat.markdown.stream import cached_html, cached_user_html
@@ -237,6 +238,7 @@ def stored_thinking(message_id: str, details: Mapping[str, Any]) -> ReasoningVie
 def file_chips(details: Mapping[str, Any]) -> tuple[AttachmentChip, ...]:
     searched = [file for file in details.get("files", []) if "text" not in file]
     return (
+        *(picture_chip(each, f"/chats/pictures/{each['digest']}") for each in details.get("pictures", [])),
         *(AttachmentChip(name, len(text.encode()), text=_preview(text)) for name, text in files_of(details)),
         *(
             AttachmentChip(file["name"], file.get("num_bytes", 0), searched=True, is_missing="file" not in file)

@@ -7,16 +7,18 @@ Does not know: HTTP, where chats are stored.
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import time
 import zipfile
-from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
 from localllm.web.pages.chat.composer.views import AttachmentChip
+from localllm.web.pages.chat.files.pictures import TYPES
 from localllm.web.pages.chat.imports.own import FORMAT, VERSION
 from localllm.web.pages.chat.markdown.maths import with_mathml
 from localllm.web.pages.chat.markdown.stream import cached_html, user_html
@@ -59,7 +61,7 @@ def as_json(chat: Chat, messages: Sequence[StoredMessage], everything: Sequence[
                 "role": message.role,
                 "content": message.text,
                 "created_s": message.created_s,
-                "details": dict(message.details),
+                "details": _details(message.details),
             }
             for message in everything
         ],
@@ -67,9 +69,19 @@ def as_json(chat: Chat, messages: Sequence[StoredMessage], everything: Sequence[
     return msgspec.json.format(msgspec.json.encode(body), indent=1)
 
 
+def _details(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the details with the bytes of pictures as data URLs."""
+    pictures = [
+        {**each, "data": f"data:{TYPES[each['kind']]};base64,{base64.b64encode(each.get('data', b'')).decode()}"}
+        for each in details.get("pictures", [])
+    ]
+    return {**details, "pictures": pictures} if pictures else dict(details)
+
+
 def _whole(message: StoredMessage) -> str:
-    """Return the text with the attached files."""
-    return with_files(message.text, files_of(message.details))
+    """Return the text with the attached files, and the names of pictures."""
+    names = "".join(f"[Picture: {each['name']}]\n\n" for each in message.details.get("pictures", []))
+    return names + with_files(message.text, files_of(message.details))
 
 
 def file_name(chat: Chat) -> str:

@@ -19,6 +19,7 @@ from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, LocalLLMError, RequestError
 from localllm.web.access.caller import may, owner_of
 from localllm.web.errors import MissingParameter
+from localllm.web.pages.chat.files.pictures import with_pictures
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import NotAChat
 from localllm.web.pages.chat.markdown.stream import cached_html, cached_user_html
@@ -54,6 +55,7 @@ async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
         body, media_type = export.as_markdown(chat, shown_now), "text/markdown"
     elif kind == "json":
         everything = [state.replies.current(m) for m in await state.store.call(Chats.all_messages, chat.id)]
+        everything = await with_pictures(state.store, chat, everything)
         body, media_type = export.as_json(chat, shown_now, everything), "application/json"
     elif kind == "html":
         body, media_type = await anyio.to_thread.run_sync(export.as_html, chat, shown_now), "text/html"
@@ -81,7 +83,7 @@ async def _archive(state: ChatState, owner: str, ids: list[str]) -> AsyncIterato
         except RequestError:  # deleted since the export began
             continue
         shown = [state.replies.current(message) for message in branch.messages]
-        current = [state.replies.current(message) for message in everything]
+        current = await with_pictures(state.store, chat, [state.replies.current(message) for message in everything])
         if data := await anyio.to_thread.run_sync(archive.add, chat, shown, current):
             yield data
     yield archive.close()

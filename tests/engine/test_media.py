@@ -1,0 +1,161 @@
+"""Pictures in the engine, on the model made of memory: what is encoded, where rows end, and what is shared."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from localllm.engine.media import EncoderStore, MediaSpan, spans_of
+from localllm.errors import InvalidParameter
+from tests.draws import draws
+from tests.engine.harness import SmallEngine, make_engine
+from tests.engine.walk import EngineMachine
+from tests.fake_runner import expected_output
+
+PAD = 9
+
+
+class Picture:
+    """A picture of some rows. Its digest tells it apart."""
+
+    def __init__(self, name: str, rows: int, *, both_ways: bool = False) -> None:
+        self.digest, self.rows, self.grid, self.both_ways = name.encode().ljust(16), rows, None, both_ways
+
+    def pixels(self) -> dict[str, object]:
+        return {}
+
+
+def prompt_of(parts: list[int | Picture]) -> tuple[list[int], tuple[MediaSpan, ...]]:
+    """Return token ids, the numbers among the parts being text tokens, and the spans of the pictures."""
+    ids: list[int] = []
+    for part in parts:
+        ids += [part] if isinstance(part, int) else [PAD] * part.rows
+    return ids, spans_of(ids, PAD, [part for part in parts if isinstance(part, Picture)])
+
+
+def ask(engine: SmallEngine, name: str, parts: list[int | Picture], max_tokens: int = 3) -> list[int]:
+    ids, media = prompt_of(parts)
+    engine.add(name, ids, max_tokens=max_tokens, media=media)
+    return expected_output(ids, max_tokens, vocab_size=32)
+
+
+def seeing(**settings: object) -> SmallEngine:
+    return make_engine(**{"encoder_rows": 12, "encoder_budget": 12, **settings})
+
+
+def test_pictures_take_their_number_of_placeholders_in_order() -> None:
+    one, two = Picture("one", 2), Picture("two", 3)
+    ids = [1, PAD, PAD, 2, PAD, 3, PAD, PAD, 4]
+    first, second = spans_of(ids, PAD, [one, two])
+    assert (first.start, first.end, first.places) == (1, 3, None)
+    assert (second.start, second.end, second.places) == (4, 8, (0, 2, 3))
+    salted = spans_of(ids, PAD, [one, two], salt="a")
+    assert salted[0].digest != first.digest
+    assert len(salted[0].digest) == 16
+    with pytest.raises(InvalidParameter, match="The prompt has 5 picture tokens; its pictures have 2"):
+        spans_of(ids, PAD, [one])
+
+
+def test_a_row_may_end_inside_a_picture() -> None:
+    engine = seeing(max_num_batched_tokens=8)
+    expected = ask(engine, "a", [1, 2, 3, Picture("p", 10), 4])
+    assert engine.run()["a"] == expected
+    assert [row.num_scheduled_tokens for plan in engine.plans for row in plan.rows][:2] == [8, 6]
+
+
+def test_a_row_never_ends_inside_a_picture_that_attends_both_ways() -> None:
+    engine = seeing(max_num_batched_tokens=12)
+    expected = ask(engine, "a", [1, 2, 3, Picture("p", 10, both_ways=True), 4])
+    assert engine.run()["a"] == expected
+    assert [row.num_scheduled_tokens for plan in engine.plans for row in plan.rows][:2] == [3, 11]
+
+
+def test_one_picture_is_encoded_in_a_step_while_others_decode() -> None:
+    engine = seeing()
+    ask(engine, "stream", [1, 2], max_tokens=30)
+    for _ in range(3):
+        engine.loop.step()
+    ask(engine, "a", [1, Picture("p", 4), 2, Picture("q", 4), 3])
+    engine.run()
+    assert max(len(plan.encodes) for plan in engine.plans) == 1
+    assert engine.runner.num_encoded == 2
+
+
+def test_the_same_picture_is_encoded_once_and_its_blocks_are_shared() -> None:
+    engine = seeing()
+    parts: list[int | Picture] = [1, 2, 3, 4, 5, Picture("p", 10), 6]
+    cached = []
+    for name, asked in (("a", parts), ("b", parts), ("c", [1, 2, 3, 4, 5, Picture("q", 10), 6])):
+        ask(engine, name, asked)
+        engine.run()
+        cached.append(engine.endings[name][0].num_cached_tokens)
+    assert engine.runner.num_encoded == 2
+    assert cached == [0, 12, 4]
+
+
+def test_pictures_that_do_not_fit_together_wait_for_each_other() -> None:
+    """Ten requests whose pictures fill the store alone: all end, oldest first."""
+    engine = seeing(max_num_batched_tokens=9)
+    expected = {f"r{i}": ask(engine, f"r{i}", [i, Picture(f"p{i}", 12), 7, Picture(f"q{i}", 11), 8]) for i in range(8)}
+    assert engine.run() == expected
+    assert engine.runner.num_encoded == 16
+
+
+def test_a_failed_step_forgets_the_pictures() -> None:
+    engine = seeing(fail_when=lambda plan: plan.step_id == 2, max_num_batched_tokens=6)
+    ask(engine, "a", [1, Picture("p", 10), 2])
+    for _ in range(3):
+        engine.loop.step()
+    assert engine.scheduler.table.encoded.num_rows == 0
+    expected = ask(engine, "b", [1, Picture("p", 10), 2])
+    assert engine.run()["b"] == expected
+
+
+def test_the_store_evicts_the_oldest_that_nobody_reads() -> None:
+    store = EncoderStore(10)
+    spans = [prompt_of([Picture(name, 4)])[1][0] for name in "abc"]
+    assert [store.take(span, "r") for span in spans] == ["encode", "encode", "full"]
+    assert [encode.digest for encode in store.changes()[1]] == [span.digest for span in spans[:2]]
+    store.release_all("r")
+    assert store.take(spans[0], "s") == "there"
+    assert store.take(spans[2], "s") == "encode"
+    dropped, encodes = store.changes()
+    assert (dropped, [encode.digest for encode in encodes]) == ((spans[1].digest,), [spans[2].digest])
+    store.check_invariants(["s"])
+
+
+class Pictures(EngineMachine):
+    """Requests with pictures from few texts and few pictures, in a small pool and a small store."""
+
+    @initialize(
+        blocks=st.integers(16, 40), tokens=st.integers(12, 24), rows=st.integers(6, 14), depth=st.integers(1, 2)
+    )
+    def begin(self, blocks: int, tokens: int, rows: int, depth: int) -> None:
+        self.engine = make_engine(
+            num_blocks=blocks, depth=depth, max_num_batched_tokens=tokens, max_num_seqs=4, vocab_size=4,
+            encoder_rows=rows, encoder_budget=6,
+        )  # fmt: skip
+
+    @rule(
+        text=st.lists(st.integers(0, 2), min_size=2, max_size=9),
+        pictures=st.lists(st.tuples(st.sampled_from("pqr"), st.integers(1, 6), st.booleans()), max_size=3),
+        max_tokens=st.integers(1, 12),
+        data=st.data(),
+    )
+    def arrive(self, text, pictures, max_tokens, data) -> None:
+        cuts = sorted(data.draw(st.integers(0, len(text))) for _ in pictures)
+        parts: list[int | Picture] = []
+        for (first, end), given in zip(pairwise([0, *cuts, len(text)]), [*pictures, None], strict=True):
+            parts += text[first:end]
+            if given is not None:
+                name, rows, both_ways = given
+                parts.append(Picture(f"{name}{rows}{both_ways}", rows, both_ways=both_ways))
+        ids, media = prompt_of(parts)
+        name = f"r{len(self.asked)}"
+        self.engine.add(name, ids, max_tokens=max_tokens, media=media)
+        self.asked[name] = ids, max_tokens
+
+
+TestPictures = Pictures.TestCase
+TestPictures.settings = draws(60, stateful_step_count=40)
