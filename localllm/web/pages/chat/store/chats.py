@@ -19,7 +19,7 @@ from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.consents import Consents
 from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.file_versions import delete_copies
-from localllm.web.pages.chat.store.pictures import Pictures
+from localllm.web.pages.chat.store.pictures import PictureFiles
 from localllm.web.pages.chat.store.records import (
     Branch,
     Chat,
@@ -44,7 +44,7 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
 
-class Chats(Consents, FilePassages, Pictures, SavedPrompts, Selections):
+class Chats(Consents, FilePassages, PictureFiles, SavedPrompts, Selections):
     """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ MOST_BYTES = 2 * 2**30
 """Pictures of all chats together."""
 
 
-class Pictures(Tables):
+class PictureFiles(Tables):
     """The operations on the table of pictures."""
 
     def picture(self, owner: str, digest: str) -> tuple[str, bytes] | None:
