@@ -126,8 +126,9 @@
     input.dispatchEvent(new Event("change", { bubbles: true }));
   }
   find("#composer-camera")?.addEventListener("change", ({ target }) => {
-    attach(target.files);
-    target.value = "";
+    const files = [...target.files];
+    target.value = ""; // its file must not be sent twice
+    attach(files);
   });
   // Files that are too large are not sent: the refusal could be lost while they are still on their way.
   document.addEventListener("change", (event) => {
