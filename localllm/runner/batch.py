@@ -205,12 +205,12 @@ class SlotState:
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
         block_size: int, vocab_size: int, num_places: int = 0, accepts_on_device: bool = False,
-        hidden_size: int = 0, encoded: Mapping[bytes, Tensor] | None = None,
+        hidden_size: int = 0,
     ) -> None:  # fmt: skip
         """num_places: of recurrent states, with the null place; 0: the model has none. accepts_on_device: the host does
-        not wait for what the device accepts, so it counts tokens of requests with drafts from above. encoded: rows of
-        pictures by digest; None: the model does not see."""
-        self._hidden_size, self._encoded = hidden_size, {} if encoded is None else encoded
+        not wait for what the device accepts, so it counts tokens of requests with drafts from above."""
+        self._hidden_size = hidden_size
+        self.encoded: Mapping[bytes, Tensor] = {}  # rows of pictures by digest, of a model that sees
         self.inputs, self._num_places, self._accepts_on_device = inputs, num_places, accepts_on_device
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
@@ -420,14 +420,14 @@ class SlotState:
         places, values = list[Ints](), list[Tensor]()
         for row, slot in enumerate(rows.slots.tolist() if self._given else ()):
             if slot in self._given and rows.computed[row] < self._prompt_len[slot]:
-                at, held = self._given[slot].rows(int(rows.computed[row]), int(rows.context[row]), self._encoded)
+                at, held = self._given[slot].rows(int(rows.computed[row]), int(rows.context[row]), self.encoded)
                 places.append(at + rows.starts[row] - rows.computed[row])
                 values += held
         return joined(places, values, self._hidden_size)
 
     def _pictured(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
-        """Return the positions to rotate by, and the limits of what tokens see, if tokens of pictures are in the step
-        whose positions or limits are not those of text."""
+        """Return the positions to rotate by, and the limits of what tokens see, if the step has tokens of pictures that
+        differ from text in them."""
         rotary = limits = None
         for row, slot in enumerate(rows.slots.tolist() if self._given else ()):
             given, first = self._given.get(slot), int(rows.computed[row])

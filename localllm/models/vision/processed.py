@@ -1,12 +1,10 @@
-"""A picture ready for the tower, and the interface of what prepares it."""
+"""A picture ready for the tower."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from localllm.models.spec.vision import AUTO, Detail, ImageLimits, VisionSpec
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +28,3 @@ class Processed:
 
     def pixels(self) -> Mapping[str, Any]:
         return self.tensors
-
-
-class Pictures(Protocol):
-    """What `PictureProcessor` (processor.py) offers. Thread-safe."""
-
-    spec: VisionSpec
-    limits: ImageLimits  # those of this server: at most the checkpoint's
-
-    def tokens(self, width: int, height: int, detail: Detail = AUTO) -> int:
-        """Return the rows of a picture of this size, without its pixels."""
-        ...
-
-    def shown(self, width: int, height: int, detail: Detail = AUTO) -> tuple[int, int]:
-        """Return the width and height to which such a picture is scaled."""
-        ...
-
-    def process(self, data: bytes, detail: Detail = AUTO) -> Processed:
-        """Decode, scale and cut a picture. Raises `UnreadableMedia` and `MediaTooLarge` of the decoder, and
-        `InvalidParameter` for options that the family does not have."""
-        ...

@@ -28,7 +28,7 @@ class PictureProcessor:
     """Prepares pictures for one model. Thread-safe."""
 
     def __init__(self, path: Path, spec: VisionSpec, decode: Decode, limits: ImageLimits | None = None) -> None:
-        """path: folder of the model. limits: those of this server; None: the checkpoint's."""
+        """path: folder of the model. limits: of this server; None: the checkpoint's."""
         self.spec, self.limits = spec, limits or spec.limits
         self._decode, self._family = decode, family_of(spec)
         self.processor = open_processor(path)
