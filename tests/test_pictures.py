@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from localllm.models.read_spec import read_spec
-from localllm.models.vision.processed import Processed
+from localllm.models.vision.processor import Processed
 from localllm.runner.pictures import rotary_positions
 from tests.golden_engine import Engine
 from tests.models.seeing import SEEING, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans

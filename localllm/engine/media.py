@@ -25,7 +25,7 @@ class MediaInputs(Protocol):
 
 
 class Picture(MediaInputs, Protocol):
-    """A picture before its places in a prompt are known (models/vision/processed.py)."""
+    """A picture before its places in a prompt are known (models/vision/processor.py)."""
 
     @property
     def rows(self) -> int: ...

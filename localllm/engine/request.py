@@ -131,8 +131,7 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.dry_breakers = dry_breakers
         self.priority = options.priority  # the scheduler ignores it under the policy fcfs
-        self.grammar = grammar
-        self.reports_progress = reports_progress
+        self.grammar, self.reports_progress = grammar, reports_progress
         self.prompt_embeds, self.media = prompt_embeds, media
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
         self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))

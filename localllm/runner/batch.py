@@ -205,12 +205,11 @@ class SlotState:
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
         block_size: int, vocab_size: int, num_places: int = 0, accepts_on_device: bool = False,
-        hidden_size: int = 0,
     ) -> None:  # fmt: skip
         """num_places: of recurrent states, with the null place; 0: the model has none. accepts_on_device: the host does
         not wait for what the device accepts, so it counts tokens of requests with drafts from above."""
-        self._hidden_size = hidden_size
-        self.encoded: Mapping[bytes, Tensor] = {}  # rows of pictures by digest, of a model that sees
+        self._encoded: Mapping[bytes, Tensor] = {}  # rows of pictures by digest, of a model that sees
+        self._deep_from: int | None = None  # column of these rows from which on they are added behind layers
         self.inputs, self._num_places, self._accepts_on_device = inputs, num_places, accepts_on_device
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
@@ -226,6 +225,10 @@ class SlotState:
         self._given: dict[int, SlotGiven] = {}  # of slots with prompt embeddings or pictures
         self._shift = np.zeros(max_num_seqs, np.int64)  # of tokens behind the prompt, see StepRows
         self._generates_from = np.zeros(max_num_seqs, np.int64)  # position of the prompt's last token that has an id
+
+    def see(self, encoded: Mapping[bytes, Tensor], hidden_size: int) -> None:
+        """Look rows of pictures up in `encoded`, by digest."""
+        self._encoded, self._deep_from = encoded, hidden_size
 
     def clear(self) -> None:
         """Free all slots. Buffers stay: an entering request overwrites what it reads."""
@@ -420,10 +423,10 @@ class SlotState:
         places, values = list[Ints](), list[Tensor]()
         for row, slot in enumerate(rows.slots.tolist() if self._given else ()):
             if slot in self._given and rows.computed[row] < self._prompt_len[slot]:
-                at, held = self._given[slot].rows(int(rows.computed[row]), int(rows.context[row]), self.encoded)
+                at, held = self._given[slot].rows(int(rows.computed[row]), int(rows.context[row]), self._encoded)
                 places.append(at + rows.starts[row] - rows.computed[row])
                 values += held
-        return joined(places, values, self._hidden_size)
+        return joined(places, values, self._deep_from)
 
     def _pictured(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
         """Return the positions to rotate by, and the limits of what tokens see, if the step has tokens of pictures that

@@ -119,10 +119,11 @@ def key_limits(prompt_len: int, media: Sequence[MediaSpan]) -> Ints | None:
     return limits
 
 
-def joined(places: Sequence[Ints], values: Sequence[Tensor], hidden_size: int) -> GivenEmbeds | None:
-    """Return what is given for a step. values: [*, (1 + deep) * hidden] of each part."""
+def joined(places: Sequence[Ints], values: Sequence[Tensor], deep_from: int | None) -> GivenEmbeds | None:
+    """Return what is given for a step. values: [*, (1 + deep) * hidden] of each part. deep_from: first column of what
+    is added behind layers; None: no column is."""
     if not values:
         return None
     at, rows = torch.from_numpy(np.concatenate(places)), torch.cat(list(values))
-    deep = rows[:, hidden_size:] if rows.shape[1] > hidden_size else None
-    return GivenEmbeds(at, rows[:, :hidden_size], deep)
+    deep = rows[:, deep_from:] if deep_from is not None and rows.shape[1] > deep_from else None
+    return GivenEmbeds(at, rows[:, :deep_from], deep)

@@ -72,6 +72,7 @@ class TorchRunner:
     """
 
     profiler: Profiler | None = None  # that of a ProfiledRunner (profiling.py)
+    _encoder: PictureEncoder | None = None  # of a model that sees
     _kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
 
     def __init__(
@@ -105,8 +106,7 @@ class TorchRunner:
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
                 num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws, reads=kv.reads,
-                ahead=0 if drafter is None else 1 + drafter.num_drafts,
-                shifts=spec.vision is not None and bool(spec.rope.sections),
+                ahead=0 if drafter is None else 1 + drafter.num_drafts, shifts=bool(spec.vision and spec.rope.sections),
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
@@ -128,9 +128,7 @@ class TorchRunner:
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
-            hidden_size=spec.hidden_size,
         )  # fmt: skip
-        self._encoder: PictureEncoder | None = None
         self._drafters: Drafters | None = None
         self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
         if self.drafts.proposes:
@@ -153,7 +151,7 @@ class TorchRunner:
     def see_with(self, encoder: PictureEncoder) -> None:
         """Use the encoder of a model that sees, from the first step on."""
         self._encoder = encoder
-        self._slots.encoded = encoder.rows
+        self._slots.see(encoder.rows, encoder.hidden_size)
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)

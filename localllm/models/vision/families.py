@@ -267,7 +267,8 @@ PIXTRAL = VisionFamily(
 
 def _read_internvl(config: Config, processor: Config) -> dict[str, Any]:
     tokens, tiles = int(config.get("image_seq_length", 256)), int(processor.get("max_patches", 12))
-    limits = ImageLimits(tokens, tokens * (tiles + 1 if tiles > 1 else 1), max_tiles=tiles)
+    most = tokens * (tiles + 1 if tiles > 1 else 1)
+    limits = ImageLimits(tokens, most, max_tiles=tiles)
     return {**_patch_facts(config), "limits": limits, **_tile(config, tokens)}
 
 
