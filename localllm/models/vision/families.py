@@ -463,3 +463,9 @@ def keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str,
         )  # fmt: skip
     pixels = {name: options.pop(name) for name in ("min_pixels", "max_pixels") if name in options}
     return {**family.keywords(spec, limits, detail._replace(**pixels)), **options}
+
+
+def sees_as(architecture: str) -> bool:
+    """Return whether there is a family for a class name in config.json, such as Qwen2_5_VLForConditionalGeneration."""
+    kind = architecture.removesuffix("ForConditionalGeneration").replace("_", "").lower()
+    return kind in {"mistral3", *(name.replace("_", "") for name in _OF_TYPE)}
