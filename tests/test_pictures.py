@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.config.settings import EngineConfig
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import plan_memory
+from localllm.models.fit.pictures import with_tower
 from localllm.models.read_spec import read_spec
-from localllm.models.vision.processed import Processed
+from localllm.models.vision.processor import Processed
+from localllm.models.vision.tower import load_tower
 from localllm.runner.pictures import rotary_positions
+from tests.golden_engine import Engine
 from tests.models.seeing import SEEING, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans
-from tests.test_goldens import Engine
 
 NUM_TOKENS = 4
 SIZES = ((50, 70), (70, 33))
@@ -134,3 +139,21 @@ def test_positions_are_those_of_transformers(folder: Path) -> None:
     expected, delta = case.model.model.get_rope_index(tokens, (tokens == 10).int(), grids)
     assert np.array_equal(rotary, expected[:, 0].numpy())
     assert shift == int(delta)
+
+
+def test_the_plan_counts_the_tower_the_largest_picture_and_the_kept_rows(folder: Path) -> None:
+    case = case_of(folder, "gemma3")
+    hardware = Hardware((), "a CPU", 2, 2**34, 2**33)
+    spec = with_tower(case.path, case.spec)
+    plans = {
+        limit: plan_memory(EngineConfig(limit_mm_per_prompt=limit, device="cpu"), spec, 2**20, hardware)
+        for limit in (0, 4)
+    }
+    sizes = plans[4].pictures
+    assert plans[0].pictures is None
+    assert any("--limit-mm-per-prompt image=0" in note for note in plans[0].notes)
+    assert sizes is not None
+    assert sizes.rows == 4
+    assert sizes.tower_bytes == load_tower(case.path, case.spec.vision, torch.device("cpu"), torch.float32).bytes_held
+    assert plans[4].weights_bytes - plans[0].weights_bytes == sizes.tower_bytes
+    assert plans[4].activation_bytes >= plans[0].activation_bytes + sizes.kept_bytes

@@ -1,7 +1,7 @@
 """Pictures of a prompt: the places that they take, and which of them are held encoded.
 
 A picture's rows are made in a step, before the forward pass that reads them. The scheduler decides when, and which rows
-stay; the rows themselves are the runner's (runner/encoder.py).
+stay; the rows themselves are the runner's (runner/pictures.py).
 Does not know: torch, pixels, what a row is made of.
 """
 
@@ -19,13 +19,13 @@ DIGEST_BYTES = 16
 
 
 class MediaInputs(Protocol):
-    """What a tower reads to make the rows of one picture."""
+    """The tensors that a tower reads to make the rows of one picture."""
 
     def pixels(self) -> Mapping[str, Any]: ...
 
 
 class Picture(MediaInputs, Protocol):
-    """A picture before its places in a prompt are known (models/vision/processed.py)."""
+    """A picture before its places in a prompt are known (models/vision/processor.py)."""
 
     @property
     def rows(self) -> int: ...
@@ -92,8 +92,8 @@ class _Held:
 
 
 class EncoderStore:
-    """Which pictures are held encoded, up to a number of rows. Those that no request reads any more stay until their
-    room is needed, oldest first.
+    """The pictures that are held encoded, up to a number of rows. Pictures that no request reads any more stay until
+    their room is needed, oldest first.
 
     A request that holds a picture can use up its rows without another one, so requests never wait for each other in a
     circle."""

@@ -131,16 +131,11 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.dry_breakers = dry_breakers
         self.priority = options.priority  # the scheduler ignores it under the policy fcfs
-        self.grammar = grammar
-        self.reports_progress = reports_progress
-        self.prompt_embeds = prompt_embeds
-        self.media = media
+        self.grammar, self.reports_progress = grammar, reports_progress
+        self.prompt_embeds, self.media = prompt_embeds, media
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
         self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
-        self.spans: tuple[InputSpan, ...]  # places whose input is not a token's, for the names of blocks
-        self.spans = tuple(InputSpan(span.start, span.end - span.start, span.digest.hex()) for span in media)
-        if prompt_embeds is not None:
-            self.spans = (InputSpan(0, self.prompt_len, prompt_embeds.digest),)
+        self.spans = _input_spans(self.prompt_len, prompt_embeds, media)
         self.sequence = 0  # order of arrival, set by the scheduler
 
         self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number
@@ -263,3 +258,10 @@ class Request:
             f"P={self.num_output_placeholders} C={self.num_computed_tokens} F={self.num_in_flight_tokens} "
             f"blocks={self.num_blocks})"
         )
+
+
+def _input_spans(prompt_len: int, embeds: PromptEmbeds | None, media: Sequence[MediaSpan]) -> tuple[InputSpan, ...]:
+    """Return the places of a prompt whose input is not a token's, for the names of its blocks."""
+    if embeds is not None:
+        return (InputSpan(0, prompt_len, embeds.digest),)
+    return tuple(InputSpan(span.start, span.end - span.start, span.digest.hex()) for span in media)

@@ -205,12 +205,11 @@ class SlotState:
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
         block_size: int, vocab_size: int, num_places: int = 0, accepts_on_device: bool = False,
-        hidden_size: int = 0, encoded: Mapping[bytes, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """num_places: of recurrent states, with the null place; 0: the model has none. accepts_on_device: the host does
-        not wait for what the device accepts, so it counts tokens of requests with drafts from above. encoded: rows of
-        pictures by digest; None: the model does not see."""
-        self._hidden_size, self._encoded = hidden_size, {} if encoded is None else encoded
+        not wait for what the device accepts, so it counts tokens of requests with drafts from above."""
+        self._encoded: Mapping[bytes, Tensor] = {}  # rows of pictures by digest, of a model that sees
+        self._deep_from: int | None = None  # column of these rows from which on they are added behind layers
         self.inputs, self._num_places, self._accepts_on_device = inputs, num_places, accepts_on_device
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
@@ -226,6 +225,10 @@ class SlotState:
         self._given: dict[int, SlotGiven] = {}  # of slots with prompt embeddings or pictures
         self._shift = np.zeros(max_num_seqs, np.int64)  # of tokens behind the prompt, see StepRows
         self._generates_from = np.zeros(max_num_seqs, np.int64)  # position of the prompt's last token that has an id
+
+    def see(self, encoded: Mapping[bytes, Tensor], hidden_size: int) -> None:
+        """Look rows of pictures up in `encoded`, by digest."""
+        self._encoded, self._deep_from = encoded, hidden_size
 
     def clear(self) -> None:
         """Free all slots. Buffers stay: an entering request overwrites what it reads."""
@@ -423,11 +426,11 @@ class SlotState:
                 at, held = self._given[slot].rows(int(rows.computed[row]), int(rows.context[row]), self._encoded)
                 places.append(at + rows.starts[row] - rows.computed[row])
                 values += held
-        return joined(places, values, self._hidden_size)
+        return joined(places, values, self._deep_from)
 
     def _pictured(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
-        """Return the positions to rotate by, and the limits of what tokens see, if tokens of pictures are in the step
-        whose positions or limits are not those of text."""
+        """Return the positions to rotate by, and the limits of what tokens see, if the step has tokens of pictures that
+        differ from text in them."""
         rotary = limits = None
         for row, slot in enumerate(rows.slots.tolist() if self._given else ()):
             given, first = self._given.get(slot), int(rows.computed[row])

@@ -39,7 +39,7 @@ from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache, StateCache
-from localllm.runner.pictures import Encoder
+from localllm.runner.pictures import PictureEncoder
 from localllm.runner.profiling import ProfiledRunner, StepProfiler
 from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
@@ -200,7 +200,7 @@ def _notes_on_graphs(runner: TorchRunner) -> Iterator[str]:
 def open_on(
     kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
     parallel: Parallel | None = None, states: StateCache | None = None, drafter: OpenDrafter | None = None,
-    options: LaunchOptions | None = None, encoder: Encoder | None = None,
+    options: LaunchOptions | None = None, encoder: PictureEncoder | None = None,
 ) -> TorchRunner:  # fmt: skip
     """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
     recurrent layers. options: of kernel launches; None: what the settings and earlier checks of this GPU say. Raises
@@ -256,7 +256,7 @@ def replan(
 def measure(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
     launch_options: LaunchOptions, prompt_embeds: bool = False, parallel: Parallel | None = None,
-    drafter: Drafter | None = None, encoder: Encoder | None = None,
+    drafter: Drafter | None = None, encoder: PictureEncoder | None = None,
 ) -> Measured:  # fmt: skip
     """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak.
 
@@ -351,8 +351,8 @@ def _with_cache(
     return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
 
 
-def _encoder(tower: Tower | None, spec: ModelSpec, plan: MemoryPlan) -> Encoder | None:
-    return None if tower is None else Encoder(tower, spec.hidden_size, getattr(torch, plan.dtype))
+def _encoder(tower: Tower | None, spec: ModelSpec, plan: MemoryPlan) -> PictureEncoder | None:
+    return None if tower is None else PictureEncoder(tower, spec.hidden_size, getattr(torch, plan.dtype))
 
 
 def _plan_for_free_memory(
@@ -378,10 +378,10 @@ def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
     states: StateCache | None = None, drafter: OpenDrafter | None = None, has_drafts: bool = True,
-    profiler: StepProfiler | None = None, encoder: Encoder | None = None,
+    profiler: StepProfiler | None = None, encoder: PictureEncoder | None = None,
 ) -> TorchRunner:  # fmt: skip
     opened = TorchRunner if profiler is None else partial(ProfiledRunner, profiler=profiler)
-    return opened(
+    runner = opened(
         model,
         spec,
         kv,
@@ -398,5 +398,7 @@ def _runner(
         states=states,
         drafter=drafter,
         has_drafts=has_drafts,
-        encoder=encoder,
     )
+    if encoder is not None:
+        runner.see_with(encoder)
+    return runner

@@ -1,8 +1,8 @@
-"""What pictures of a prompt change about a slot: inputs that an encoder has made, positions, and which keys are seen.
+"""Prompts with pictures: inputs that an encoder has made, positions to rotate by, and limits of what tokens see.
 
     GivenRows      the rows of one span of a prompt: prompt embeddings, or a picture that is looked up by its digest
     SlotGiven      the spans of one slot, with the positions to rotate by and the limits of what each token sees
-    Encoder        the tower, and the encoded pictures that the scheduler keeps (engine/media.py)
+    PictureEncoder the tower, and the encoded pictures that the scheduler keeps (engine/media.py)
 
 Positions of a picture with a grid, after Qwen2-VL (arXiv:2409.12191): its tokens have one time, and a row and a column
 each; the text behind it goes on after the larger side. Elsewhere all three are the place in the prompt plus a shift.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[Any]
 
 
-class Encoder:
+class PictureEncoder:
     """A tower, and the rows of the pictures that it has encoded. digest -> [rows, (1 + deep) * hidden]"""
 
     def __init__(self, tower: Tower, hidden_size: int, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class GivenRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotGiven:
-    """What is given of one slot's prompt."""
+    """The given parts of one slot's prompt."""
 
     spans: tuple[GivenRows, ...]
     rotary: Ints | None = None  # [3, prompt] int64: time, row, column; None: the places themselves
@@ -119,10 +119,11 @@ def key_limits(prompt_len: int, media: Sequence[MediaSpan]) -> Ints | None:
     return limits
 
 
-def joined(places: Sequence[Ints], values: Sequence[Tensor], hidden_size: int) -> GivenEmbeds | None:
-    """Return what is given for a step. values: [*, (1 + deep) * hidden] of each part."""
+def joined(places: Sequence[Ints], values: Sequence[Tensor], deep_from: int | None) -> GivenEmbeds | None:
+    """Return what is given for a step. values: [*, (1 + deep) * hidden] of each part. deep_from: first column of what
+    is added behind layers; None: no column is."""
     if not values:
         return None
     at, rows = torch.from_numpy(np.concatenate(places)), torch.cat(list(values))
-    deep = rows[:, hidden_size:] if rows.shape[1] > hidden_size else None
-    return GivenEmbeds(at, rows[:, :hidden_size], deep)
+    deep = rows[:, deep_from:] if deep_from is not None and rows.shape[1] > deep_from else None
+    return GivenEmbeds(at, rows[:, :deep_from], deep)

@@ -51,7 +51,7 @@ from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.pictures import Encoder
+from localllm.runner.pictures import PictureEncoder
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
@@ -72,6 +72,7 @@ class TorchRunner:
     """
 
     profiler: Profiler | None = None  # that of a ProfiledRunner (profiling.py)
+    _encoder: PictureEncoder | None = None  # of a model that sees
     _kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
 
     def __init__(
@@ -79,10 +80,10 @@ class TorchRunner:
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
         staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS, group: Group | None = None,
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
-        has_drafts: bool = True, encoder: Encoder | None = None,
+        has_drafts: bool = True,
     ) -> None:  # fmt: skip
         """states: of a model with recurrent layers. drafter: in one process. has_drafts: False if no step will have
-        drafts; none is recorded. encoder: of a model that sees."""
+        drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -105,8 +106,7 @@ class TorchRunner:
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
                 num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws, reads=kv.reads,
-                ahead=0 if drafter is None else 1 + drafter.num_drafts,
-                shifts=encoder is not None and bool(spec.rope.sections),
+                ahead=0 if drafter is None else 1 + drafter.num_drafts, shifts=bool(spec.vision and spec.rope.sections),
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
@@ -128,9 +128,7 @@ class TorchRunner:
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
-            hidden_size=spec.hidden_size, encoded=None if encoder is None else encoder.rows,
         )  # fmt: skip
-        self._encoder = encoder
         self._drafters: Drafters | None = None
         self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
         if self.drafts.proposes:
@@ -149,6 +147,11 @@ class TorchRunner:
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
         self._thread: int | None = None  # the last calling thread
+
+    def see_with(self, encoder: PictureEncoder) -> None:
+        """Use the encoder of a model that sees, from the first step on."""
+        self._encoder = encoder
+        self._slots.see(encoder.rows, encoder.hidden_size)
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)

@@ -16,7 +16,7 @@ from localllm.errors import InvalidParameter
 from localllm.media.picture import rgb
 from localllm.media.source import Fetcher
 from localllm.models.spec.vision import AUTO, Detail, ImageLimits, VisionSpec
-from localllm.models.vision.processed import Processed
+from localllm.models.vision.processor import Processed
 from localllm.serving.answers.pictures import Sight
 from localllm.text.messages import PictureMarks
 

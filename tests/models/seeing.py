@@ -13,8 +13,7 @@ from torch import Tensor
 
 from localllm.engine.media import MediaSpan, spans_of
 from localllm.models.vision.families import family_of_type
-from localllm.models.vision.processed import Processed
-from localllm.models.vision.processor import PictureProcessor
+from localllm.models.vision.processor import PictureProcessor, Processed
 from tests.models.vision_models import make_model
 from tests.tiny import SPECIAL_TOKENS, save_tiny_tokenizer
 

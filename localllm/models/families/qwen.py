@@ -9,7 +9,8 @@ Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 with experts whose weights need not su
 own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one (arXiv:2505.09388).
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL 2.5 to 3.5 in the form that transformers has a class for: their multimodal
 rotary embedding gives text the same position in every section, which is the plain rotary embedding. GGUF files of them
-hold only the text part.
+hold only the text part. LLaVA 1.5, 1.6 and OneVision, Pixtral and Granite Vision also have another family's text part
+(arXiv:2304.08485, arXiv:2408.03326).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import CorruptModel
+from localllm.models.families import granite
 from localllm.models.families.gpt2 import GPT_NAMES
 from localllm.models.families.llama import LLAMA
+from localllm.models.families.mistral import MISTRAL
 from localllm.models.families.text_part import of_families, of_family
 from localllm.models.spec.family import MIMO_MTP, Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, size
@@ -216,4 +219,13 @@ INTERNVL = of_families(
     "InternVL",
     ("InternVLForConditionalGeneration",),
     {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "llama": LLAMA},
+)
+LLAVA = of_families(
+    "LLaVA, Pixtral",
+    (
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+    ),
+    {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "granite": granite.FAMILY},
 )

@@ -20,7 +20,6 @@ from localllm.models.families import (
     lfm2,
     llama,
     llama4,
-    llava,
     minimax_m2,
     mistral,
     nemotron,
@@ -126,7 +125,7 @@ FAMILIES = (
     qwen.QWEN3_VL_MOE,
     qwen.INTERNVL,
     llama.SMOLVLM,
-    llava.LLAVA,
+    qwen.LLAVA,
     glm.GLM4V,
     glm.GLM4V_MOE,
 )

@@ -28,7 +28,7 @@ TEXT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PictureSizes:
-    """What reading pictures takes in one engine."""
+    """The memory that reading pictures takes in one engine."""
 
     limits: ImageLimits
     kept_rows: int  # of encoded pictures, at least those of the largest

@@ -15,7 +15,7 @@ Level = Literal["auto", "low", "high", "original"]
 
 
 class Detail(NamedTuple):
-    """What a request asks for one picture."""
+    """The wishes of a request for one picture."""
 
     level: Level = "auto"
     min_pixels: int | None = None
@@ -37,7 +37,7 @@ class ImageLimits:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether each picture takes the same number of tokens."""
+        """Return whether each picture takes the same number of tokens."""
         return self.min_tokens == self.max_tokens
 
 

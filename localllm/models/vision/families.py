@@ -32,7 +32,7 @@ TILES_AT_ONCE = 4
 
 
 class Layout(NamedTuple):
-    """What becomes of a picture of one size."""
+    """The tokens and the text of a picture of one size."""
 
     prompt: str
     rows: int
@@ -68,10 +68,16 @@ class VisionFamily:
     read: Callable[[Config, Config], dict[str, Any]]  # config.json, the image processor's config: fields of VisionSpec
     layout: Callable[[Size, VisionSpec], Layout]
     keywords: Callable[[VisionSpec, ImageLimits, Detail], dict[str, Any]]
+    frame: tuple[str, str, str]  # text before the rows, that of one row, and text behind them
     options: tuple[str, ...] = ()  # of mm_processor_kwargs
     text: str = "language_model"  # attribute of transformers' model that holds the decoder
     per_tile: bool = False  # the tower answers for each tile, so tiles can be run a few at a time
     scales: bool = True  # whether the tokens of a picture can be limited
+
+    def prompt(self, rows: int) -> str:
+        """Return the text that stands for a picture with this number of rows."""
+        before, pad, behind = self.frame
+        return f"{before}{pad * rows}{behind}"
 
 
 def _patch_facts(config: Config) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def _qwen_layout(asked: Size, spec: VisionSpec) -> Layout:
     tall, wide = fitted(asked.height, asked.width, factor, size["shortest_edge"], size["longest_edge"])
     grid = tall // factor, wide // factor
     rows = grid[0] * grid[1]
-    return Layout("<|image_pad|>" * rows, rows, (wide, tall), grid, rows * spec.merge**2)
+    return Layout(family_of(spec).prompt(rows), rows, (wide, tall), grid, rows * spec.merge**2)
 
 
 QWEN = VisionFamily(
@@ -149,6 +155,7 @@ QWEN = VisionFamily(
     _read_qwen,
     _qwen_layout,
     _qwen_keywords,
+    ("", "<|image_pad|>", ""),
     ("min_pixels", "max_pixels"),
 )
 
@@ -172,24 +179,44 @@ def _side(config: Config) -> int:
     return int(size) // int(patch)
 
 
-def _read_gemma3(config: Config, processor: Config) -> dict[str, Any]:
-    tokens = int(config.get("mm_tokens_per_image", 256))
-    return {**_patch_facts(config), "limits": ImageLimits(tokens, tokens), "both_ways": True, **_tile(config, tokens)}
+def _read_square(config: Config, processor: Config) -> dict[str, Any]:
+    tokens, is_gemma = _base_tokens(config), config["model_type"] == "gemma3"
+    if is_gemma:
+        tokens = int(config.get("mm_tokens_per_image", 256))
+    limits = ImageLimits(tokens, tokens)
+    return {**_patch_facts(config), "limits": limits, "both_ways": is_gemma, **_tile(config, tokens)}
 
 
-def _gemma3_layout(asked: Size, spec: VisionSpec) -> Layout:
-    rows, size = spec.limits.max_tokens, asked.processor.size
-    pads = "<image_soft_token>" * rows
-    return Layout(f"\n\n<start_of_image>{pads}<end_of_image>\n\n", rows, (size["width"], size["height"]))
+def _base_tokens(config: Config) -> int:
+    """Return the rows of one square: its patches, and a class token where the tower has one and all rows are taken."""
+    has_class = config["vision_config"].get("model_type") == "clip_vision_model"
+    takes_all = config.get("vision_feature_select_strategy", "default") != "default"
+    return _side(config) ** 2 + int(has_class and takes_all)
+
+
+def _square_layout(asked: Size, spec: VisionSpec) -> Layout:
+    rows, size = spec.limits.max_tokens, asked.processor.crop_size or asked.processor.size
+    return Layout(family_of(spec).prompt(rows), rows, (size["width"], size["height"]))
 
 
 GEMMA3 = VisionFamily(
     ("gemma3",),
     "<start_of_image>",
     ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-    _read_gemma3,
-    _gemma3_layout,
+    _read_square,
+    _square_layout,
     _no_keywords,
+    ("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n"),
+    scales=False,
+)
+LLAVA = VisionFamily(
+    ("llava",),
+    "<image>",
+    ("<image>",),
+    _read_square,
+    _square_layout,
+    _no_keywords,
+    ("", "<image>", ""),
     scales=False,
 )
 
@@ -231,6 +258,7 @@ PIXTRAL = VisionFamily(
     _read_pixtral,
     _pixtral_layout,
     _pixtral_keywords,
+    ("", "[IMG]", "[IMG_END]"),
     ("max_pixels",),
 )
 
@@ -239,13 +267,16 @@ PIXTRAL = VisionFamily(
 
 def _read_internvl(config: Config, processor: Config) -> dict[str, Any]:
     tokens, tiles = int(config.get("image_seq_length", 256)), int(processor.get("max_patches", 12))
-    limits = ImageLimits(tokens, tokens * (tiles + 1 if tiles > 1 else 1), max_tiles=tiles)
+    most = tokens * (tiles + 1 if tiles > 1 else 1)
+    limits = ImageLimits(tokens, most, max_tiles=tiles)
     return {**_patch_facts(config), "limits": limits, **_tile(config, tokens)}
 
 
 def _internvl_keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:
     tiles = min(spec.limits.max_tiles, max(1, limits.max_tokens // spec.tile_tokens - 1))
-    return {"crop_to_patches": detail.level != "low" and tiles > 1, "min_patches": 1, "max_patches": tiles}
+    if detail.level == "low":
+        tiles = 1
+    return {"crop_to_patches": tiles > 1, "min_patches": 1, "max_patches": tiles}
 
 
 def _internvl_layout(asked: Size, spec: VisionSpec) -> Layout:
@@ -255,8 +286,7 @@ def _internvl_layout(asked: Size, spec: VisionSpec) -> Layout:
         least, most = asked.setting("min_patches"), asked.setting("max_patches")
         columns, lines = asked.function("get_optimal_tiled_canvas")(*sizes, least, most)
     rows = spec.tile_tokens * (columns * lines + 1 if columns * lines > 1 else 1)
-    prompt = f"<img>{'<IMG_CONTEXT>' * rows}</img>"
-    return Layout(prompt, rows, (columns * size["width"], lines * size["height"]))
+    return Layout(family_of(spec).prompt(rows), rows, (columns * size["width"], lines * size["height"]))
 
 
 INTERNVL = VisionFamily(
@@ -266,6 +296,7 @@ INTERNVL = VisionFamily(
     _read_internvl,
     _internvl_layout,
     _internvl_keywords,
+    ("<img>", "<IMG_CONTEXT>", "</img>"),
     ("crop_to_patches", "max_patches"),
     per_tile=True,
 )
@@ -293,7 +324,7 @@ def _idefics_layout(asked: Size, spec: VisionSpec) -> Layout:
     if asked.setting("do_image_splitting"):
         _, lines, columns = asked.processor.get_number_of_image_patches(asked.height, asked.width, {**asked.keywords})
     pads = "<image>" * spec.tile_tokens
-    whole = f"<fake_token_around_image><global-img>{pads}<fake_token_around_image>"
+    whole = family_of(spec).prompt(spec.tile_tokens)
     if not lines * columns:
         return Layout(whole, spec.tile_tokens, (tile, tile))
     parts = "".join(
@@ -310,32 +341,13 @@ IDEFICS = VisionFamily(
     _read_idefics,
     _idefics_layout,
     _idefics_keywords,
+    ("<fake_token_around_image><global-img>", "<image>", "<fake_token_around_image>"),
     ("do_image_splitting",),
     text="text_model",
     per_tile=True,
 )
 
 # ---- LLaVA ---------------------------------------------------------------------------------------------------------
-
-
-def _base_tokens(config: Config) -> int:
-    """Return the rows of one square: its patches, and a class token where the tower has one and all rows are taken."""
-    has_class = config["vision_config"].get("model_type") == "clip_vision_model"
-    takes_all = config.get("vision_feature_select_strategy", "default") != "default"
-    return _side(config) ** 2 + int(has_class and takes_all)
-
-
-def _read_llava(config: Config, processor: Config) -> dict[str, Any]:
-    tokens = _base_tokens(config)
-    return {**_patch_facts(config), "limits": ImageLimits(tokens, tokens), **_tile(config, tokens)}
-
-
-def _llava_layout(asked: Size, spec: VisionSpec) -> Layout:
-    rows, size = spec.limits.max_tokens, asked.processor.crop_size
-    return Layout("<image>" * rows, rows, (size["width"], size["height"]))
-
-
-LLAVA = VisionFamily(("llava",), "<image>", ("<image>",), _read_llava, _llava_layout, _no_keywords, scales=False)
 
 
 def _read_anyres(config: Config, processor: Config) -> dict[str, Any]:
@@ -367,7 +379,7 @@ def _anyres_layout(asked: Size, spec: VisionSpec) -> Layout:
         if ratio > 1.1:
             lines, columns = int(lines // ratio), int(columns // ratio)
     rows = lines * columns + lines + spec.tile_tokens
-    return Layout("<image>" * rows, rows, (wide, tall))
+    return Layout(family_of(spec).prompt(rows), rows, (wide, tall))
 
 
 def _best_resolution(height: int, width: int, points: Any) -> tuple[int, int]:
@@ -389,6 +401,7 @@ ANYRES = VisionFamily(
     _read_anyres,
     _anyres_layout,
     _no_keywords,
+    ("", "<image>", ""),
     scales=False,
 )
 
@@ -450,3 +463,9 @@ def keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str,
         )  # fmt: skip
     pixels = {name: options.pop(name) for name in ("min_pixels", "max_pixels") if name in options}
     return {**family.keywords(spec, limits, detail._replace(**pixels)), **options}
+
+
+def sees_as(architecture: str) -> bool:
+    """Return whether there is a family for a class name in config.json, such as Qwen2_5_VLForConditionalGeneration."""
+    kind = architecture.removesuffix("ForConditionalGeneration").replace("_", "").lower()
+    return kind in {"mistral3", *(name.replace("_", "") for name in _OF_TYPE)}

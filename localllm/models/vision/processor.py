@@ -7,7 +7,8 @@ Does not know: messages, requests, the tower.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from localllm.models.spec.vision import AUTO, Detail, ImageLimits, VisionSpec
 from localllm.models.vision.families import Layout, Size, family_of, keywords
-from localllm.models.vision.processed import Processed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,11 +24,34 @@ Decode = Callable[[bytes, tuple[int, int] | None], "Image"]
 """Decode a file to an upright RGB picture; the size that suffices, or None: its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """One picture as tensors, with the text that stands for it in a prompt. It is the `inputs` of an engine's
+    `MediaSpan` (engine/media.py)."""
+
+    tensors: Mapping[str, Any]  # by the keywords of the tower; on the host
+    prompt: str  # the text that replaces the picture's mark: `rows` placeholders, and the marks around and between
+    rows: int  # placeholder tokens in `prompt`
+    grid: tuple[int, int] | None  # rows and columns of tokens; None: positions are those of text
+    both_ways: bool
+    size: tuple[int, int]  # width and height of the upright picture
+    shown: tuple[int, int]  # width and height after scaling
+    digest: bytes  # 16: of the file's bytes, the processor and what was asked of it
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(int(tensor.nbytes) for tensor in self.tensors.values() if hasattr(tensor, "nbytes"))
+
+    def pixels(self) -> Mapping[str, Any]:
+        return self.tensors
+
+
 class PictureProcessor:
     """Prepares pictures for one model. Thread-safe."""
 
     def __init__(self, path: Path, spec: VisionSpec, decode: Decode, limits: ImageLimits | None = None) -> None:
-        """path: folder of the model. limits: those of this server; None: the checkpoint's."""
+        """path: folder of the model. limits: of this server; None: the checkpoint's."""
         self.spec, self.limits = spec, limits or spec.limits
         self._decode, self._family = decode, family_of(spec)
         self.processor = open_processor(path)

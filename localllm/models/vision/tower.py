@@ -2,7 +2,7 @@
 
 The whole model is built without memory, its decoder is deleted, and the weights of the rest are read. A tower answers
 for one picture at a time; of families that cut pictures into tiles, few tiles run at once on a CPU.
-Does not know: which requests read the rows, where they are kept (runner/encoder.py).
+Does not know: which requests read the rows, where they are kept (runner/pictures.py).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Tower:
 
     @torch.inference_mode()
     def encode(self, pixels: Mapping[str, Any]) -> Tensor:
-        """Return the rows [rows, (1 + deep) * hidden] of one picture: first those of the input, then those that are
-        added behind the first layers. pixels: `Processed.tensors`."""
+        """Return the rows [rows, (1 + deep) * hidden] of one picture: the decoder's input, then what is added
+        behind its first layers. pixels: `Processed.tensors`."""
         kept = {name: self._on_device(value) for name, value in pixels.items() if name in self._keywords}
         values, sizes = kept["pixel_values"], kept.get("image_sizes")
         if self.spec.model_type == "pixtral" and sizes is not None and sizes.max() <= self.spec.patch * self.spec.merge:

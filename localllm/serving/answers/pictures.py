@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from localllm.models.vision.families import Layout
-    from localllm.models.vision.processed import Processed
-    from localllm.models.vision.processor import PictureProcessor
+    from localllm.models.vision.processor import PictureProcessor, Processed
 
 T = TypeVar("T")
 PICTURE_PARTS = ("image_url", "input_image", "image")

@@ -93,7 +93,11 @@ VARIANTS = [
     attention("prefill", "8B, small shared memory", 4, 128, 120, min_shared=32 + 2 * 2 * 8),
     attention("prefill", "8B, blocks of 16", 4, 128, 90, block_size=16, max_registers=224, mma="HGMMA"),
     attention(
-        "prefill", "Gemma 3 4B, windowed, pictures", 2, 256, 90, 80, window=1024, has_limits=True, max_registers=255,
+        "prefill", "Gemma 3 4B, windowed, pictures", 2, 256, 90, window=1024, has_limits=True, max_registers=255,
+    ),
+    attention(
+        "prefill", "Gemma 3 4B, windowed, pictures, before Hopper", 2, 256, 80, window=1024, has_limits=True,
+        max_spills=24,
     ),
     attention("prefill", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=240, mma="HGMMA"),
     attention(

@@ -1,0 +1,105 @@
+"""The real runner under the real scheduler, for tests that compare whole generations."""
+
+from pathlib import Path
+
+import torch
+
+from localllm.engine.loop import EngineLoop
+from localllm.engine.memory.block_names import BlockHasher
+from localllm.engine.memory.cache_manager import CacheManager
+from localllm.engine.memory.state_pool import StatePool
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.step import TokenLogprobs
+from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
+from localllm.models.vision.tower import load_tower
+from localllm.runner.kv_cache import KVCache, StateCache
+from localllm.runner.pictures import PictureEncoder
+from localllm.runner.runner import TorchRunner
+from tests.kv import ledger_of, of_each
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+NUM_TOKENS = 64
+
+
+class Engine:
+    """The real runner under the real scheduler, stepped by hand."""
+
+    def __init__(
+        self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0,
+        staged: bool | None = None, encoder_rows: int = 0, **config: int,
+    ):  # fmt: skip
+        spec = read_spec(path)
+        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
+        limits = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            long_prefill_token_threshold=cap,
+            output_reserve=0.0,
+            encoder_rows=encoder_rows,
+            encoder_budget=encoder_rows,
+            **sizes,
+        )
+        hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
+        pool = StatePool(24) if spec.recurrent is not None else None
+        self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
+        model = load_model(path, spec, CPU, torch.float32)
+        kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, torch.float32)
+        states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
+        for layer in filter(None, kv.layers):
+            for tensor in layer.tensors():
+                tensor.fill_(float("nan"))  # what nobody wrote must never be read
+        self.runner = runner = TorchRunner(
+            model,
+            spec,
+            kv,
+            block_size=BLOCK_SIZE,
+            device=CPU,
+            staged=staged,
+            states=states,
+            **sizes,
+        )
+        if spec.vision is not None:
+            tower = load_tower(path, spec.vision, CPU, torch.float32)
+            runner.see_with(PictureEncoder(tower, spec.hidden_size, torch.float32))
+        self.loop = EngineLoop(self.scheduler, runner, depth=depth)
+        self.loop._recover = _raise
+
+    def generate(self, prompts, count=NUM_TOKENS, media=None, **params):
+        """media: the pictures of each prompt; None: there are none."""
+        media = media or [()] * len(prompts)
+        tokens = {index: [] for index in range(len(prompts))}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {index: [] for index in tokens}
+        self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self.endings = {}
+
+        def deliver(outputs):
+            for output in outputs:
+                index = int(output.request_id)
+                tokens[index] += output.token_ids
+                self.logprobs[index] += output.logprobs
+                if output.prompt_logprobs is not None:
+                    self.prompt_logprobs[index] = output.prompt_logprobs
+                if output.finish_reason:
+                    self.endings[index] = output
+
+        self.loop.deliver = deliver
+        asked = SamplingParams(**{"temperature": 0.0, "max_tokens": count, **params})
+        self.loop.submit(
+            *(
+                Request(str(i), p, asked, max_output_tokens=count, media=of)
+                for i, (p, of) in enumerate(zip(prompts, media, strict=True))
+            )
+        )
+        while self.scheduler.has_work or self.loop._inbox:
+            self.loop.step()
+        assert not any(ending.error for ending in self.endings.values())
+        return [tokens[index] for index in range(len(prompts))]
+
+
+def _raise(error):
+    raise error
