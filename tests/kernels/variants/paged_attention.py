@@ -140,6 +140,10 @@ VARIANTS = [
     ),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
     attention("decode", "8B, 4 queries of a drafter", 4, 128, 90, queries=4, first_key=1, mma="HMMA"),
+    attention(  # spills on sm_89, outside of its loops
+        "decode", "8B, 5 queries of a drafter", 4, 128, 90, 80, 89, queries=5, first_key=1, mma="HMMA|HGMMA",
+        max_spills=2,
+    ),
     attention("prefill", "8B, of a drafter", 4, 128, 90, first_key=1),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
     attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8, min_shared=2 * 2 * 8),
