@@ -156,7 +156,7 @@ def compile_ahead(
     """Compile every kernel that `launch` launches and that this process has not compiled, in threads. Return how many.
 
     The launches of these kernels are left out, so that what `launch` computes is worthless. tell: gets the number as
-    soon as it is known. share: the number of this process among so many that compile the same kernels at once, into one
+    soon as it is known. share: this process's number, and how many compile the same kernels at once, into one
     cache: each begins with a part of its own and finds most others in the cache. A kernel that does not compile is left
     to its launch, which raises the error. Raises what `launch` raises, once the kernels that were found until then are
     compiled, and `TimeoutError` if no kernel was ready for COMPILE_S seconds.
