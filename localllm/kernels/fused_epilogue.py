@@ -28,7 +28,8 @@ from torch import Tensor
 from localllm.kernels.launch import is_last_program, launch_options, tl, triton
 
 COUNTERS = 4096  # tiles of one product whose K is split
-SUMS_AT_ONCE = tl.constexpr(4096)
+SUMS = 4096  # of a tile that are loaded at once: as many as the registers of four warps hold beside the sums
+SUMS_AT_ONCE = tl.constexpr(SUMS)
 
 
 def new_counters(device: torch.device) -> Tensor:
@@ -51,6 +52,12 @@ def _default_counters(device: torch.device, stream: int) -> Tensor:
     return new_counters(device)
 
 
+def parts_at_once(splits: int, tile_sums: int) -> int:
+    """Return how many parts of a tile of `tile_sums` sums are loaded at once. Unlike the number of splits, this is a
+    constant of the kernel, so that tiles with several numbers of splits are compiled once."""
+    return min(splits, max(1, SUMS // tile_sums))
+
+
 @triton.jit
 def places_of_part(m, n, in_n, rows, N):
     """Return where a tile's sums [N, M] are within a part, and which of them exist.
@@ -61,18 +68,16 @@ def places_of_part(m, n, in_n, rows, N):
 
 
 @triton.jit
-def is_last_part(total, parts_ptr, counter_ptr, places, inside, part, rows, N, SPLITS: tl.constexpr):
-    """Write `total`, the sums of one of SPLITS parts of a tile. Return whether all parts are written."""
+def is_last_part(total, parts_ptr, counter_ptr, places, inside, part, rows, N, splits):
+    """Write `total`, the sums of one of `splits` parts of a tile. Return whether all parts are written."""
     tl.store(parts_ptr + part * (tl.cast(rows, tl.int64) * N) + places, total, mask=inside)
-    return is_last_program(counter_ptr, SPLITS)
+    return is_last_program(counter_ptr, splits)
 
 
 @triton.jit
-def sum_of_parts(parts_ptr, places, inside, rows, N, splits, SPLITS: tl.constexpr):
-    """Return a tile's sums of all parts, fp32; 0 where they do not exist."""
+def sum_of_parts(parts_ptr, places, inside, rows, N, splits, AT_ONCE: tl.constexpr):
+    """Return a tile's sums of all parts, fp32; 0 where they do not exist. AT_ONCE: see `parts_at_once`."""
     total = tl.zeros(places.shape, tl.float32)
-    # As many loads at once as the registers of four warps hold beside the sums.
-    AT_ONCE: tl.constexpr = min(SPLITS, max(1, SUMS_AT_ONCE // (places.shape[0] * places.shape[1])))
     for first in range(0, splits, AT_ONCE):
         for each in tl.static_range(AT_ONCE):
             # Other programs have just written the parts, so they are in L2 and not in this processor's L1.

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from localllm.kernels.fused_epilogue import (
     COUNTERS,
+    SUMS_AT_ONCE,
     PendingNorm,
     Product,
     Unfinished,
@@ -412,7 +413,8 @@ def _skinny_gemm_kernel(
         counter_ptr = counters_ptr + tl.program_id(0)
         if not is_last_part(total, parts_ptr, counter_ptr, places, exists, tl.program_id(1), rows, N, SPLIT_K):
             return
-        total = sum_of_parts(parts_ptr, places, exists, rows, N, tl.num_programs(1), SPLIT_K)
+        PARTS: tl.constexpr = min(SPLIT_K, max(1, SUMS_AT_ONCE // (BLOCK_M * BLOCK_N)))
+        total = sum_of_parts(parts_ptr, places, exists, rows, N, tl.num_programs(1), PARTS)
     if SCALES == "channel":
         total *= tl.load(scales_ptr + n)[:, None]
     if x_squares_ptr is not None:

@@ -144,22 +144,35 @@ class _ZeroedMemory(TorchFunctionMode):
         return made.zero_() if func in self.UNWRITTEN else made
 
 
-def compile_ahead(launch: Callable[[], None], workers: int, tell: Callable[[int], None]) -> int:
+def share_of(key: object, source: KernelSource, size: int) -> int:
+    """Return which of `size` processes compiles a kernel first: the same in all of them."""
+    name = f"{source.kernel.__name__} {key[1] if isinstance(key, tuple) else key}"
+    return hashlib.blake2b(name.encode(), digest_size=4).digest()[0] % size
+
+
+def compile_ahead(
+    launch: Callable[[], None], workers: int, tell: Callable[[int], None], share: tuple[int, int] = (0, 1)
+) -> int:
     """Compile every kernel that `launch` launches and that this process has not compiled, in threads. Return how many.
 
     The launches of these kernels are left out, so that what `launch` computes is worthless. tell: gets the number as
-    soon as it is known. A kernel that does not compile is left to its launch, which raises the error. Raises what
-    `launch` raises, once the kernels that were found until then are compiled, and `TimeoutError` if no kernel was ready
-    for COMPILE_S seconds.
+    soon as it is known. share: this process's number, and how many compile the same kernels at once, into one
+    cache: each begins with a part of its own and finds most others in the cache. A kernel that does not compile is left
+    to its launch, which raises the error. Raises what `launch` raises, once the kernels that were found until then are
+    compiled, and `TimeoutError` if no kernel was ready for COMPILE_S seconds.
     """
     known: set[object] = set()
+    of_others: list[KernelSource] = []
     waiting: SimpleQueue[KernelSource | None] = SimpleQueue()
     ended: SimpleQueue[str] = SimpleQueue()
 
     def find(key: object, source: KernelSource) -> None:
         if key not in known:
             known.add(key)
-            waiting.put(source)
+            if share_of(key, source, share[1]) == share[0]:
+                waiting.put(source)
+            else:
+                of_others.append(source)
 
     def work() -> None:
         while (source := waiting.get()) is not None:
@@ -179,6 +192,8 @@ def compile_ahead(launch: Callable[[], None], workers: int, tell: Callable[[int]
             launch()
     finally:
         _found.reset(before)
+        for source in of_others:
+            waiting.put(source)
         if known:
             tell(len(known))
         try:

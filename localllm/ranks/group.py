@@ -36,30 +36,37 @@ WAYS = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_SHM_DISAB
 class ProcessGroup:
     """The shards of one stage, one in each process. Implements `models.layers.group.Group`.
 
-    is_deterministic: add up in the order of shards in fp32, whatever the size of the tensor.
+    is_deterministic: add up in the order of shards in fp32, whatever the size of the tensor. is_rehearsing: exchange
+    nothing, and return tensors of the right shapes: only the kernels that are launched matter.
     """
 
     def __init__(self, group: Any, ids: Any, size: int, index: int) -> None:
         """ids: a second group of the same shards, whose collectives do not queue behind the first one's."""
         self.size, self.index = size, index
         self._group, self._ids = group, ids
-        self.is_deterministic = False
+        self.is_deterministic = self.is_rehearsing = False
 
     def reconnect(self, other: ProcessGroup) -> None:
         """Use the connections of another object for the same shards."""
         self._group, self._ids = other._group, other._ids
 
     def sum_(self, x: Tensor) -> Tensor:
+        if self.is_rehearsing:
+            return x
         if self.is_deterministic:
             return x.copy_(torch.stack(self._all(x)).float().sum(0))
         dist.all_reduce(x, group=self._group)
         return x
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        if self.is_rehearsing:
+            return x.new_zeros(*x.shape[:-1], sum(sizes))
         parts = self._all(_padded(x, max(sizes)))
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
     def gather_to_first(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        if self.is_rehearsing:
+            return self.gather(x, sizes) if self.index == 0 else None
         own, home = _sendable(_padded(x, max(sizes)), self._group), x.device
         parts = [torch.empty_like(own) for _ in sizes] if self.index == 0 else None
         dist.gather(own, parts, group=self._group, group_dst=0)
@@ -68,7 +75,8 @@ class ProcessGroup:
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1).to(home)
 
     def broadcast_(self, x: Tensor) -> Tensor:
-        dist.broadcast(x, group=self._ids, group_src=0)
+        if not self.is_rehearsing:
+            dist.broadcast(x, group=self._ids, group_src=0)
         return x
 
     def _all(self, x: Tensor) -> list[Tensor]:
@@ -84,6 +92,7 @@ class Pipe:
 
     def __init__(self, before: Any | None, after: Any | None) -> None:
         """before, after: groups of two processes; None before the first stage and after the last."""
+        self.is_rehearsing = False  # as in ProcessGroup
         self.waited_ns = 0  # for the stages before and after; NCCL waits on the device instead
         self._before, self._after = before, after
         self._under_way: deque[tuple[Any, Tensor]] = deque()
@@ -92,6 +101,8 @@ class Pipe:
         """Send the hidden stream [T, H] to the next stage. This thread does not wait until the stream is taken; a GPU
         does, since a CUDA graph must contain the end of a transfer that it begins."""
         assert self._after is not None, "the last stage has no next one"
+        if self.is_rehearsing:
+            return
         if stream.is_cuda:
             dist.send(_sendable(stream, self._after), group=self._after, group_dst=1)
             return
@@ -104,6 +115,8 @@ class Pipe:
         """Receive the hidden stream [T, H] of the stage before, in place."""
         before = self._before
         assert before is not None, "the first stage has none before it"
+        if self.is_rehearsing:
+            return stream
         arrived = _sendable(stream, before)
         self._wait(lambda: dist.recv(arrived, group=before, group_src=0))
         return stream if arrived is stream else stream.copy_(arrived)
@@ -130,6 +143,15 @@ class World:
     @property
     def is_last_stage(self) -> bool:
         return self._stage + 1 == self.num_stages
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Exchange nothing during the block, which a rank may run without the others."""
+        self.group.is_rehearsing = self.pipe.is_rehearsing = True
+        try:
+            yield
+        finally:
+            self.group.is_rehearsing = self.pipe.is_rehearsing = False
 
     def measure_s(self) -> float:
         """Return the seconds of one small all-reduce among the shards, after one that connects them."""

@@ -24,7 +24,7 @@ from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
 from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.opening import Parallel, launch_options_of, measure, open_on
+from localllm.runner.opening import Parallel, compile_for_rank, launch_options_of, measure, open_on
 from localllm.runner.runner import TorchRunner
 from localllm.runner.stage import StageModel
 
@@ -71,6 +71,10 @@ class TorchShare:
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[TorchRunner, Opened]:
         request = decode(asked, OpenRunner)
         self._model.serve_context(request.plan.max_model_len)
+        with self._world.rehearsing():
+            compile_for_rank(
+                self._stage, self._spec, request.config, request.plan, self._parallel, lambda text: tell(Report(text))
+            )
         plan = decode(agree(self._measured(request, tell)), MemoryPlan)
         self._model.serve_context(plan.max_model_len)
         kv = self._allocate(plan)

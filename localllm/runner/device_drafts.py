@@ -29,9 +29,17 @@ from localllm.runner.upload import to_host
 log = logging.getLogger(__name__)
 
 DRAFT_WIDTHS = (3, 7, 15)
-"""Drafts of each row of a step, between which steps are padded: 4, 8 or 16 tokens a row."""
+"""Drafts of each row of a step, between which steps are padded: 4, 8 or 16 tokens a row. With a drafter see
+`draft_widths`."""
 MOST_DRAWS = 256
 """Most draws of a step with drafts."""
+
+
+def draft_widths(num_drafts: int = 0) -> tuple[int, ...]:
+    """Return the widths to which steps with drafts are padded. num_drafts: of a drafter with weights, which nearly
+    always has that many, so that no draw of its steps is padding; lookup, which may find more, has the largest width.
+    0: lookup alone."""
+    return tuple(sorted({min(num_drafts, DRAFT_WIDTHS[-1]), DRAFT_WIDTHS[-1]})) if num_drafts else DRAFT_WIDTHS
 
 
 def most_draws(max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -41,19 +49,20 @@ def most_draws(max_num_seqs: int, max_num_batched_tokens: int) -> int:
     )
 
 
-def draft_support(draws: int) -> DraftSupport:
-    """Return what steps verify that draw at most as many tokens."""
-    widths = tuple(width for width in DRAFT_WIDTHS if width < draws)
+def draft_support(draws: int, widths: Sequence[int] = DRAFT_WIDTHS) -> DraftSupport:
+    """Return what steps of these widths verify that draw at most as many tokens."""
+    least, widths = widths[0], tuple(width for width in widths if width < draws)
     if not widths:
-        return DraftSupport(why_none=f"a step of {draws} tokens does not hold {1 + DRAFT_WIDTHS[0]} of one request")
+        return DraftSupport(why_none=f"a step of {draws} tokens does not hold {1 + least} of one request")
     return DraftSupport(widths[-1], draws, proposes=True, widths=widths)
 
 
-def draft_shapes(sizes: Sequence[int], draws: int) -> list[StepShape]:
-    """Return the shapes of steps with drafts for each width: `sizes` rows, or the most that fit `draws`."""
+def draft_shapes(sizes: Sequence[int], draws: int, widths: Sequence[int] = DRAFT_WIDTHS) -> list[StepShape]:
+    """Return the shapes of steps with drafts for each width: `sizes` rows, or the most that fit `draws`. Widths below
+    the smallest of DRAFT_WIDTHS have no more rows than that one: more graphs would not be worth their memory."""
     shapes: list[StepShape] = []
-    for width in DRAFT_WIDTHS:
-        most = draws // (1 + width)
+    for width in widths:
+        most = draws // (1 + max(width, DRAFT_WIDTHS[0])) or int(width < draws)
         fitting = sorted({size for size in sizes if size < most} | ({most} if most and max(sizes) >= most else set()))
         shapes += [StepShape(rows, drafts=width) for rows in fitting]
     return shapes

@@ -73,9 +73,11 @@ class DeviceSteps:
         self, model: CausalModel, layers: Sequence[LayerCache | None], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
         is_alone: bool = True, draws: bool = True, most_draws: int = 0, drafter: OpenDrafter | None = None,
+        widths: Sequence[int] = DRAFT_WIDTHS,
     ) -> None:  # fmt: skip
         """is_alone: False if other ranks record with this one. draws: False if another rank samples. most_draws: of a
-        step with drafts; 0: none has any. drafter: with weights; None: drafts come from lookup alone."""
+        step with drafts; 0: none has any. drafter: with weights; None: drafts come from lookup alone. widths: of steps
+        with drafts, ascending."""
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
         self._vocab_size, self._is_alone = vocab_size, is_alone
@@ -86,7 +88,9 @@ class DeviceSteps:
         longs = drawn[: size * 8 + rows * 16].view(torch.int64)
         self._token_ids, self._counts = longs[:size], longs[size:]
         self._best = drawn[size * 8 + rows * 16 :].view(torch.float32)
-        self._most_draws = most_draws
+        self._most_draws, self._widths = most_draws, widths
+        # A drafter's pass is in each variant, and is recorded once more by itself: there are as many graphs as without.
+        self._feature_sets = FEATURE_SETS if drafter is None else FEATURE_SETS[1:]
         self._lookup = LookupOnDevice(inputs.slots, rows) if most_draws else None
         self._proposed = torch.zeros(rows, 1 + MOST_DRAFTS, dtype=torch.int32, device=device)
         self._drafter = None if drafter is None else self._open_drafter(drafter)
@@ -113,7 +117,7 @@ class DeviceSteps:
 
     @property
     def drafts(self) -> DraftSupport:
-        support = draft_support(self._most_draws)
+        support = draft_support(self._most_draws, self._widths)
         if self._drafter is None or not support.most:
             return support
         return support._replace(lookahead=self._drafter.num_drafts, num_reread=self._drafter.num_reread)
@@ -140,7 +144,7 @@ class DeviceSteps:
     def _width(self, rows: int, wanted: int) -> int:
         """Return the width of a step whose rows have up to `wanted` drafts. Where steps are recorded it is a recorded
         one: a step of another width would be launched kernel by kernel."""
-        shapes = {width: StepShape(rows, drafts=width) for width in DRAFT_WIDTHS}
+        shapes = {width: StepShape(rows, drafts=width) for width in self._widths}
         fitting = [width for width, shape in shapes.items() if rows * shape.num_draws <= self._most_draws]
         best = fitting_width(wanted, fitting)
         if self._graphs is None or not best or self._recorded_for(shapes[best]) is not None:
@@ -223,7 +227,7 @@ class DeviceSteps:
         features = self._sampling.features(batch.slots) if len(batch.slots) else None
         if features is None or self._graphs is None:
             return None
-        kind = next((kind for kind in FEATURE_SETS if kind.covers(features)), None)
+        kind = next((kind for kind in self._feature_sets if kind.covers(features)), None)
         return kind if kind is not None and self._graphs.has(shape, kind) else None
 
     def _run(self, shape: StepShape, given: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
@@ -331,7 +335,7 @@ class DeviceSteps:
         parts: dict[Part, Callable[[], None]] = {FORWARD: forward}
         if (drafter := self._drafter) is not None:  # behind a step with masks, logprobs or a prompt
             parts[DRAFT] = lambda: drafter.launch(shape, self._proposed[: shape.rows], FEATURE_SETS[-1])
-        return parts if shape.prefill_rows else parts | {features: draw(features) for features in FEATURE_SETS}
+        return parts if shape.prefill_rows else parts | {features: draw(features) for features in self._feature_sets}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """Compile every kernel, and record the shapes needed at the first request."""
@@ -348,7 +352,7 @@ class DeviceSteps:
         for tokens in [*kernel_sizes(min(most, SIZES_END)), most]:
             hidden, _ = self._padding_step(StepShape(0, 1, tokens))
             self._model.compute_logits(hidden[:LOGITS_ROWS])
-        for shape in draft_shapes([1, staged.max_num_seqs], self._most_draws):
+        for shape in draft_shapes([1, staged.max_num_seqs], self._most_draws, self._widths):
             _, last = self._padding_step(shape)
             logits = self._model.compute_logits(last)
             assert logits is not None, "drafts of a model of several shards"

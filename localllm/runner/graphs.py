@@ -145,9 +145,11 @@ def mixed_decodes(max_num_seqs: int) -> list[int]:
     return sizes + [max_num_seqs] * (sizes[-1] < min(max_num_seqs - 1, MIXED_DECODES[-1]))
 
 
-def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_draws: int = 0) -> list[StepShape]:
-    """Return every shape worth recording: decode shapes, then mixed ones, smallest first, then those with drafts, of at
-    most `most_draws` draws."""
+def capture_shapes(
+    max_num_seqs: int, max_num_batched_tokens: int, most_draws: int = 0, widths: Sequence[int] = DRAFT_WIDTHS
+) -> list[StepShape]:
+    """Return every shape worth recording: decode shapes, then mixed ones, smallest first, then those with drafts, of
+    these widths and at most `most_draws` draws."""
     decodes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
     mixed = [
         StepShape(beside, min(rows, max_num_seqs), tokens)
@@ -155,7 +157,7 @@ def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_draws: i
         for tokens, rows in PREFILL_TOKENS.items()
         if tokens + beside <= max_num_batched_tokens and (beside < MANY_DECODES or tokens in MANY_TOKENS)
     ]
-    return decodes + mixed + draft_shapes(decode_sizes(max_num_seqs), most_draws)
+    return decodes + mixed + draft_shapes(decode_sizes(max_num_seqs), most_draws, widths)
 
 
 def largest_shape(shapes: Sequence[StepShape]) -> StepShape | None:
@@ -174,10 +176,11 @@ class StepGraphs:
     def __init__(
         self, shapes: Sequence[StepShape], capture: Capture, parts: Callable[[StepShape], Mapping[Part, Replay]]
     ) -> None:
+        narrow = min((shape.drafts for shape in shapes if shape.drafts), default=0)
         first = [
             shape
             for shape in shapes
-            if not shape.prefill_rows and shape.decodes in FIRST_DECODES and shape.drafts in (0, DRAFT_WIDTHS[0])
+            if not shape.prefill_rows and shape.decodes in FIRST_DECODES and shape.drafts in (0, narrow)
         ]
         rest = [shape for shape in shapes if shape not in first]
         # Largest first within each group: the pool then grows once, and smaller shapes fit into it.

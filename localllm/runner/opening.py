@@ -45,6 +45,7 @@ from localllm.runner.runner import TorchRunner
 from localllm.runner.self_check import (
     check_device,
     check_model,
+    compile_ahead_of_rank,
     fall_backs_of,
     has_drafts,
     is_checked,
@@ -52,6 +53,7 @@ from localllm.runner.self_check import (
     next_choice,
     served_as,
     slower_graphs,
+    small_cache,
 )
 from localllm.units import format_bytes
 
@@ -172,6 +174,29 @@ def _check(
     choice = check_model(model, spec, config, plan, device, base, before, opened, report)
     empty_cache()
     return choice
+
+
+def compile_for_rank(
+    model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, parallel: Parallel,
+    report: ReportDetail,
+) -> None:  # fmt: skip
+    """Compile the kernels of a rank before it launches them. Its groups must exchange nothing meanwhile."""
+    device = torch.device(plan.device)
+    options = launch_options_of(config, device)
+    options = known_choice(config, device, options).options(options)
+
+    def rehearse() -> None:
+        kv = small_cache(spec, plan, device)
+        runner = _runner(model, spec, plan, kv, device, None, options, parallel, None, None)
+        try:
+            runner.warm_up()
+        finally:
+            runner.close()
+
+    served = f"{served_as(spec, config, plan, options)} {parallel.group.size} {parallel.samples}"
+    share = parallel.world.index, parallel.world.size
+    compile_ahead_of_rank(config, device, served, rehearse, report, share)
+    empty_cache()
 
 
 def _after(error: Exception, choice: KernelChoice, config: EngineConfig, device: torch.device) -> KernelChoice:

@@ -39,7 +39,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
-from localllm.runner.device_drafts import most_draws
+from localllm.runner.device_drafts import draft_widths, most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
@@ -101,7 +101,8 @@ class TorchRunner:
         inputs: InputMaker
         if staged:
             draws = 0 if why_no_drafts else most_draws(max_num_seqs, max_num_batched_tokens)
-            shapes = capture_shapes(max_num_seqs, max_num_batched_tokens, draws) if capture else []
+            widths = draft_widths(0 if drafter is None else drafter.num_drafts)
+            shapes = capture_shapes(max_num_seqs, max_num_batched_tokens, draws, widths) if capture else []
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
@@ -111,7 +112,7 @@ class TorchRunner:
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
                 capture=capture, is_alone=group is None, draws=self._draws, most_draws=draws,
-                drafter=drafter if draws else None,
+                drafter=drafter if draws else None, widths=widths,
             )  # fmt: skip
             inputs = staging
         else:

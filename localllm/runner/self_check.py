@@ -113,7 +113,7 @@ def check_model(
     dynamic = any(product.quantises_inputs for product in subject.products)
 
     def opened(options: LaunchOptions) -> TorchRunner:
-        return open_runner(_small_cache(spec, plan, device), options)
+        return open_runner(small_cache(spec, plan, device), options)
 
     table = (*TABLE, whole_model(spec, plan, opened, dynamic))
     chooser = Chooser(subject, record, base, again=config.check_kernels == "always", table=table)
@@ -122,7 +122,7 @@ def check_model(
         if config.check_kernels != "off":
             chooser.rehearse(with_model=True)
         options = without_failed(record, subject.arch, base).options(base)
-        runner = open_runner(_small_cache(spec, plan, device), options, has_drafts=has_drafts(config, options))
+        runner = open_runner(small_cache(spec, plan, device), options, has_drafts=has_drafts(config, options))
         try:
             runner.warm_up()
         finally:
@@ -175,7 +175,20 @@ def slower_graphs(served: str, device: torch.device, runner: TorchRunner | None 
     return why
 
 
-def _compile_ahead(record: CheckRecord, served: str, launch: Callable[[], None], report: Report) -> None:
+def compile_ahead_of_rank(
+    config: EngineConfig, device: torch.device, served: str, launch: Callable[[], None], report: Report,
+    share: tuple[int, int],
+) -> None:  # fmt: skip
+    """Compile what a rank launches, side by side. share: its number, and how many ranks there are on this machine: they
+    divide the cores and the kernels."""
+    if is_checked(config, device):
+        with _one_at_a_time:
+            _compile_ahead(read_record(device), served, launch, report, share)
+
+
+def _compile_ahead(
+    record: CheckRecord, served: str, launch: Callable[[], None], report: Report, share: tuple[int, int] = (0, 1)
+) -> None:
     """Compile what `launch` launches side by side, unless this was done before, or has stopped an earlier start."""
     if INTERPRETED or record.failed_with(COMPILATION, SIDE_BY_SIDE):
         return
@@ -186,7 +199,8 @@ def _compile_ahead(record: CheckRecord, served: str, launch: Callable[[], None],
     record.begin(COMPILATION, SIDE_BY_SIDE, "all kernels")  # a compiler can end the process
     try:
         count = compile_ahead(
-            launch, count_cores(), lambda count: report(f"compiling {count} kernels for this GPU, once")
+            launch, max(1, count_cores() // share[1]),
+            lambda count: report(f"compiling {count} kernels for this GPU, once"), share,
         )  # fmt: skip
     except TimeoutError as error:
         record.fail(VariantFailure(COMPILATION, SIDE_BY_SIDE, "all kernels", str(error)))
@@ -261,7 +275,7 @@ def fall_backs_of(choice: KernelChoice) -> tuple[KernelFallBack, ...]:
 
 def subject_of(model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> Subject:
     """Return the shapes of a model, and one matrix of each kind."""
-    cache = _small_cache(spec, plan, device)
+    cache = small_cache(spec, plan, device)
     gates = {each.gate_up for each in parts_of_kind(model, GatedMLP) if isinstance(each.activation, str)}
     widths = {each.weight.shape[0] // 2 for each in gates if isinstance(each, Linear)}
     return Subject(
@@ -313,7 +327,7 @@ def _tensors(weight: object) -> Iterator[Tensor]:
     yield from (value for name in names if isinstance(value := getattr(weight, name, None), Tensor))
 
 
-def _small_cache(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> KVCache:
+def small_cache(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> KVCache:
     """Return a cache for the requests of the whole model's check."""
     blocks = 1 + (1 + DECODES) * _blocks(plan)
     return KVCache(spec, (blocks,) * len(plan.num_blocks), plan.block_size, device, getattr(torch, plan.kv_dtype))

@@ -10,7 +10,8 @@ roofline      the least time of a step, from a model's shape and the ceilings; t
 engine        an engine around a model of random weights
 compiling     compiles every kernel of the figures before they are measured
 figures       the measured figures
-drafts        steps with drafts: their time, and what they bring at most
+drafts        steps with drafts: their time, and what they bring at most; what drafters with weights add
+first_start   the self-check of a first start
 families      the figures of windowed, recurrent and mixture models
 start         from the command to the first token
 activity      the device's activity, from the profiler

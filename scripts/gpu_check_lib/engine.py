@@ -33,7 +33,9 @@ from localllm.engine.speculation import Speculation
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.drafters.drafter import Drafter
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token, state_group
+from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
@@ -141,8 +143,12 @@ class _Told:
 class RandomEngine:
     """One model, one KV cache, one loop on the caller's thread."""
 
-    def __init__(self, spec: ModelSpec, options: Options, *, model: DecoderModel | None = None) -> None:
-        """model: use this one, made for the same spec, device and dtype."""
+    def __init__(
+        self, spec: ModelSpec, options: Options, *, model: DecoderModel | None = None, drafter: Drafter | None = None,
+        num_drafts: int = 4,
+    ) -> None:  # fmt: skip
+        """model: use this one, made for the same spec, device and dtype. drafter: with weights, for `num_drafts`
+        drafts at a time."""
         self.spec, self.options = spec, options
         o = options
         self.model = model or random_model(
@@ -152,7 +158,11 @@ class RandomEngine:
         num_blocks = (o.num_blocks,) * len(groups)
         kv = KVCache(spec, num_blocks, o.block_size, o.device, o.dtype)
         states = StateCache(spec, o.num_places, o.device, o.dtype)
-        self.runner = TimedRunner(_runner(self.model, spec, kv, states, o))
+        opened = None
+        if drafter is not None:
+            blocks = (o.num_blocks,) * len(kv_groups(drafter.spec))
+            opened = OpenDrafter(drafter, KVCache(drafter.spec, blocks, o.block_size, o.device, o.dtype), num_drafts)
+        self.runner = TimedRunner(_runner(self.model, spec, kv, states, o, opened))
         started_s, free_bytes = time.perf_counter(), self._free_bytes()
         self.runner.warm_up()
         while self.runner.use_idle_time():
@@ -287,7 +297,8 @@ class RandomEngine:
 
 
 def _runner(
-    model: DecoderModel, spec: ModelSpec, kv: KVCache, states: StateCache, options: Options
+    model: DecoderModel, spec: ModelSpec, kv: KVCache, states: StateCache, options: Options,
+    drafter: OpenDrafter | None,
 ) -> TorchRunner:  # fmt: skip
     capture: Capture | None = None
     if options.graphs == "padded":
@@ -306,6 +317,7 @@ def _runner(
         capture=capture,
         launch_options=options.launch,
         states=states,
+        drafter=drafter,
         has_drafts=options.most_drafts > 0,
     )
 

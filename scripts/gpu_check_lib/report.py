@@ -1,4 +1,4 @@
-"""The results as a table for the terminal, as Markdown for docs/lab.md, and as JSON.
+"""The results as a table for the terminal, as Markdown, as JSON, and as an entry for docs/lab.md.
 
 Does not know: stages' contents.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,34 @@ def as_table(results: Sequence[Result]) -> str:
 def as_markdown(results: Sequence[Result], machine: Mapping[str, Any]) -> str:
     """Return a heading with the machine, then one table."""
     facts = " · ".join(f"{value}" if name == "gpu" else f"{name} {value}" for name, value in machine.items())
-    lines = [f"### {facts}", "", "| stage | what | | result |", "|--|--|--|--|"]
-    lines += [f"| {r.stage} | {_cell(r.name)} | {WORDS[r.verdict]} | {_cell(r.text)} |" for r in results]
+    lines = [f"### {facts}", "", "| stage | what | | result | expected |", "|--|--|--|--|--|"]
+    lines += [
+        f"| {r.stage} | {_cell(r.name)} | {WORDS[r.verdict]} | {_cell(r.text)} | {_cell(r.expected)} |" for r in results
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_lab_entry(
+    results: Sequence[Result], machine: Mapping[str, Any], figures: Collection[str], command: str, date: str
+) -> str:
+    """Return an entry for docs/lab.md: the figures of the stages named in `figures` beside what was expected, and what
+    failed, was below its target or did not run."""
+    facts = "".join(f", {name} {value}" for name, value in machine.items() if name != "gpu")
+    lines = [
+        f"## {date}: figures of {machine.get('gpu', 'a GPU')}",
+        "",
+        f"`{command}`{facts}. {summary(results)}",
+        "",
+    ]
+    lines += ["| stage | figure | measured | expected |", "| --- | --- | --- | --- |"]
+    for r in results:
+        if r.stage in figures and r.verdict != "skipped":
+            bad = f"**{WORDS[r.verdict]}**: " if r.verdict in ("failed", "missed") else ""
+            lines.append(f"| {r.stage} | {_cell(r.name)} | {bad}{_cell(r.text)} | {_cell(r.expected)} |")
+    wrong = [r for r in results if r.verdict == "failed" and r.stage not in figures]
+    lines += [""] * bool(wrong) + [f"- **{r.stage}** {r.name}: {r.text}" for r in wrong]
+    left_out = [f"{r.stage} {r.name}".strip() + f" ({r.text.rstrip('.')})" for r in results if r.verdict == "skipped"]
+    lines += ["", f"Not run: {'; '.join(left_out)}."] * bool(left_out)
     return "\n".join(lines) + "\n"
 
 
@@ -47,10 +75,14 @@ def exit_code(results: Sequence[Result], *, strict: bool = False) -> int:
     return int(not results or any(r.verdict in bad for r in results))
 
 
-def write(out: Path, results: Sequence[Result], machine: Mapping[str, Any]) -> None:
+def write(out: Path, results: Sequence[Result], machine: Mapping[str, Any], figures: Collection[str] = ()) -> None:
+    """Write results.json, results.md and lab.md. figures: the stages whose results are figures."""
     content = {"machine": dict(machine), "results": [asdict(result) for result in results]}
     (out / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (out / "results.md").write_text(as_markdown(results, machine), encoding="utf-8")
+    command = " ".join(["scripts/gpu_check", *sys.argv[1:]])
+    entry = as_lab_entry(results, machine, figures, command, time.strftime("%Y-%m-%d"))
+    (out / "lab.md").write_text(entry, encoding="utf-8")
 
 
 KEPT = ("*.json", "*.jsonl", "*.log", "*.md", "*.txt")

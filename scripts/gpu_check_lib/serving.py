@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import importlib.util
 import json
@@ -77,6 +78,32 @@ def smoke(context: Context) -> Iterator[Found]:
         yield "n = 2", "ok" if num_choices == 2 else "failed", f"{num_choices} choices"
         status, body = post(url, {**asked, "messages": [{"role": "user", "content": "word " * 5000}]})
         yield "a prompt too long", "ok" if status == 400 else "failed", f"{status}: {body[:80]}"
+
+
+def trace(context: Context, shape: str = "qwen2.5-0.5b") -> Iterator[Found]:
+    """Record a trace of a request's steps over HTTP, and look for its named ranges and for kernels."""
+    require_server()
+    folder, traces = context.out / f"{shape}-traced", context.out / "traces"
+    write_folder(folder, shape)
+    command = [sys.executable, str(SCRIPTS / "gpu_check"), "--serve", str(folder)]
+    flags = ["--max-model-len", "1024", "--device", context.device, "--torch-profiler-dir", str(traces)]
+    with server([*command, *flags], context, "trace") as url:
+        asked = {"model": folder.name, "messages": [{"role": "user", "content": "a"}], "max_tokens": 24,
+                 "ignore_eos": True}  # fmt: skip
+        post(url, asked)
+        started = post(url, {}, "/start_profile")
+        post(url, asked)
+        stopped = post(url, {}, "/stop_profile")
+    yield "over HTTP", "ok" if (started[0], stopped[0]) == (200, 200) else "failed", f"{started[0]}, {stopped[0]}"
+    [path] = sorted(traces.glob("*.json.gz"))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = [str(event.get("name")) for event in events]
+    steps, parts = sum(name.startswith("step: ") for name in names), {"forward", "sample"} <= set(names)
+    kernels = sum(event.get("cat") == "kernel" for event in events)
+    text = f"{steps} steps, {kernels} kernels, {path.stat().st_size / 2**20:.1f} MiB"
+    is_right = steps >= 20 and parts and (kernels > 0 or context.device == "cpu")
+    data = {"steps": steps, "kernels": kernels}
+    yield "trace", "ok" if is_right else "failed", text, data, "24 steps with their parts, and the GPU's kernels"
 
 
 def load(context: Context) -> Iterator[Found]:
@@ -191,11 +218,9 @@ def get(url: str) -> str:
         return str(answer.read().decode())
 
 
-def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Send a chat completion; return (status, body)."""
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(url: str, body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, str]:
+    """Send a chat completion, or a body to another path; return (status, body)."""
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read().decode()

@@ -32,6 +32,7 @@ class Result:
     verdict: Verdict
     text: str  # the result, in words
     data: dict[str, Any] = field(default_factory=dict)  # numbers, with units in their names
+    expected: str = ""  # the result that was expected, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,10 @@ class Context:
         (self.out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-Found = tuple[str, Verdict, str] | tuple[str, Verdict, str, dict[str, Any]]
-"""(name, verdict, text[, data]): what a stage's function yields."""
+Found = (
+    tuple[str, Verdict, str] | tuple[str, Verdict, str, dict[str, Any]] | tuple[str, Verdict, str, dict[str, Any], str]
+)
+"""(name, verdict, text[, data[, expected]]): what a stage's function yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,10 @@ def run_inside(stage: Stage, context: Context) -> int:
     """Run a stage in its own process and write its results, one JSON object per line; return the exit code."""
     with (context.out / f"{stage.name}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
 
-        def tell(name: str, verdict: Verdict, text: str, data: dict[str, Any] | None = None) -> None:
-            file.write(json.dumps(asdict(Result(stage.name, name, verdict, text, data or {}))) + "\n")
+        def tell(
+            name: str, verdict: Verdict, text: str, data: dict[str, Any] | None = None, expected: str = ""
+        ) -> None:
+            file.write(json.dumps(asdict(Result(stage.name, name, verdict, text, data or {}, expected))) + "\n")
 
         try:
             for found in stage.run(context):

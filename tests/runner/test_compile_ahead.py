@@ -29,10 +29,16 @@ from localllm.kernels.first_launch import _add_one_kernel
 from localllm.kernels.triton_build import compile_ahead
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
+from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import local_spec
+from localllm.ranks.group import ProcessGroup
 from localllm.runner import opening, self_check
-from localllm.runner.opening import open_runner
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.opening import Parallel, compile_for_rank, open_runner
 from localllm.runner.runner import TorchRunner
+from tests.models.sharded import even_shards
 from tests.runner.pretend_gpu import pretend_driver
 from tests.runner.served import SERVED, Served, runner_of
 
@@ -76,6 +82,13 @@ def test_every_kernel_is_compiled_before_the_first_launch(served: Served) -> Non
 # ---- as a model is opened --------------------------------------------------------------------------------------------
 
 
+class Staged(TorchRunner):
+    """A runner whose steps are those of a GPU."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **{**named, "staged": True})
+
+
 @pytest.fixture
 def opened(
     model: Any, spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,10 +100,6 @@ def opened(
     for module in (self_check, opening):
         monkeypatch.setattr(module, "is_checked", lambda config, device: True)
     monkeypatch.setattr(Chooser, "_compare", lambda *given: "")
-
-    class Staged(TorchRunner):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **{**named, "staged": True})
 
     monkeypatch.setattr(opening, "TorchRunner", Staged)
     config = EngineConfig(max_num_seqs=2, max_model_len=128)
@@ -174,11 +183,58 @@ def test_a_process_that_ended_while_it_compiled_is_remembered(tmp_path: Path) ->
     assert again.failed_with(COMPILATION, SIDE_BY_SIDE) is not None
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.usefixtures("opened")
+def test_a_rank_compiles_what_it_will_launch_and_exchanges_nothing(
+    index: int, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two shards compiles what its warm-up launches, without the other one."""
+    own = even_shards(tiny_llama_path, 2)
+    assert own is not None
+    group = ProcessGroup(None, None, 2, index)
+    spec = read_spec(tiny_llama_path)
+    model = load_model(tiny_llama_path, spec, CPU, torch.float32, shard=own[index], group=group)
+    local = local_spec(spec, own[index])
+    config = EngineConfig(max_num_seqs=2, max_model_len=128)
+    plan = plan_memory(config, spec, 10_000_000, MACHINE)
+    parallel = Parallel(group, group, samples=True)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": plan.max_num_batched_tokens, "max_model_len": 128}
+    reports: list[str] = []
+    monkeypatch.setattr(self_check, "count_cores", lambda: 1)
+    with pretend_driver() as gpu:
+        group.is_rehearsing = True
+        compile_for_rank(model, local, config, plan, parallel, reports.append)
+        order = [key for kind, key, _ in gpu.events if kind == "compile"]
+        assert not gpu.launched()
+        assert reports == [f"compiling {len(order)} kernels for this GPU, once"]
+        kv = KVCache(local, (40,), plan.block_size, CPU, torch.float32)
+        runner = Staged(model, local, kv, block_size=plan.block_size, device=CPU, group=group, **sizes)
+        runner.warm_up()
+        assert gpu.launched() == set(order)
+        gpu.events.clear()
+        compile_for_rank(model, local, config, plan, parallel, reports.append)
+        assert not gpu.events, "a later start rehearses nothing"
+
+
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
 def add_one() -> None:
     _add_one_kernel[(1,)](torch.empty(256), torch.empty(256), SIZE=256)
+
+
+def test_processes_that_share_a_cache_begin_with_parts_of_their_own() -> None:
+    def launch() -> None:
+        for size in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+            _add_one_kernel[(1,)](torch.empty(256), torch.empty(256), SIZE=size)
+
+    orders = []
+    for index in range(2):
+        with pretend_driver() as gpu:
+            assert compile_ahead(launch, 1, lambda count: None, (index, 2)) == 8
+            orders.append([key for _, key, _ in gpu.events])
+    first, second = orders
+    assert any(second == first[count:] + first[:count] for count in range(1, 8))
 
 
 def test_launches_of_other_threads_are_not_left_out() -> None:

@@ -1,6 +1,7 @@
 """Drafters with weights in staged steps, as on a GPU: answers are those of a run without, and what a drafter keeps of a
 block is what it would compute for the block's text alone. On a CPU through the twins."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_drafts import LookupOnDevice, warn_once
+from localllm.runner.device_steps import DeviceSteps
+from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
-from tests.runner.harness import CPU, assert_same, draft_requests, knowing_on_device, opened, serve, tokens_of
+from localllm.runner.runner import TorchRunner
+from tests.kv import of_each
+from tests.runner.harness import BLOCK, CPU, assert_same, draft_requests, knowing_on_device, opened, serve, tokens_of
 from tests.runner.harness import without_lookup as without_lookup
 from tests.tiny import make_tiny_model
 
@@ -102,6 +107,34 @@ def test_a_drafter_that_fails_changes_no_answer(
     assert_same(told, alone)
     assert scheduler.recorder.num_failed_steps == 0
     assert [record.levelname for record in caplog.records if "drafter" in record.message] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("num_drafts", "graphs"), [(1, 222), (2, 222), (4, 218), (7, 206)])
+def test_a_drafters_steps_have_its_width_and_few_graphs(
+    model: Any, spec: ModelSpec, num_drafts: int, graphs: int
+) -> None:
+    """As many as there are without a drafter, or fewer."""
+    recorded: list[Replay] = []
+
+    def record(step: Replay) -> Replay:
+        recorded.append(step)
+        return step
+
+    drafter = opened(DraftModel(model, spec.vocab_size))(40)
+    cache = KVCache(spec, of_each(spec, 40), BLOCK, CPU, torch.float32)
+    runner = TorchRunner(
+        model, spec, cache, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=64, block_size=BLOCK,
+        device=CPU, capture=record, drafter=replace(drafter, num_drafts=num_drafts),
+    )  # fmt: skip
+    steps = runner._steps
+    assert isinstance(steps, DeviceSteps)
+    assert steps._graphs is not None
+    while steps._graphs.capture_next():
+        pass
+    assert len(recorded) == graphs <= 225
+    assert runner.drafts.widths == (num_drafts, 15)
+    assert steps._width(8, num_drafts) == num_drafts
+    assert steps._width(8, num_drafts + 1) == 15
 
 
 def test_a_token_that_runs_again_writes_nowhere(model: Any, spec: ModelSpec) -> None:

@@ -101,7 +101,7 @@ def test_a_models_shapes_are_read_from_its_layers(model: Any, spec: ModelSpec) -
 def test_the_whole_model_gives_the_same_logits_twice(model: Any, spec: ModelSpec) -> None:
     plan = plan_of(spec)
     opened = small_runner(model, spec, plan)
-    both = [logits_of(opened(self_check._small_cache(spec, plan, CPU), DEFAULTS), spec, plan) for _ in range(2)]
+    both = [logits_of(opened(self_check.small_cache(spec, plan, CPU), DEFAULTS), spec, plan) for _ in range(2)]
     assert both[0].shape == (1 + self_check.DECODES, spec.vocab_size)
     assert torch.equal(*both)
     assert "compute_logits" not in vars(model)  # nothing is left behind on the model
@@ -120,7 +120,7 @@ def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[s
     spec = read_spec(path)
     model = load_model(path, spec, CPU, torch.float32)
     plan = plan_of(spec)
-    logits = logits_of(small_runner(model, spec, plan)(self_check._small_cache(spec, plan, CPU), DEFAULTS), spec, plan)
+    logits = logits_of(small_runner(model, spec, plan)(self_check.small_cache(spec, plan, CPU), DEFAULTS), spec, plan)
     assert logits.isfinite().all()
     assert subject_of(model, spec, plan, CPU).vocab_size == spec.vocab_size
 
@@ -276,7 +276,7 @@ def test_a_recorded_step_is_timed_both_ways(model: Any, spec: ModelSpec) -> None
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         return lambda: replays.append(1)
 
-    kv = self_check._small_cache(spec, plan, CPU)
+    kv = self_check.small_cache(spec, plan, CPU)
     runner = TorchRunner(
         model, spec, kv, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, block_size=plan.block_size,
         device=CPU, capture=capture, staged=True,
@@ -340,7 +340,7 @@ def test_fall_backs_are_in_the_statistics() -> None:
 def test_without_drafts_where_their_check_failed(model: Any, spec: ModelSpec) -> None:
     plan = plan_of(spec)
     options = replace(DEFAULTS, avoids=frozenset({"drafts"}))
-    runner = small_runner(model, spec, plan)(self_check._small_cache(spec, plan, CPU), options)
+    runner = small_runner(model, spec, plan)(self_check.small_cache(spec, plan, CPU), options)
     assert "check of drafts failed" in runner.drafts.why_none
     runner.close()
 
@@ -406,7 +406,7 @@ def test_a_kernel_made_wrong_is_found_and_replaced(
 def test_a_whole_model_through_its_kernels_passes(model: Any, spec: ModelSpec) -> None:
     plan = plan_of(spec)
     entry = self_check.whole_model(
-        spec, plan, lambda options: small_runner(model, spec, plan)(self_check._small_cache(spec, plan, CPU), options),
+        spec, plan, lambda options: small_runner(model, spec, plan)(self_check.small_cache(spec, plan, CPU), options),
         False,
     )  # fmt: skip
     choice = choose_module.Chooser(Subject(CPU), CheckRecord(None, KEY), DEFAULTS, table=(entry,)).choose(

@@ -10,11 +10,18 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from localllm.engine.step import KernelFallBack, RunnerStats
+from localllm.kernels.checks.choose import Chooser
+from localllm.models.decoder.native_program import NotSupportedNatively
+from localllm.models.drafters import draft_model
 from localllm.models.spec.model_spec import kv_numbers_per_token
+from localllm.runner import opening, self_check
 from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
 from scripts import random_weights
@@ -25,6 +32,7 @@ from scripts.gpu_check_lib import (
     environment,
     families,
     figures,
+    first_start,
     profiling,
     report,
     sanitizer,
@@ -264,13 +272,26 @@ def test_the_exit_code_says_whether_something_failed(verdicts: list[str], strict
 
 
 def test_results_are_written_for_people_and_programs(tmp_path: Path) -> None:
-    report.write(tmp_path, RESULTS, {"gpu": "NVIDIA H200", "driver": "580.1"})
+    report.write(tmp_path, RESULTS, {"gpu": "NVIDIA H200", "driver": "580.1"}, ["ceilings"])
     stored = json.loads((tmp_path / "results.json").read_text())
     assert stored["machine"]["driver"] == "580.1"
     assert [result["name"] for result in stored["results"]] == ["copy", "G1", "G7"]
     page = (tmp_path / "results.md").read_text()
     assert page.startswith("### NVIDIA H200 · driver 580.1\n")
-    assert "| 8b | G7 | below | a \\| b |" in page
+    assert "| 8b | G7 | below | a \\| b |  |" in page
+
+
+def test_figures_are_written_as_an_entry_for_the_lab() -> None:
+    results = [*RESULTS, Result("8b", "G9", "skipped", "Too large."), Result("kernels", "moe", "failed", "1 of 90"),
+               Result("first-start", "graph", "missed", "5 ms", {}, "quicker")]  # fmt: skip
+    entry = report.as_lab_entry(results, {"gpu": "NVIDIA H200"}, ["8b", "first-start"], "the command", "2026-12-01")
+    assert entry.splitlines() == [
+        "## 2026-12-01: figures of NVIDIA H200", "",
+        "`the command`. 1 ok, 1 failed, 2 below target, 1 skipped.", "",
+        "| stage | figure | measured | expected |", "| --- | --- | --- | --- |", "| 8b | G1 | fast |  |",
+        "| 8b | G7 | **below**: a \\| b |  |", "| first-start | graph | **below**: 5 ms | quicker |", "",
+        "- **kernels** moe: 1 of 90", "", "Not run: 8b G9 (Too large).",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -320,7 +341,9 @@ def test_what_was_found_is_on_disk_after_every_stage(tmp_path: Path, monkeypatch
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         check.main(["--out", str(out)])
-    assert sorted(path.name for path in out.iterdir()) == ["logs.tar.gz", "results.json", "results.md"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "lab.md", "logs.tar.gz", "results.json", "results.md"
+    ]  # fmt: skip
     assert json.loads((out / "results.json").read_text())["results"][0]["name"] == "G1"
     with tarfile.open(out / "logs.tar.gz") as tar:
         assert sorted(tar.getnames()) == ["stages/8b.log", "stages/profile-8b.json"]
@@ -685,4 +708,64 @@ def test_a_part_ends_within_a_command() -> None:
     check = script("gpu_check")
     assert check.MINUTES * 60 + 30 <= 600
     for part, stages in check.PARTS.items():
-        assert sum(stage.limit_s for stage in stages) <= 1.5 * check.MINUTES * 60, part
+        minutes = check.ALL_MINUTES if part == "all" else check.MINUTES
+        assert sum(stage.limit_s for stage in stages) <= 1.5 * minutes * 60, part
+
+
+def test_a_first_start_is_measured_beside_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons pass without being made. Nothing is compiled or recorded."""
+
+    def compare(self: Chooser, kernel: Any, variant: Any, case: Any, options: Any) -> str:
+        self.record.pass_(kernel.name, variant.name, case.name, 0.0)
+        return ""
+
+    monkeypatch.setattr(Chooser, "_compare", compare)
+    for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(first_start, "LENGTH", 256)
+    monkeypatch.setattr(first_start, "REQUESTS", 5)
+    for module in (self_check, opening):
+        monkeypatch.setattr(module, "is_checked", lambda config, device: True)
+    found = list(first_start.measure_first_start(Context(tmp_path, device="cpu"), [("tiny", "16-bit")]))
+    assert [(name.removeprefix("tiny 16-bit: "), verdict) for name, verdict, *_ in found] == [
+        ("compilation", "skipped"), ("comparisons", "ok"), ("fall-backs", "ok"),
+        ("graph against launches", "skipped"), ("a later start", "ok"),
+    ]  # fmt: skip
+
+
+def test_a_first_start_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_start, "count_cores", lambda: 8)
+    assert first_start.judge_compiling("8b", [(8, 0.5), (52, 6.5)])[1:3] == (
+        "ok", "60 kernels side by side in 7.0 s on 8 cores",
+    )  # fmt: skip
+    assert first_start.judge_compiling("8b", [(8, 0.5), (52, 8.5)])[1] == "missed"
+    monkeypatch.setattr(first_start, "count_cores", lambda: 2)
+    assert first_start.judge_compiling("8b", [(8, 0.5), (52, 8.5)])[1] == "note"
+    assert first_start.judge_graph("8b", [(4.0, 5.0)])[1] == "ok"
+    assert first_start.judge_graph("8b", [(5.0, 4.0)])[1] == "missed"
+    wrong = RunnerStats(fall_backs=(KernelFallBack("norms", "PyTorch", "slower"),), kernel_check="31 checks")
+    told = list(first_start.judge_comparisons("8b", SimpleNamespace(stats=lambda: wrong)))  # type: ignore[arg-type]
+    assert [verdict for _, verdict, *_ in told] == ["ok", "failed"]
+    later = SimpleNamespace(stats=lambda: wrong)
+    assert first_start.judge_later("8b", 9.0, 2.0, later, [])[1] == "failed"  # type: ignore[arg-type]
+
+
+def no_native_steps(model: object, layers: object) -> None:
+    raise NotSupportedNatively("a staged step has padding")
+
+
+def test_drafters_are_measured_in_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONTEXT": 60, "STEPS": 2, "BATCHES": (1,), "DRAFT_VOCAB": 96}.items():
+        monkeypatch.setattr(drafts, name, value)
+    monkeypatch.setattr(draft_model, "open_native_program", no_native_steps)  # steps are staged, as on a GPU
+    found = list(drafts.measure_drafters(Context(tmp_path, device="cpu"), "tiny", "tiny"))
+    assert [name for name, *_ in found] == [
+        f"{drafter}, {what}" for drafter in ("draft model tiny", "eagle3", "eagle")
+        for what in ("batch 1", "graphs", "late work")
+    ]  # fmt: skip
+    assert {verdict for _, verdict, *_ in found} == {"note", "ok"}
+
+
+def test_a_trace_is_recorded_over_http(tmp_path: Path) -> None:
+    found = list(serving.trace(Context(tmp_path, device="cpu"), "tiny"))
+    assert [verdict for _, verdict, *_ in found] == ["ok", "ok"], found

@@ -157,7 +157,7 @@ def zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
         return (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "num_squares"])
 def planar_linear_kernel(
     y_ptr,
     parts_ptr,
@@ -192,17 +192,17 @@ def planar_linear_kernel(
     ASSEMBLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SQUARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_M rows of x, BLOCK_N outputs, one of SPLIT parts of K; the last program of a tile goes on. y
-    [M, N]; or with ACTIVATION, W being [gate; up], act(gate) * up [M, N / 2].
+    """One program: BLOCK_M rows of x, BLOCK_N outputs, one part of K; the last program of a tile goes on. y [M, N]; or
+    with ACTIVATION, W being [gate; up], act(gate) * up [M, N / 2].
 
-    parts_ptr [SPLIT, M, N] fp32 and a counter for each tile: None without splits. residual [M, N], to which y is added;
-    y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are its own sums of squares. x_squares [M,
-    num_squares] fp32: y is divided by the root of their mean over K.
+    parts_ptr [parts of K, M, N] fp32 and a counter for each tile: None without splits. PARTS: added at once. residual
+    [M, N], to which y is added; y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are its own
+    sums of squares. x_squares [M, num_squares] fp32: y is divided by the root of their mean over K, if there are any.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     WRITTEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -220,7 +220,7 @@ def planar_linear_kernel(
     lanes = tl.arange(0, LANES)
     in_m, in_n = offs_m < M, offs_n < N
     chunks = tl.cdiv(K, CHUNK)
-    per_part = tl.cdiv(chunks, SPLIT)
+    per_part = tl.cdiv(chunks, tl.num_programs(2))
     first = part_of_k * per_part
     last = tl.minimum(first + per_part, chunks)
 
@@ -305,11 +305,11 @@ def planar_linear_kernel(
     if parts_ptr is not None:
         counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         places, exists = places_of_part(offs_m, offs_n, is_row_of_tile(first_n, N, BLOCK_N, GATED), M, N)
-        if not is_last_part(acc, parts_ptr, counter_ptr, places, exists, part_of_k, M, N, SPLIT):
+        if not is_last_part(acc, parts_ptr, counter_ptr, places, exists, part_of_k, M, N, tl.num_programs(2)):
             return
-        acc = sum_of_parts(parts_ptr, places, exists, M, N, tl.num_programs(2), SPLIT)
+        acc = sum_of_parts(parts_ptr, places, exists, M, N, tl.num_programs(2), PARTS)
     if x_squares_ptr is not None:
-        acc *= tl.rsqrt(tl.sum(squares, 1) / K + x_eps)[None, :]
+        acc *= tl.where(num_squares > 0, tl.rsqrt(tl.sum(squares, 1) / K + x_eps), 1.0)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     if GATED:

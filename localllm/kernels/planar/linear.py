@@ -30,7 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.choice import Crossover
-from localllm.kernels.fused_epilogue import COUNTERS, PendingNorm, Product, Unfinished, parts_and_counters, whole
+from localllm.kernels.fused_epilogue import (
+    COUNTERS,
+    PendingNorm,
+    Product,
+    Unfinished,
+    parts_and_counters,
+    parts_at_once,
+    whole,
+)
 from localllm.kernels.launch import INTERPRETED, cdiv, early_launch, launch_options, next_power_of_2, runs_triton, uses
 from localllm.kernels.planar.kernels import (
     PlanarTile,
@@ -248,6 +256,17 @@ def code_table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
+@cache
+def _no_squares(device: torch.device) -> Tensor:
+    """Return what stands for the squares of rows that are not pending norms."""
+    return torch.zeros(1, dtype=torch.float32, device=device)
+
+
+def _may_read_squares(dtype: torch.dtype) -> bool:
+    """Return whether products of this type read pending norms: see `PlanarProduct.add_and_norm`."""
+    return dtype != torch.float16 and not launch_options().deterministic
+
+
 class _Stream(NamedTuple):
     """The residual that a product is added to, the weight of its norm, and where the sums of squares are written."""
 
@@ -284,7 +303,7 @@ class PlanarProduct(Product):
 
     def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
         # fp16 cannot hold a large stream times the weight. A row's squares must not depend on the batch's tiles.
-        if self.dtype == torch.float16 or launch_options().deterministic:
+        if not _may_read_squares(self.dtype):
             return None
         assert residual.is_contiguous()
         rows, outputs = self.shape
@@ -299,7 +318,11 @@ class PlanarProduct(Product):
         rows, (outputs, columns), x, weight, tile = self.x.shape[0], self.weight.shape, self.x, self.weight, self.tile
         tiles_n = cdiv(outputs, tile.block_n) if activation is None else cdiv(outputs // 2, tile.block_n // 2)
         at_once = rows if tile.split == 1 else min(PARTIAL_ROWS, COUNTERS // tiles_n * tile.block_m)
-        num_squares = 0 if self.squares is None else self.squares.shape[1]
+        squares, most_squares = self.squares, 0 if self.squares is None else self.squares.shape[1]
+        num_squares = most_squares
+        if stream is None and activation is None and squares is None and _may_read_squares(self.dtype):
+            # The kernel of a product that reads a pending norm, as the same matrix of other layers does: one less.
+            squares, most_squares = _no_squares(x.device), cdiv(columns, tile.block_n)
         for start in range(0, rows, at_once):
             some = slice(start, min(start + at_once, rows))
             count = some.stop - start
@@ -319,8 +342,8 @@ class PlanarProduct(Product):
                 None if stream is None else stream.residual[some],
                 None if stream is None else stream.gamma,
                 None if stream is None else stream.squares[some],
-                None if self.squares is None else self.squares[some],
-                self.eps,
+                squares if squares is None or not num_squares else squares[some],
+                self.eps if num_squares else 1.0,
                 num_squares,
                 count,
                 outputs,
@@ -331,9 +354,9 @@ class PlanarProduct(Product):
                 **constants(weight, x.dtype),
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
-                SPLIT=tile.split,
+                PARTS=parts_at_once(tile.split, tile.block_m * tile.block_n),
                 ACTIVATION=activation,
-                SQUARES=next_power_of_2(num_squares),
+                SQUARES=next_power_of_2(most_squares),
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 **register_limit(
@@ -342,7 +365,7 @@ class PlanarProduct(Product):
                     weight.group,
                     mins=weight.mins is not None,
                     wgmma=_gpu(x.device)[1],
-                    reads_squares=num_squares > 0,
+                    reads_squares=squares is not None,
                     gated=activation is not None,
                 ),
                 **early_launch(x.device),

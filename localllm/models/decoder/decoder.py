@@ -15,6 +15,7 @@ from torch import Tensor
 from localllm.kernels.fused_epilogue import whole
 from localllm.kernels.layer_cache import LayerCache, StateStep, kv_of
 from localllm.kernels.paged_attention import AttentionPlan
+from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
@@ -162,7 +163,9 @@ class DecoderModel:
         """Return the stream after the last layer, normed where this stage has the final norm."""
         if delta is None:
             return residual if self.norm is None else self.norm(residual)
-        return residual.add_(whole(delta)) if self.norm is None else self.norm.add(delta, residual)
+        if self.norm is None:
+            return residual.add_(whole(delta))
+        return normed(self.norm.add_pending(delta, residual))  # with the kernels of the layers' products
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:

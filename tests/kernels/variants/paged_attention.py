@@ -115,7 +115,7 @@ VARIANTS = [
     ),
     attention(
         "decode", "8B, int8 cache", 4, 128, 90, format="int8_ptx", max_registers=144, mma="HMMA",
-        forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.1,
+        forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.2,
     ),
     attention(
         "decode", "8B, rotates and stores", 4, 128, 90, raw=True, max_registers=128, mma="HMMA", min_shared=2 * 2 * 16,
@@ -144,6 +144,10 @@ VARIANTS = [
     ),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
     attention("decode", "8B, 4 queries of a drafter", 4, 128, 90, queries=4, first_key=1, mma="HMMA"),
+    attention("decode", "8B, 5 queries of a drafter", 4, 128, 90, queries=5, first_key=1, mma="HMMA|HGMMA"),
+    attention("decode", "8B, 5 queries of a drafter, before Hopper", 4, 128, 80, queries=5, first_key=1),
+    attention("decode", "8B, 5 queries of a drafter, RTX 40", 4, 128, 89, queries=5, first_key=1),
+    attention("decode", "8B, 5 queries of a drafter, small shared memory", 4, 128, 120, queries=5, first_key=1),
     attention("prefill", "8B, of a drafter", 4, 128, 90, first_key=1),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
     attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8, min_shared=2 * 2 * 8),
@@ -152,7 +156,7 @@ VARIANTS = [
         "decode", "Gemma 2 9B, windowed, 8 queries", 2, 256, 90, window=4096, softcap=50.0, queries=8, mma="HMMA"
     ),
     attention(
-        "decode", "8B, int8 cache, 8 queries", 4, 128, 90, format="int8_ptx", queries=8, mma="HMMA", max_spills=2
+        "decode", "8B, int8 cache, 8 queries", 4, 128, 90, format="int8_ptx", queries=8, mma="HMMA", max_spills=6
     ),
     attention("decode", "latents, 16 heads, 4 queries", 16, 576, 90, 80, 89, 120, queries=4, max_registers=192),
     attention("decode", "8B, Turing", 4, 128, 75, dtype="fp16"),

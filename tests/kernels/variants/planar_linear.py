@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from localllm.kernels.fused_epilogue import parts_at_once
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.launch import next_power_of_2
 from localllm.kernels.planar.kernels import (
@@ -90,7 +91,7 @@ def _linear(
         "ASSEMBLY": "" if plain else ptx(bits, TYPES[dtype], kind.get("table")),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "SPLIT": tile.split,
+        "PARTS": parts_at_once(tile.split, tile.block_m * tile.block_n),
         "ACTIVATION": activation,
         "SQUARES": next_power_of_2(squares),
         "PDL": pdl,
@@ -102,7 +103,7 @@ def _linear(
         constants=constants | {p: None for p in (*OPTIONAL, *POINTERS) if p not in signature},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        aligned=(*STRIDES, "num_squares"),
+        aligned=STRIDES,
         archs=archs,
         max_registers=registers,
         max_spills=max_spills,

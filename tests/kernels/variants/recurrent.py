@@ -1,5 +1,7 @@
 """The recurrent operations at the sizes of Qwen3.5 4B, LFM2 1.2B, Granite 4 H Tiny and Nemotron-H."""
 
+from typing import Any
+
 from localllm.kernels.causal_conv import TOKENS, _causal_conv_kernel
 from localllm.kernels.gated_delta import EPS, _gated_delta_kernel
 from localllm.kernels.gated_norm import _gated_norm_kernel
@@ -10,9 +12,7 @@ from tests.kernels.ahead_of_time import MEMORY, Variant
 ROWS = dict.fromkeys(("cu_seqlens_ptr", "read_ptr", "write_ptr", "save_ptr"), "*i32")
 
 
-def convolution(
-    name: str, taps: int, silu: bool, dtype: str = "bf16", *, bias: bool = False, **fields: bool
-) -> Variant:
+def convolution(name: str, taps: int, silu: bool, dtype: str = "bf16", *, bias: bool = False, **fields: Any) -> Variant:
     pointers = dict.fromkeys(("x_ptr", "state_ptr", "out_ptr"), f"*{dtype}")
     signature = {**pointers, **ROWS, "weight_ptr": "*fp32", "x_stride": "i32", "channels": "i32"}
     constants = {"TAPS": taps, "SILU": silu, "TOKENS": TOKENS, "BLOCK": 128}
@@ -76,7 +76,7 @@ def norm(name: str, groups: int, width: int, gate_first: bool, **fields: bool) -
 VARIANTS = [
     convolution("Qwen3.5, bf16", 4, True, hip=True),
     convolution("LFM2, bf16", 3, False),
-    convolution("Granite 4 H, with a bias, fp16", 4, True, "fp16", bias=True),
+    convolution("Granite 4 H, with a bias, fp16", 4, True, "fp16", bias=True, max_spills=4),
     delta("Qwen3.5 4B, bf16", 16, 32, hip=True),
     delta("Qwen3.5 4B from GGUF, fp16", 16, 32, "fp16", True),
     scan("Granite 4 H Tiny, bf16", 48, 1, 64, hip=True),
