@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.block_copies import BlockCopies
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
 from localllm.runner.device_drafts import most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
@@ -88,6 +90,7 @@ class TorchRunner:
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         states = states or StateCache(spec, 0, device, torch.float32)
+        tensors = kv.tensors_of_blocks()
         cache = layer_caches(kv.layers, states)
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
         self._model: CausalModel | None = model
@@ -96,6 +99,11 @@ class TorchRunner:
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
         why_no_drafts = _why_off(has_drafts, launch_options, keeps_states, group is not None or not samples)
         drafter = None if why_no_drafts else drafter
+        if drafter is not None:
+            tensors[drafter.main_group] += chain(*drafter.kv.tensors_of_blocks())
+        copies = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
+        self._copies = BlockCopies(tensors) if copies else None
+        self.block_bytes = () if self._copies is None else self._copies.block_bytes
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
@@ -160,6 +168,8 @@ class TorchRunner:
             for slot in plan.freed_slots:
                 self._sampling.leave(slot)
                 self._refused.pop(slot, None)
+            if plan.moves and self._copies is not None:
+                self._copies.apply(plan.moves)
             for new in plan.new_slots if self._draws else ():
                 self._enter_sampling(new)
                 if self._drafters is not None:
@@ -244,7 +254,7 @@ class TorchRunner:
         if self._model is None:
             return
         self._forget_slots()
-        self._model = self._steps = self._encoder = None
+        self._model = self._steps = self._encoder = self._copies = None
         del self._sampling, self._slots, self._inputs
         empty_cache()
 
