@@ -193,6 +193,8 @@ class EngineLoop:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if (tiers := self.scheduler.cache.tiers) is not None:
+            tiers.transfers.close()
 
     def lose(self, error: DeviceLost) -> None:
         """End the engine, from any thread, because its device is lost: while idle it calls nothing that would raise."""

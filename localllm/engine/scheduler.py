@@ -477,7 +477,7 @@ class Scheduler:
                 break
             if self.cache.is_being_computed(request, hit, self.running):
                 continue
-            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running or self._is_loading)
+            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running or self.cache.is_loading)
             end = self._end_of_blocks(request, request.num_tokens)
             least, most = (plus(taken, ledger.needs(max(end, n))) for n in (end, self._reserve.num_tokens(request)))
             alone = plus(taken, ledger.needs_alone(end))
@@ -498,10 +498,6 @@ class Scheduler:
             entering = plus(entering, most)
             filled += wanted
         return found
-
-    @property
-    def _is_loading(self) -> bool:
-        return self.cache.tiers is not None and self.cache.tiers.is_loading
 
     def _enters_on_trial(self, request: Request, blocks: Counts) -> bool:
         """Return whether a request without room for its expected output may be admitted nevertheless."""
@@ -606,6 +602,7 @@ class Scheduler:
         return (
             self._num_cohorts == 1
             and self.cache.states is None
+            and bool(requests)
             and all(request.priority == BACKGROUND_PRIORITY for request in requests)
             and not (plan.encodes or any(row.num_drafts for row in plan.rows))
         )

@@ -105,7 +105,7 @@ Bytes = npt.NDArray[np.uint8]
 class HostBlocks:
     """Contents of blocks on the host, each as bytes whose meaning only the runner knows: [N][bytes of a block].
 
-    The runner sets `result` for blocks that leave the cache. It may be called on any thread, once the move was launched,
+    The runner sets `result` for blocks that leave the cache. It may be called on any thread once the move is launched,
     and waits for a copy from a device.
     """
 

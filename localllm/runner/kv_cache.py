@@ -63,9 +63,7 @@ class KVCache:
 
     def tensors_of_blocks(self) -> list[list[Tensor]]:
         """Return for each KV group its tensors [heads, blocks, ...], without fixed scales."""
-        return [
-            [tensor for layer in group for tensor in layer.tensors() if tensor.dim() > 1] for group in self._groups
-        ]
+        return [[tensor for layer in group for tensor in layer.tensors() if tensor.dim() > 1] for group in self._groups]
 
     @property
     def allocated_bytes(self) -> int:

@@ -39,8 +39,8 @@ from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.runner.block_copies import BlockCopies
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
+from localllm.runner.block_copies import BlockCopies
 from localllm.runner.device_drafts import most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas

@@ -186,7 +186,8 @@ def make_engine(
     transfers: PlannedTransfers | None = None,
     **config: object,
 ) -> SmallEngine:
-    """transfers: between the cache and the stores behind it; None: there are none. propose: drafts that the runner makes of a request's known tokens, at most so many; None: it makes none."""
+    """transfers: between the cache and the stores behind it; None: there are none.
+    propose: drafts that the runner makes of a request's known tokens, at most so many; None: it makes none."""
     settings: dict[str, object] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,

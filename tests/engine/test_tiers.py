@@ -47,7 +47,9 @@ class TierWalk(EngineMachine):
             propose=(lambda ids, most: [dice.randrange(4) for _ in range(most)]) if drafts else None,
         )  # fmt: skip
 
-    @rule(prompt=st.sampled_from(PROMPTS), max_tokens=st.integers(1, 9), priority=st.integers(0, 2), salted=st.booleans())
+    @rule(
+        prompt=st.sampled_from(PROMPTS), max_tokens=st.integers(1, 9), priority=st.integers(0, 2), salted=st.booleans()
+    )
     def add(self, prompt, max_tokens, priority, salted):
         if len(prompt) + max_tokens > (self.engine.scheduler.ledger.pools[0].capacity - 1) * BLOCK_SIZE:
             return
@@ -378,7 +380,9 @@ def test_models_share_the_bound_and_not_their_blocks(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])
-def test_a_full_or_read_only_disk_stops_writing_for_a_while_and_says_so_once(tmp_path, monkeypatch, caplog, error) -> None:
+def test_a_full_or_read_only_disk_stops_writing_for_a_while_and_says_so_once(
+    tmp_path, monkeypatch, caplog, error
+) -> None:
     store = DiskStore(tmp_path, FINGERPRINT, 10**6)
     store.put(key(1), block(1))
 

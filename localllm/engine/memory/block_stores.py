@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from localllm.engine.step import Bytes, HostBlocks
+from localllm.files.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ class DiskStore:
                 raise OSError(f"{usage.free} bytes are free")
             make_private(path.parent)
             head = HEADER.pack(MAGIC, FORMAT, self._fingerprint, name, group, block.nbytes, bytes(16))
-            write_private(path, head[:-16] + _digest(head, block), block, temporary=f".tmp-{os.getpid()}-{next(self._numbers)}")
+            temporary = f".tmp-{os.getpid()}-{next(self._numbers)}"
+            write_private(path, head[:-16] + _digest(head, block), block, temporary=temporary)
         except OSError as error:
             self._paused_until = time.monotonic() + RETRY_S
             if not self._told:
@@ -236,7 +238,7 @@ class DiskStore:
 
 def _digest(head: bytes, block: Bytes) -> bytes:
     digest = blake2b(head[:-16], digest_size=16)
-    digest.update(block)
+    digest.update(memoryview(block))  # type: ignore[arg-type]
     return digest.digest()
 
 
@@ -246,6 +248,48 @@ def _key_of(path: Path) -> Key | None:
         return int(group), bytes.fromhex(name)
     except ValueError:
         return None
+
+
+def kv_folder() -> Path:
+    """Return the folder of blocks on disk, unless a setting names another."""
+    return cache_folder() / "kv"
+
+
+class KeptModel(NamedTuple):
+    """What is kept on disk of one model with one set of settings."""
+
+    folder: Path
+    name: str  # of the model; empty: unknown
+    num_blocks: int
+    num_bytes: int
+    used_s: float  # last use, in seconds since 1970
+
+
+def kept_models(folder: Path) -> list[KeptModel]:
+    """Return what is kept in a folder, the last used first."""
+    files: dict[Path, list[tuple[int, float]]] = {each.parent: [] for each in folder.glob("*/about.json")}
+    for path, size, used_s in block_files(folder):
+        files.setdefault(path.parent.parent, []).append((size, used_s))
+    models = []
+    for own, found in files.items():
+        try:
+            name = str(json.loads((own / "about.json").read_text())["model"])
+        except (OSError, ValueError, KeyError, TypeError):
+            name = ""
+        used_s = max([used for _, used in found], default=0.0)
+        models.append(KeptModel(own, name, len(found), sum(size for size, _ in found), used_s))
+    return sorted(models, key=lambda each: -each.used_s)
+
+
+def delete_kept(model: KeptModel) -> None:
+    """Delete what is kept of a model. A server that runs finds nothing there any more, and computes. Raises OSError."""
+    for child in model.folder.iterdir():
+        if child.name != "lock":  # which a running server holds
+            shutil.rmtree(child) if child.is_dir() else child.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        if (descriptor := lock_folder(model.folder)) is not None:
+            shutil.rmtree(model.folder)
+            os.close(descriptor)
 
 
 def block_files(folder: Path) -> Iterable[tuple[Path, int, float]]:
@@ -270,7 +314,7 @@ def write_private(path: Path, *parts: bytes | Bytes, temporary: str = ".tmp") ->
     try:
         with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
             for part in parts:
-                rest = memoryview(part).cast("B")
+                rest = memoryview(part).cast("B")  # type: ignore[arg-type]
                 while rest:
                     rest = rest[file.write(rest) :]
         made.replace(path)
@@ -302,7 +346,7 @@ class Arrived(NamedTuple):
     """A block that was read, or could not be: `block` is None."""
 
     load: Any  # as given to `Transfers.read`
-    index: int
+    number: int  # likewise
     block: Bytes | None
     store: str = ""  # where it was
     seconds: float = 0.0
@@ -350,9 +394,12 @@ class Transfers:
     def clear(self) -> None:
         """Forget all blocks of this model, also those on their way."""
         self._start()
+        self._clear()
+        self._writes.put(self._clear)
+
+    def _clear(self) -> None:
         for store in self.stores:
             store.clear()
-        self._writes.put(lambda: [store.clear() for store in self.stores] and None)
 
     def close(self, wait_s: float = 5.0) -> None:
         """End the threads after what is queued, or leave them to their disk after a while."""

@@ -71,6 +71,11 @@ class CacheManager:
         return self.tiers.loads(request, names, hit.num_blocks, self.hit_multiple, begins=begins)
 
     @property
+    def is_loading(self) -> bool:
+        """Return whether waiting requests hold blocks that are being loaded."""
+        return self.tiers is not None and self.tiers.is_loading
+
+    @property
     def has_moves(self) -> bool:
         """Return whether the next step copies blocks, even if it has no rows."""
         return self.tiers is not None and self.tiers.has_moves

@@ -151,7 +151,7 @@ class Ledger:
         ), num_kv_blocks=count)  # fmt: skip
 
     def reach(self, names: Sequence[bytes], multiple: int, also: Elsewhere) -> int:
-        """Return the blocks of the longest prefix, as `lookup` does, if the blocks that `also` has counted as cached."""
+        """Return the blocks of the longest prefix, as `lookup` does, with what `also` has counted as cached."""
         count = len(names)
         for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
             for index in range(count if window is None else 0):

@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from localllm.engine.memory.block_stores import Arrived, Entry, Key, Transfers
 from localllm.engine.memory.ledger import Ledger
@@ -111,8 +112,9 @@ class KVTiers:
     """Decides what moves between the cache and the stores behind it. All methods run on the engine's thread."""
 
     def __init__(
-        self, ledger: Ledger, block_bytes: Sequence[int], transfers: Transfers, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, ledger: Ledger, block_bytes: Sequence[int], transfers: Transfers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """block_bytes: of one block of each KV group."""
         assert len(block_bytes) == len(ledger.pools), (block_bytes, ledger.num_blocks)
         self.ledger, self.transfers, self.costs, self._clock = ledger, transfers, TierCosts(), clock
@@ -131,8 +133,8 @@ class KVTiers:
         self.moved, self.queried_tokens, self.num_resumed = TransferStats(), 0, 0
         self.hit_tokens: Counter[str] = Counter()  # by store
         for group, pool in enumerate(ledger.pools):
-            pool.on_evicted.append(lambda name, block, group=group: self._on_evicted((group, name), block))
-            pool.on_dropped.append(lambda name, block, group=group: self._on_dropped((group, name), block))
+            pool.on_evicted.append(partial(self._on_evicted, group))
+            pool.on_dropped.append(partial(self._on_dropped, group))
 
     # ---- out ---------------------------------------------------------------------------------------------------------
 
@@ -153,9 +155,9 @@ class KVTiers:
                 if block and pool.name_of(block) == key[1] and key not in self._leaving and key not in self.transfers:
                     self._queued[key] = block, 0 if index < sure else self._launched
 
-    def _on_evicted(self, key: Key, block: int) -> None:
+    def _on_evicted(self, group: int, name: bytes, block: int) -> None:
         """Copy a block out in the step that reuses it."""
-        self._evicted = key
+        self._evicted = key = group, name
         queued = self._queued.get(key)
         if queued is None or key in self.transfers:
             return
@@ -164,9 +166,10 @@ class KVTiers:
         else:
             self.moved.num_lost_blocks += 1
 
-    def _on_dropped(self, key: Key, block: int) -> None:
+    def _on_dropped(self, group: int, name: bytes, block: int) -> None:
         """Forget what is known of a name. Where it is not dropped by an eviction, what the block holds is not sure:
         copies that are not written yet are not written."""
+        key = group, name
         self._queued.pop(key, None)
         if self._evicted != key:
             for out in (*self._outs, *self._moves):
@@ -204,9 +207,7 @@ class KVTiers:
 
     # ---- back --------------------------------------------------------------------------------------------------------
 
-    def loads(
-        self, request: Request, names: Sequence[bytes], num_cached: int, multiple: int, *, begins: bool
-    ) -> bool:
+    def loads(self, request: Request, names: Sequence[bytes], num_cached: int, multiple: int, *, begins: bool) -> bool:
         """Let a waiting request load the blocks behind its hit of `num_cached` blocks, if they are kept, and reading
         them pays. Return False if not. begins: False to load in a later step."""
         if request.has_loaded:
