@@ -265,6 +265,7 @@ def request_options(body: GenerateBody) -> RequestOptions:
         timings_per_token=bool(body.stream and body.timings_per_token),
         progress=bool(body.return_progress),
         max_drafts=_max_drafts(body),
+        keeps_no_copy=body.store is False,
     )
 
 
