@@ -171,9 +171,8 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.hash_root = b""
         self.num_registered_blocks = 0
-        self.num_preemptions = 0
-        self.has_loaded = False  # since it was last admitted or preempted, it has been looked up in the tiers
-        self.num_loaded_tokens = 0  # tokens whose KV came from a tier
+        self.num_preemptions = self.num_loaded_tokens = 0  # the latter: tokens whose KV came from a tier
+        self.has_loaded = False  # since it was last admitted, it has been looked up in the tiers
         self.num_lost_tokens = 0  # tokens whose KV existed at a preemption
         self.prompt_logprobs: list[TokenLogprobs] = []
 

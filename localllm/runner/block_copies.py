@@ -9,12 +9,15 @@ Does not know: names, files, who needs a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from localllm.engine.step import Bytes, HostBlocks, Move
+from localllm.runner.drafter_steps import OpenDrafter
+from localllm.runner.kv_cache import KVCache
 
 
 class BlockCopies:
@@ -72,6 +75,14 @@ class BlockCopies:
             each.unflatten(1, (part.shape[0], part.shape[2]))
             for each, part in zip(split, self._groups[group], strict=True)
         ]
+
+
+def block_copies(kv: KVCache, drafter: OpenDrafter | None) -> BlockCopies:
+    """Return what copies the blocks of a cache, and those of a drafter that shares them."""
+    groups = kv.tensors_of_blocks()
+    if drafter is not None:
+        groups[drafter.main_group] += chain(*drafter.kv.tensors_of_blocks())
+    return BlockCopies(groups)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

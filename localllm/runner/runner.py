@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
-from localllm.runner.block_copies import BlockCopies
+from localllm.runner.block_copies import block_copies
 from localllm.runner.device_drafts import most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
@@ -90,7 +89,6 @@ class TorchRunner:
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         states = states or StateCache(spec, 0, device, torch.float32)
-        tensors = kv.tensors_of_blocks()
         cache = layer_caches(kv.layers, states)
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
         self._model: CausalModel | None = model
@@ -99,11 +97,9 @@ class TorchRunner:
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
         why_no_drafts = _why_off(has_drafts, launch_options, keeps_states, group is not None or not samples)
         drafter = None if why_no_drafts else drafter
-        if drafter is not None:
-            tensors[drafter.main_group] += chain(*drafter.kv.tensors_of_blocks())
-        copies = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
-        self._copies = BlockCopies(tensors) if copies else None
-        self.block_bytes = () if self._copies is None else self._copies.block_bytes
+        moves = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
+        self._copies = block_copies(kv, drafter) if moves else None
+        self.block_bytes = self._copies.block_bytes if self._copies else ()
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:

@@ -15,7 +15,7 @@ from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.media import MediaSpan
 from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
-from localllm.engine.memory.block_stores import Arrived, BlockStore, Entry, Key, Transfers
+from localllm.engine.memory.block_stores import BlockArrived, BlockStore, Entry, Key, Transfers
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import Ledger
 from localllm.engine.memory.state_pool import StatePool
@@ -50,11 +50,11 @@ class PlannedTransfers(Transfers):
     def read(self, load: Any, index: int, key: Key, is_wanted: Callable[[], bool]) -> None:
         dice = self.dice
         if dice is not None and dice.random() < 0.1:
-            self.jobs.append(lambda: self._tell(Arrived(load, index, None)))  # the disk fails
+            self.jobs.append(lambda: self._tell(BlockArrived(load, index, None)))  # the disk fails
         else:
             self.jobs.append(lambda: self.do_read(load, index, key))
         if dice is not None and dice.random() < 0.05:
-            self.jobs.append(lambda: self._tell(Arrived(object(), index, None)))  # of nobody
+            self.jobs.append(lambda: self._tell(BlockArrived(object(), index, None)))  # of nobody
 
     def write(self, keys: Sequence[Entry | None], blocks: HostBlocks, num_bytes: int) -> None:
         self.jobs.append(lambda: self.do_write(keys, blocks, num_bytes))

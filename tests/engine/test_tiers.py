@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from localllm.engine.memory.block_stores import HEADER, DiskStore, RamStore, Transfers, Written
+from localllm.engine.memory.block_stores import HEADER, BlocksWritten, DiskStore, RamStore, Transfers
 from localllm.engine.memory.tiers import TierCosts
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request, RequestOptions, State
@@ -433,7 +433,7 @@ def test_a_copy_that_fails_is_reported_and_the_thread_goes_on() -> None:
 
     transfers.write([(key(1), False)], HostBlocks(fail), 1000)
     assert woken.wait(10)
-    assert isinstance(transfers.news.popleft(), Written)
+    assert isinstance(transfers.news.popleft(), BlocksWritten)
     woken.clear()
     transfers.write([(key(2), False)], HostBlocks(lambda: [block(2)]), 1000)
     assert woken.wait(10)

@@ -342,7 +342,7 @@ def lock_folder(folder: Path) -> int | None:
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
-class Arrived(NamedTuple):
+class BlockArrived(NamedTuple):
     """A block that was read, or could not be: `block` is None."""
 
     load: Any  # as given to `Transfers.read`
@@ -352,7 +352,7 @@ class Arrived(NamedTuple):
     seconds: float = 0.0
 
 
-class Written(NamedTuple):
+class BlocksWritten(NamedTuple):
     """Blocks that were written, or lost."""
 
     keys: Sequence[Entry | None]
@@ -368,7 +368,7 @@ class Transfers:
 
     def __init__(self, stores: Sequence[BlockStore]) -> None:
         self.stores = tuple(stores)
-        self.news: deque[Arrived | Written] = deque()
+        self.news: deque[BlockArrived | BlocksWritten] = deque()
         self.on_news: Callable[[], None] = lambda: None
         self._reads: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -382,12 +382,12 @@ class Transfers:
         return any(store.accepts and (store.is_private or not is_private) for store in self.stores)
 
     def read(self, load: Any, index: int, key: Key, is_wanted: Callable[[], bool]) -> None:
-        """Read a block; `Arrived` tells. is_wanted: asked when its turn comes."""
+        """Read a block; `BlockArrived` tells. is_wanted: asked when its turn comes."""
         self._start()
         self._reads.put(lambda: self.do_read(load, index, key) if is_wanted() else None)
 
     def write(self, keys: Sequence[Entry | None], blocks: HostBlocks, num_bytes: int) -> None:
-        """Write blocks; `Written` tells. keys: of each block; None: it is not written."""
+        """Write blocks; `BlocksWritten` tells. keys: of each block; None: it is not written."""
         self._start()
         self._writes.put(lambda: self.do_write(keys, blocks, num_bytes))
 
@@ -417,7 +417,7 @@ class Transfers:
             if (block := store.get(key)) is not None:
                 found = store.name
                 break
-        self._tell(Arrived(load, index, block, found, time.perf_counter() - started))
+        self._tell(BlockArrived(load, index, block, found, time.perf_counter() - started))
 
     def do_write(self, keys: Sequence[Entry | None], blocks: HostBlocks, num_bytes: int) -> None:
         started = time.perf_counter()
@@ -427,9 +427,9 @@ class Transfers:
                     if entry is not None and (store.is_private or not entry[1]):
                         store.put(entry[0], row)
         finally:
-            self._tell(Written(keys, num_bytes, time.perf_counter() - started))
+            self._tell(BlocksWritten(keys, num_bytes, time.perf_counter() - started))
 
-    def _tell(self, news: Arrived | Written) -> None:
+    def _tell(self, news: BlockArrived | BlocksWritten) -> None:
         self.news.append(news)
         self.on_news()
 

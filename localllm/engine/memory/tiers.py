@@ -15,13 +15,14 @@ Does not know: files and threads (block_stores.py), tensors, why a request is ad
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from localllm.engine.memory.block_stores import Arrived, Entry, Key, Transfers
+from localllm.engine.memory.block_stores import BlockArrived, Entry, Key, Transfers
 from localllm.engine.memory.ledger import Ledger
 from localllm.engine.request import Request, State
 from localllm.engine.stats import StoreStats, TierStats, TransferStats
@@ -32,8 +33,9 @@ STEP_BYTES = 64 * 2**20
 MOST_OUT_BYTES = 256 * 2**20
 """Bytes that were copied out and are not written yet. Blocks that are evicted meanwhile are lost."""
 MOST_READ_BYTES = 128 * 2**20  # of one load, read ahead of the steps that copy them in
-LATE_S, LATE_FACTOR = 2.0, 4.0
-"""A load that takes longer than this, and than so many times what computing would take, is ended."""
+LATE_S, LATE_FACTOR = 5.0, 4.0
+"""A load is ended if no block arrives for this time, or if it takes longer than this and than so many times what
+computing would take."""
 WEIGHT = 0.25  # of a new measurement
 TRY_EVERY = 16  # loads that would not pay, of which one is made to measure again
 LEAST_TOKENS = 32  # prompt tokens of a step that measures
@@ -82,6 +84,7 @@ class _Load:
     wanted: list[tuple[int, bytes, int]]  # (group, name, block) to fill, in order of their positions
     num_bytes: int
     deadline_s: float
+    heard_s: float  # when the last block arrived
     num_asked: int = 0
     filled: list[int] = field(default_factory=list)  # indexes into `wanted` whose copy is planned
     answered: set[int] = field(default_factory=set)  # read, or known to be missing
@@ -129,7 +132,7 @@ class KVTiers:
         self._loads: list[_Load] = []
         self._loaded: dict[str, int] = {}  # tokens that a waiting request has loaded, by its id
         self._launched = self._settled = 0  # step ids
-        self._arrived: deque[Arrived] = deque()
+        self._arrived: deque[BlockArrived] = deque()
         self.moved, self.queried_tokens, self.num_resumed = TransferStats(), 0, 0
         self.hit_tokens: Counter[str] = Counter()  # by store
         for group, pool in enumerate(ledger.pools):
@@ -231,11 +234,10 @@ class KVTiers:
         for group, block in kept:
             self.ledger.pools[group].acquire([block])
         blocks = {group: iter(self.ledger.pools[group].take(count)) for group, count in counts.items()}
-        late_s = max(LATE_S, LATE_FACTOR * self.costs.compute_s(num_tokens))
-        load = _Load(
-            request, kept, [(group, name, next(blocks[group])) for group, name in missing], num_bytes,
-            self._clock() + late_s,
-        )  # fmt: skip
+        compute_s, now_s = self.costs.compute_s(num_tokens), self._clock()
+        late_s = max(LATE_S, LATE_FACTOR * compute_s) if compute_s else math.inf
+        wanted = [(group, name, next(blocks[group])) for group, name in missing]
+        load = _Load(request, kept, wanted, num_bytes, now_s + late_s, now_s)
         self._loads.append(load)
         request.state = State.LOADING
         self._ask(load)
@@ -265,7 +267,7 @@ class KVTiers:
         """Copy in the blocks that have arrived, and end the loads that have all of theirs, or are late."""
         while self.transfers.news:
             news = self.transfers.news.popleft()
-            if isinstance(news, Arrived):
+            if isinstance(news, BlockArrived):
                 self._arrived.append(news)
             else:
                 self._out_bytes -= news.num_bytes
@@ -277,6 +279,7 @@ class KVTiers:
             if load not in self._loads or index in load.answered:
                 continue
             load.answered.add(index)
+            load.heard_s = self._clock()
             if block is not None:
                 self._copy_in(load, index, block)
                 left -= block.nbytes
@@ -285,7 +288,7 @@ class KVTiers:
                 self.hit_tokens[store] += self.ledger.block_size if load.wanted[index][0] == self._main else 0
             self._ask(load)
         for load in tuple(self._loads):
-            if len(load.answered) == len(load.wanted) or self._clock() > load.deadline_s:
+            if len(load.answered) == len(load.wanted) or self._clock() > min(load.deadline_s, load.heard_s + LATE_S):
                 self._end(load)
 
     @property

@@ -63,8 +63,7 @@ empty = OneOf(([], {}, ""))
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """The rules for the fields of one object in one dialect. A field of the schema may also have refused values,
-    and values that have no effect."""
+    """The rules for the fields of one object in one dialect. A field of the schema may also have refused values."""
 
     harmless: frozenset[str] = frozenset()
     hints: Mapping[str, Hint] = field(default_factory=dict)  # of hints.py
@@ -82,9 +81,9 @@ class FieldRules:
                 continue
             if rule is not None and not rule.harmless(value):
                 raise UnsupportedParameter(f"{shown!r} is not supported with this value.", rule.why, param=shown)
-            hint = self.hints.get(name)
-            if rule is not None or (name in known and hint is None):
+            if rule is not None or name in known:
                 continue
+            hint = self.hints.get(name)
             if hint is None:
                 warnings.append(f"unknown field {shown!r} ignored")
             elif not hint.neutral(value):
