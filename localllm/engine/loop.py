@@ -109,7 +109,7 @@ class EngineLoop:
         self._stats = scheduler.stats(depth, runner.stats())
         self._stats_failed = False
         if scheduler.cache.tiers is not None:
-            scheduler.cache.tiers.transfers.on_news = self._on_tier_news
+            scheduler.cache.tiers.transfers.on_news = self.wake
 
     # From any thread --------------------------------------------------------------------------------------------
 
@@ -309,7 +309,8 @@ class EngineLoop:
             if not self._inbox and not self._stopping and self.scheduler.waits_for_tier:
                 self._wake.wait(TIER_WAIT_S)
 
-    def _on_tier_news(self) -> None:
+    def wake(self) -> None:
+        """Let the engine's thread look for work, from any thread."""
         with self._wake:
             self._wake.notify()
 

@@ -1,6 +1,6 @@
 """Copies of blocks between the KV cache and the host: `StepPlan.moves`.
 
-The bytes of a block are those of all tensors of its KV group, layer by layer, and of a drafter that shares the blocks.
+The bytes of a block come from all tensors of its KV group, layer by layer, then from a drafter that shares the blocks.
 On a device a copy out is gathered on the stream of the steps, behind the steps that wrote the blocks and before any
 that reuses them; the host waits for it in `HostBlocks.result`, on another thread. A copy in is ordered likewise.
 Does not know: names, files, who needs a block.
@@ -24,7 +24,9 @@ class BlockCopies:
     """Copies blocks of some tensors. groups: of each KV group the tensors [heads, blocks, ...], contiguous."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._groups = [[_as_bytes(tensor) for tensor in group] for group in groups]
+        self._groups = [
+            [each.flatten(2).view(torch.uint8) for each in group] for group in groups
+        ]  # [heads, blocks, bytes]
         self.block_bytes = tuple([sum(each.shape[0] * each.shape[2] for each in group) for group in self._groups])
 
     def apply(self, moves: Sequence[Move]) -> None:
@@ -78,13 +80,8 @@ class BlockCopies:
 
 
 def block_copies(kv: KVCache, drafter: OpenDrafter | None) -> BlockCopies:
-    """Return what copies the blocks of a cache, and those of a drafter that shares them."""
+    """Return what copies the blocks of a cache and of a drafter that shares them."""
     groups = kv.tensors_of_blocks()
     if drafter is not None:
         groups[drafter.main_group] += chain(*drafter.kv.tensors_of_blocks())
     return BlockCopies(groups)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of [heads, blocks, ...] as [heads, blocks, bytes]."""
-    return tensor.flatten(2).view(torch.uint8)

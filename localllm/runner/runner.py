@@ -125,9 +125,7 @@ class TorchRunner:
             )  # fmt: skip
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
             taps = drafter.drafter.taps if drafter is not None else ()
-            self._steps = HostSteps(
-                model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps
-            )  # fmt: skip
+            self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps)
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,

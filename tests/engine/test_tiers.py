@@ -451,7 +451,7 @@ def test_an_engine_with_threads_waits_for_a_slow_disk(tmp_path) -> None:
         made = tiered([Slow(tmp_path, FINGERPRINT, 2**20)])
         tiers = made.scheduler.cache.tiers
         tiers.transfers, tiers._clock = Transfers(tiers.transfers.stores), time.monotonic
-        tiers.transfers.on_news = made.loop._on_tier_news
+        tiers.transfers.on_news = made.loop.wake
         del made.loop._wait_for_tier
         return made
 

@@ -64,7 +64,7 @@ class CacheManager:
 
     def loads(self, request: Request, hit: Hit, *, begins: bool) -> bool:
         """Let a waiting request load the blocks behind its hit, where a tier has them. False: it has none to load.
-        begins: False to begin in a later step, since its blocks might be those of a hit found for another request."""
+        begins: False to begin in a later step, since another request found in this one might need its blocks."""
         if self.tiers is None or request.has_loaded or not self.uses_cache(request):
             return False
         names = request.block_hashes[: (request.num_tokens - 1) // self._block_size]

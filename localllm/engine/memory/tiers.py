@@ -142,7 +142,7 @@ class KVTiers:
     # ---- out ---------------------------------------------------------------------------------------------------------
 
     def named(self, request: Request, first: int, end: int) -> None:
-        """Note who names blocks: those of a private request do not reach a disk."""
+        """Note who names blocks: the blocks of a private request do not reach a disk."""
         if not (request.is_private or self._private):
             return
         keys = ((group, name) for group in range(len(self._block_bytes)) for name in request.block_hashes[first:end])
