@@ -9,12 +9,15 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm.config.flags import add_json
-from localllm.engine.memory.block_stores import KeptModel, delete_kept, kept_models, kv_folder
 from localllm.errors import ConfigError, NotWritable
 from localllm.terminal import print_table
 from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from localllm.engine.memory.block_stores import KeptModel
 
 
 def kv_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,8 @@ def kv_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def kv(options: argparse.Namespace) -> int:
+    from localllm.engine.memory.block_stores import kept_models, kv_folder
+
     folder = options.kv_offload_dir or kv_folder()
     found = kept_models(folder)
     if options.action == "clear":
@@ -48,6 +53,8 @@ def kv(options: argparse.Namespace) -> int:
 
 
 def _clear(options: argparse.Namespace, folder: Path, found: list[KeptModel]) -> int:
+    from localllm.engine.memory.block_stores import delete_kept
+
     chosen = [each for each in found if not options.model or each.name == options.model]
     if options.model and not chosen:
         known = (
