@@ -26,6 +26,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
     DraftSupport,
     GaveWay,
+    Move,
     NewSlot,
     PendingStep,
     Row,
@@ -117,12 +118,15 @@ class FakeRunner:
         self.encoded: dict[bytes, int] = {}  # rows of the encoded pictures
         self.num_encoded = 0
         self.freed: list[str] = []  # request ids, in the order their slots were freed
+        self.block_bytes = (16 * block_size,) * len(windows)
 
     def forward(self, plan: StepPlan) -> None:
         if self._fail_when is not None and self._fail_when(plan):
             raise RuntimeError(f"asked to fail in step {plan.step_id}")
         for slot in plan.freed_slots:
             self.freed.append(self._slots.pop(slot).request_id)
+        for move in plan.moves:
+            self._move(move)
         for new in plan.new_slots:
             self._open(new)
         for slot_id, ids in plan.known_token_ids:
@@ -183,6 +187,23 @@ class FakeRunner:
 
     def close(self) -> None:
         self.reset()
+
+    def _move(self, move: Move) -> None:
+        """Copy blocks as pairs of token id and crc of the prefix, int64; (-1, -1): nothing was written."""
+        places = [
+            [(move.group, block * self.block_size + offset) for offset in range(self.block_size)]
+            for block in move.blocks
+        ]
+        assert move.blocks, "a move of nothing"
+        assert 0 not in move.blocks, "the null block moves"
+        if move.is_load:
+            for row, slots in zip(move.host.result(), places, strict=True):
+                pairs = row.view(np.int64).reshape(-1, 2).tolist()
+                self._memory.update({slot: (token, crc) for slot, (token, crc) in zip(slots, pairs, strict=True)})
+            return
+        rows = [np.array([self._memory.get(slot, (-1, -1)) for slot in slots], np.int64) for slots in places]
+        copies = [row.reshape(-1).view(np.uint8) for row in rows]
+        move.host.result = lambda: copies
 
     def _open(self, new: NewSlot) -> None:
         assert new.slot not in self._slots, f"slot {new.slot} is taken by {self._slots[new.slot].request_id}"
@@ -355,6 +376,7 @@ class FakePipeline:
     def __init__(self, last: FakeRunner, num_stages: int) -> None:
         self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
         self.num_stages, self.drafts = num_stages, DraftSupport(why_none="the model is in stages")
+        self.block_bytes = ()
         self.profiler = None
         self._last = last
         self._given: dict[int, list[int]] = {}  # token ids by slot, as the first stage knows them

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.config.settings import EngineConfig
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
+from localllm.models.fit import MemoryPlan
 from localllm.runner.runner import TorchRunner
 from localllm.serving import build
 from localllm.serving.build import build_engine, sampling_defaults
@@ -134,13 +136,31 @@ def test_fingerprints_tell_models_and_dtypes_apart(tiny_llama_path: Path, tmp_pa
     model = build_engine(settings_for(tiny_llama_path))
     folder = tmp_path / "copy"
     shutil.copytree(tiny_llama_path, folder)
-    first = fingerprint(tiny_llama_path, model.plan)
-    assert first == fingerprint(tiny_llama_path, model.plan)
-    assert first != fingerprint(folder, model.plan)
-    before = fingerprint(folder, model.plan)
+    config = EngineConfig()
+    first = fingerprint(tiny_llama_path, model.plan, config)
+    assert first == fingerprint(tiny_llama_path, model.plan, config)
+    assert first != fingerprint(folder, model.plan, config)
+    before = fingerprint(folder, model.plan, config)
     (folder / "model.safetensors").touch()
-    assert before != fingerprint(folder, model.plan)
+    assert before != fingerprint(folder, model.plan, config)
     model.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"quantization": "int8"}, {"cpu_weights": "exact"}, {"model_impl": "transformers"}, {"kernels": "torch"},
+        {"deterministic": True}, {"speculative": "mtp"}, {"plan": {"block_size": 32}}, {"plan": {"kv_dtype": "int8"}},
+        {"plan": {"device": "cuda:0"}}, {"plan": {"dtype": "float16"}},
+    ],
+)  # fmt: skip
+def test_whatever_changes_kv_changes_the_fingerprint(tiny_llama_path: Path, changed: dict[str, Any]) -> None:
+    settings = settings_for(tiny_llama_path)
+    plan = MemoryPlan("cpu", "float32", "float32", 256, 4, 64, 0, (9,), 16, 0, 0, 0, 0, 0, 1)
+    before = fingerprint(tiny_llama_path, plan, settings.engine)
+    other = replace(plan, **changed.pop("plan", {}))
+    assert fingerprint(tiny_llama_path, other, replace(settings.engine, **changed)) != before
+    assert fingerprint(tiny_llama_path, replace(plan, num_blocks=(99,)), settings.engine) == before
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_help_needs_nothing_heavy() -> None:
         (
             "up --swap-space 4",
             2,
-            "--swap-space is not supported.\nA preempted request is recomputed; nothing is swapped.\nTry: ",
+            "--swap-space is not supported.\nUse kv_offloading_size: ",
         ),
         ("serve demo --kv-transfer-config={}", 2, "--kv-transfer-config is not supported."),
         ("up --speculative mtpp", 2, "--speculative mtpp is out of range."),

@@ -207,6 +207,16 @@ class EngineConfig:
         unset="64 on a GPU, 16 on CPU")
     enable_prefix_caching: bool = setting(
         True, MEMORY, "reuse the KV blocks of prompts with a common prefix")
+    kv_offloading_size: float | None = setting(
+        None, MEMORY, "RAM for KV blocks that have left the cache, in GiB", unit="GiB", low=0,
+        aliases=("--kv-offload-gib",), unset="an eighth of the free RAM up to 8 on a GPU, 0 on a CPU",
+        note="they come back when a prompt begins alike, and after a preemption")
+    kv_disk_gib: float = setting(
+        0.0, MEMORY, "disk for KV blocks, in GiB", unit="GiB", low=0,
+        note="prompts are found there after a restart; what is kept can be turned back into text: localllm kv clear")
+    kv_offload_dir: str | None = setting(
+        None, MEMORY, "folder of the KV blocks on disk", unset="kv in the cache folder", is_path=True,
+        metavar_text="FOLDER")
 
     tensor_parallel_size: int | None = setting(
         None, PARALLEL, "number of ranks that share each layer", unit="ranks", low=1, high=64, parser=_parse_size,

@@ -46,6 +46,9 @@ SWITCH_INTERVAL_S = 1e-4
 """Seconds that another thread may keep the interpreter while this one wants it. A step asks for the interpreter
 hundreds of times; with Python's default of 5 ms, one busy thread would stretch a 5 ms step to 50 ms."""
 
+TIER_WAIT_S = 0.05
+"""Longest sleep while blocks are read or written: loads that are late are ended after it."""
+
 MOST_FAILURES = 3
 """Failures in a row after which the engine ends:
 outputs that `deliver` refuses, or failed steps that end no request."""
@@ -105,6 +108,8 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._stats = scheduler.stats(depth, runner.stats())
         self._stats_failed = False
+        if scheduler.cache.tiers is not None:
+            scheduler.cache.tiers.transfers.on_news = self.wake
 
     # From any thread --------------------------------------------------------------------------------------------
 
@@ -188,6 +193,8 @@ class EngineLoop:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if (tiers := self.scheduler.cache.tiers) is not None:
+            tiers.transfers.close()
 
     def lose(self, error: DeviceLost) -> None:
         """End the engine, from any thread, because its device is lost: while idle it calls nothing that would raise."""
@@ -289,10 +296,23 @@ class EngineLoop:
                 self._tell()  # outputs of the previous step
             if self._pending and (len(self._pending) >= self.depth or not launched):
                 self._settle()
+            elif not launched and self.scheduler.waits_for_tier:
+                self._wait_for_tier()
         with self._recovering():
             self._collect(self.scheduler.take_outputs())
             if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last a whole step
                 self._tell()
+
+    def _wait_for_tier(self) -> None:
+        """Wait for a block that another thread reads or writes, or for a request; a late one is noticed, too."""
+        with self._wake:
+            if not self._inbox and not self._stopping and self.scheduler.waits_for_tier:
+                self._wake.wait(TIER_WAIT_S)
+
+    def wake(self) -> None:
+        """Let the engine's thread look for work, from any thread."""
+        with self._wake:
+            self._wake.notify()
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

@@ -18,11 +18,13 @@ from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.request import Request
 from localllm.engine.stats import (
     NO_SPECULATION,
+    NO_TIERS,
     EngineStats,
     Histogram,
     RequestTimeline,
     SpeculationStats,
     StepComposition,
+    TierStats,
 )
 from localllm.engine.step import Row, RunnerStats
 
@@ -146,7 +148,7 @@ class StatsRecorder:
         self._note_rate(0, generated)
         while self._launched and self._launched[0].step_id < step_id:
             self._launched.popleft()
-        if self._launched:
+        if self._launched and self._launched[0].step_id == step_id:  # a step without rows was not recorded
             held = self._launched.popleft()
             self.steps.append(replace(held, forward_s=forward_s, sample_s=sample_s, update_s=update_s))
 
@@ -202,6 +204,7 @@ class StatsRecorder:
         runner: RunnerStats,
         states: StatePool | None = None,
         speculation: SpeculationStats = NO_SPECULATION,
+        tiers: TierStats = NO_TIERS,
     ) -> EngineStats:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
@@ -256,6 +259,7 @@ class StatsRecorder:
             requests=tuple(r.timeline() for r in (*running, *islice(waiting, SHOWN_WAITING))),
             recent=tuple(self.recent),
             speculation=speculation,
+            tiers=tiers,
             kv_groups=ledger.stats(),
         )
 

@@ -49,6 +49,7 @@ class RequestOptions:
     prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
     part_of: str = ""  # id of the beam search that the request is a step of; empty: a request of its own
     replica: int | None = None  # number of the only replica that may answer (--data-parallel-size)
+    keeps_no_copy: bool = False  # what it computes is not written to a disk (store: false)
     is_background: bool = False  # a line of a batch: every other request runs first, under each policy
 
 
@@ -79,6 +80,7 @@ class HeldState:
 
 class State(StrEnum):
     WAITING = "waiting"
+    LOADING = "loading"  # waiting for blocks to be read from a tier; holds blocks and no slot (memory/tiers.py)
     RUNNING = "running"
     PREEMPTED = "preempted"  # waiting again, without blocks
     FINISHED = "finished"
@@ -91,11 +93,12 @@ class Request:
     __slots__ = (
         "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
         "cache_extras", "cache_miss", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
-        "finished_s", "first_token_s", "grammar",
+        "finished_s", "first_token_s", "grammar", "has_loaded",
         "hash_root", "held_state", "is_redrawn", "last_proposed", "last_token_s", "max_drafts",
         "max_output_tokens", "media", "most_unseen", "next_drop",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
-        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
+        "num_loaded_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed",
+        "num_registered_blocks",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
         "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "spans", "state", "stop_token_ids",
         "token_ids",
@@ -163,7 +166,8 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.hash_root = b""
         self.num_registered_blocks = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_loaded_tokens = 0  # the latter: tokens whose KV came from a tier
+        self.has_loaded = False  # since it was last admitted, it has been looked up in the tiers
         self.num_lost_tokens = 0  # tokens whose KV existed at a preemption
         self.prompt_logprobs: list[TokenLogprobs] = []
 
@@ -206,6 +210,11 @@ class Request:
     def is_finished(self) -> bool:
         return self.state is State.FINISHED
 
+    @property
+    def is_private(self) -> bool:
+        """Return whether its KV must not be written to a disk."""
+        return self.options.cache_salt is not None or self.options.keeps_no_copy
+
     def drop_drafts(self) -> None:
         """Forget all drafts: the host's, and the ones that the runner had ready."""
         self.draft_token_ids = self.proposed = ()
@@ -215,7 +224,7 @@ class Request:
         """Return to waiting with nothing computed, in flight or held; tokens already sent are kept."""
         if self.state is State.RUNNING:
             self.state = State.PREEMPTED
-        self.slot, self.held_state = -1, None
+        self.slot, self.held_state, self.has_loaded = -1, None, False
         self.drop_drafts()
         self.block_tables, self.num_dropped_blocks = [], []
         self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
@@ -250,6 +259,7 @@ class Request:
             miss_reason="" if miss is None else miss.reason,
             miss_position=0 if miss is None else miss.position,
             num_missed_tokens=0 if miss is None else miss.num_tokens,
+            num_loaded_tokens=self.num_loaded_tokens,
         )
 
     def __repr__(self) -> str:

@@ -163,6 +163,8 @@ class RequestTable:
         if was_running:
             self.cache.name_blocks(request, request.num_computed_tokens)
             self._release(request)
+        elif self.cache.tiers is not None:
+            self.cache.tiers.cancel(request)
         request.state = State.FINISHED
         request.finish_reason = reason
         request.finished_s = now_s()

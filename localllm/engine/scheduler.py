@@ -29,7 +29,7 @@ from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
 from localllm.engine.speculation import Speculation
-from localllm.engine.stats import NO_SPECULATION, EngineStats
+from localllm.engine.stats import NO_SPECULATION, NO_TIERS, EngineStats
 from localllm.engine.step import DraftSupport, NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 
@@ -137,7 +137,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self.launched)
+        tiers = self.cache.tiers
+        return bool(self.requests or self.launched or (tiers is not None and tiers.has_work))
+
+    @property
+    def waits_for_tier(self) -> bool:
+        """Return whether nothing can be launched before a block has been read or written."""
+        tiers = self.cache.tiers
+        return tiers is not None and not (self.running or self.launched) and tiers.waits
 
     # A step is planned ----------------------------------------------------------------------------------------
 
@@ -165,7 +172,7 @@ class Scheduler:
             self._schedule_prefills(step)
         if not step.rows:
             self.recorder.degraded_steps += any(map(self._is_held_back, self.running))
-            return None
+            return self._commit(step) if self.cache.has_moves else None
         plan = self._commit(step)
         planned_s, budget = now_s() - started_s, self.config.max_num_batched_tokens
         self.recorder.on_plan(plan.step_id, step.rows.values(), budget - step.budget, budget, planned_s)
@@ -174,7 +181,7 @@ class Scheduler:
     def _make_room_for_an_urgent_request(self, step: _StepBuilder) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken. Background
         requests are also preempted for their blocks, as many as it takes, but only if that is enough."""
-        head = next(iter(self.waiting), None)
+        head = self._head()
         if head is None or head.num_in_flight_tokens or not self.running:
             return
         victim = self._victim()
@@ -238,6 +245,10 @@ class Scheduler:
                 count = min(wanted, 1 + spare)
                 spare -= self._schedule_one(request, count, step) and count - 1
 
+    def _head(self) -> Request | None:
+        """Return the first waiting request that does not wait for blocks from a tier."""
+        return next((request for request in self.waiting if request.state is not State.LOADING), None)
+
     def _has_background(self) -> bool:
         last = self.waiting.least_urgent
         return (last is not None and last.priority == BACKGROUND_PRIORITY) or any(
@@ -247,7 +258,7 @@ class Scheduler:
     def _computes_an_urgent_prompt(self) -> bool:
         """Return whether a prompt is to be computed of a request that is not in the background. Background requests
         wait for it, since the step's time is that request's time to first token."""
-        head = next(iter(self.waiting), None)
+        head = self._head()
         if head is not None and head.priority < BACKGROUND_PRIORITY and self.table.free_slots:
             return not self.cache.is_being_computed(head, self.cache.find(head), self.running)
         return any(
@@ -456,7 +467,7 @@ class Scheduler:
                 break
             if step.defers_background and request.priority == BACKGROUND_PRIORITY:
                 break
-            if request.num_in_flight_tokens:
+            if request.num_in_flight_tokens or request.state is State.LOADING:
                 continue
             if not self.cache.has_slot(len(found)):
                 break
@@ -466,7 +477,7 @@ class Scheduler:
                 break
             if self.cache.is_being_computed(request, hit, self.running):
                 continue
-            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
+            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running or self.cache.is_loading)
             end = self._end_of_blocks(request, request.num_tokens)
             least, most = (plus(taken, ledger.needs(max(end, n))) for n in (end, self._reserve.num_tokens(request)))
             alone = plus(taken, ledger.needs_alone(end))
@@ -479,6 +490,9 @@ class Scheduler:
                 if found or not self._enters_on_trial(request, least):
                     break
                 most = ledger.capacity  # no other request may be admitted with it
+            if self.cache.loads(request, hit, begins=not found):
+                spare.clear()
+                continue
             wanted = request.num_tokens - hit.num_blocks * self.config.block_size
             found.append(_Prefill(request, wanted, hit))
             entering = plus(entering, most)
@@ -551,8 +565,8 @@ class Scheduler:
                 if row.num_computed_tokens < span.end <= request.num_computed_tokens:
                     self.table.encoded.release(span.digest, request.request_id)
             name_blocks(request, request.num_computed_tokens)
-        self.cache.commit()
         self._step_id += 1
+        moves = self.cache.commit(self._step_id)
         rows = tuple([row for _, row in step.rows.values()])
         known = self._known_token_ids(step) if self._num_cohorts > 1 else ()
         propose = 0 if self.speculation is None else self.speculation.propose(sampling)
@@ -566,6 +580,7 @@ class Scheduler:
             propose,
             is_unmasked,
             *self.table.encoded.changes(),
+            moves=moves,
         )
         self.launched.append(LaunchedStep(plan, tuple(requests)))
         return plan
@@ -587,6 +602,7 @@ class Scheduler:
         return (
             self._num_cohorts == 1
             and self.cache.states is None
+            and bool(requests)
             and all(request.priority == BACKGROUND_PRIORITY for request in requests)
             and not (plan.encodes or any(row.num_drafts for row in plan.rows))
         )
@@ -612,9 +628,12 @@ class Scheduler:
         outputs = settle_step(self.table, step, result, self.speculation)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
         seconds = result.timings.forward_s + result.timings.sample_s
+        self.cache.settle(step.plan.step_id)
+        if self.cache.tiers is not None:
+            self.cache.tiers.costs.observe_prompt(_num_prompt_tokens(step.plan), seconds)
         if self.config.target_step_s:
             self._pace.observe(_num_prompt_tokens(step.plan), seconds)
-        if self.speculation is not None and all(row.is_decode for row in step.plan.rows):
+        if self.speculation is not None and step.plan.rows and all(row.is_decode for row in step.plan.rows):
             self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs
 
@@ -663,6 +682,7 @@ class Scheduler:
             async_depth=async_depth,
             runner=runner,
             speculation=NO_SPECULATION if self.speculation is None else self.speculation.stats(),
+            tiers=NO_TIERS if self.cache.tiers is None else self.cache.tiers.stats(),
         )
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:

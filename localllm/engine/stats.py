@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from localllm.engine.step import RunnerStats
 
@@ -82,6 +82,7 @@ class RequestTimeline:
     miss_reason: str = ""  # why the prefix cache had no more of the prompt (prompt_history.py); empty: it had
     miss_position: int = 0  # prompt tokens before the place where the request left the earlier one
     num_missed_tokens: int = 0  # prompt tokens computed again that an earlier request had computed
+    num_loaded_tokens: int = 0  # of the cached ones, and of those found after a preemption, read from a tier
 
     @property
     def missed_s(self) -> float | None:
@@ -194,6 +195,47 @@ class KVGroupStats:
         return self.total_blocks - self.used_blocks - self.cached_blocks
 
 
+@dataclass(slots=True)
+class TransferStats:
+    """Totals of blocks that moved between the cache and the tiers behind it."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0  # of a thread that read
+    seconds_out: float = 0.0  # of a thread that wrote
+    num_lost_blocks: int = 0  # evicted before they could be copied out
+
+    def add(self, way: Literal["in", "out"], num_bytes: int, seconds: float) -> None:
+        if way == "in":
+            self.bytes_in, self.seconds_in = self.bytes_in + num_bytes, self.seconds_in + seconds
+        else:
+            self.bytes_out, self.seconds_out = self.bytes_out + num_bytes, self.seconds_out + seconds
+
+
+class StoreStats(NamedTuple):
+    """The state of one tier."""
+
+    name: str  # ram, disk
+    used_bytes: int
+    capacity_bytes: int
+    hit_tokens: int  # tokens that were read from it
+
+
+class TierStats(NamedTuple):
+    """KV blocks outside of the cache."""
+
+    stores: tuple[StoreStats, ...] = ()  # fastest first; empty: there are none
+    moves: TransferStats = TransferStats()
+    num_loading: int = 0  # requests that wait for blocks
+    num_queued: int = 0  # blocks to be copied out
+    queried_tokens: int = 0  # prompt tokens that the cache did not have, looked up in the tiers
+    hit_tokens: int = 0  # of those, the loaded ones
+    num_resumed: int = 0  # preempted requests that came back from a tier
+
+
+NO_TIERS = TierStats()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """All statistics of the engine. Totals count from the start; rates are over the last few seconds."""
@@ -246,6 +288,7 @@ class EngineStats:
     requests: tuple[RequestTimeline, ...]  # all running ones, then the first waiting ones
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
     speculation: SpeculationStats = NO_SPECULATION
+    tiers: TierStats = NO_TIERS
     kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them
     engine: str = "0"  # number of the replica, for labels
 

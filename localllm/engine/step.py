@@ -98,9 +98,33 @@ class GaveWay(Exception):
     """Raised by `Runner.forward` in place of a result: the step's rows are not computed, its slot changes are made."""
 
 
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class HostBlocks:
+    """Contents of blocks on the host, each as bytes whose meaning only the runner knows: [N][bytes of a block].
+
+    The runner sets `result` for blocks that leave the cache. It may be called on any thread once the move is launched,
+    and waits for a copy from a device.
+    """
+
+    result: Callable[[], Sequence[Bytes]]
+
+
+class Move(NamedTuple):
+    """Copy blocks of one KV group between the cache and the host."""
+
+    group: int
+    blocks: tuple[int, ...]
+    is_load: bool  # into the cache
+    host: HostBlocks
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The runner's task for one step: apply `freed_slots`, then `new_slots`, then run `rows` as one batch.
+    """The runner's task for one step: apply `freed_slots`, then `moves` in order, then `new_slots`, then run `rows` as
+    one batch. A step may have moves and no rows.
 
     The runner knows the token id at each position: it was in `NewSlot.token_ids`, or the runner sampled it itself.
     Only the last stage of a pipeline samples, so for the others the ids come with the plan.
@@ -118,6 +142,7 @@ class StepPlan:
     encodes: tuple[Encode, ...] = ()  # pictures to encode before the forward pass
     gives_way: Callable[[], bool] | None = None
     """Asked between two layers, where a runner can: whether to raise `GaveWay`. None: the step cannot be taken back."""
+    moves: tuple[Move, ...] = ()  # on a device in the order of its work: behind earlier steps, before this one's rows
 
     @property
     def num_tokens(self) -> int:
@@ -295,6 +320,7 @@ class Runner(Protocol):
     vocab_size: int
     num_stages: int  # pipeline stages; each works on a step of its own
     drafts: DraftSupport
+    block_bytes: tuple[int, ...]  # of one block of each KV group, as `StepPlan.moves` copies it; (): it copies none
 
     @property
     def profiler(self) -> Profiler | None:

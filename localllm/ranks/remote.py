@@ -51,6 +51,7 @@ class RankRunner:
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
         self.num_stages = num_stages
         self.drafts = DraftSupport(why_none="the model is split over several ranks")
+        self.block_bytes: tuple[int, ...] = ()
         self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank
         self._in_flight = InFlight() if in_flight is None else in_flight

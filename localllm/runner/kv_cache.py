@@ -59,6 +59,11 @@ class KVCache:
         sources = spec.kv_source or range(spec.num_layers)
         self.layers = [kept.get(sources[layer]) for layer in range(spec.num_layers)]  # None: a layer without attention
         self._kept = tuple(kept.values())
+        self._groups = [[kept[layer] for layer in group.layers] for group in groups]
+
+    def tensors_of_blocks(self) -> list[list[Tensor]]:
+        """Return for each KV group its tensors [heads, blocks, ...], without fixed scales."""
+        return [[tensor for layer in group for tensor in layer.tensors() if tensor.dim() > 1] for group in self._groups]
 
     @property
     def allocated_bytes(self) -> int:

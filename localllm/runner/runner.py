@@ -39,6 +39,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
+from localllm.runner.block_copies import block_copies
 from localllm.runner.device_drafts import draft_widths, most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
@@ -97,6 +98,9 @@ class TorchRunner:
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
         why_no_drafts = _why_off(has_drafts, launch_options, keeps_states, group is not None or not samples)
         drafter = None if why_no_drafts else drafter
+        moves = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
+        self._copies = block_copies(kv, drafter) if moves else None
+        self.block_bytes = self._copies.block_bytes if self._copies else ()
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
@@ -122,9 +126,7 @@ class TorchRunner:
             )  # fmt: skip
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
             taps = drafter.drafter.taps if drafter is not None else ()
-            self._steps = HostSteps(
-                model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps
-            )  # fmt: skip
+            self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps)
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
@@ -164,6 +166,8 @@ class TorchRunner:
             for slot in plan.freed_slots:
                 self._sampling.leave(slot)
                 self._refused.pop(slot, None)
+            if plan.moves and self._copies is not None:
+                self._copies.apply(plan.moves)
             for new in plan.new_slots if self._draws else ():
                 self._enter_sampling(new)
                 if self._drafters is not None:
@@ -248,7 +252,7 @@ class TorchRunner:
         if self._model is None:
             return
         self._forget_slots()
-        self._model = self._steps = self._encoder = None
+        self._model = self._steps = self._encoder = self._copies = None
         del self._sampling, self._slots, self._inputs
         empty_cache()
 

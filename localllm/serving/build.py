@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from localllm.engine.admission import Admission
     from localllm.engine.client import EngineClient
     from localllm.engine.loop import EngineLoop
+    from localllm.engine.memory.ledger import Ledger
+    from localllm.engine.memory.tiers import KVTiers
     from localllm.engine.step import Runner
     from localllm.machine.hardware import Hardware
     from localllm.models.fit import MemoryPlan, MemoryReport
@@ -236,6 +238,8 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
         states = f" · recurrent states {format_bytes(plan.state_bytes)}" if plan.num_places else ""
+        states += f" · KV in RAM up to {format_bytes(plan.kv_ram_bytes)}" if plan.kv_ram_bytes else ""
+        states += f" · KV on disk up to {format_bytes(plan.kv_disk_bytes)}" if plan.kv_disk_bytes else ""
         report(f"{plan.place} · {plan.dtype} · weights {weights}{stored} · KV {kv}{states}")
     return plan
 
@@ -393,7 +397,7 @@ def engine_parts(
     from localllm.text.grammar import Grammars
     from localllm.text.reasoning_budget import ReasoningBudgets
 
-    loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
+    loop = _engine_loop(config, plan, fingerprint(path, plan, config), runner, path.name)
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
         most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,
@@ -405,7 +409,9 @@ def engine_parts(
     return loop, admission, EngineClient(loop, admission, tokenizer)
 
 
-def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner) -> EngineLoop:
+def _engine_loop(
+    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, name: str
+) -> EngineLoop:  # fmt: skip
     from localllm.engine.loop import EngineLoop
     from localllm.engine.memory.block_names import BlockHasher
     from localllm.engine.memory.cache_manager import CacheManager
@@ -442,13 +448,45 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
         encoder_rows=0 if plan.pictures is None else plan.pictures.kept_rows,
         encoder_budget=0 if plan.pictures is None else plan.pictures.rows,
     )
+    ledger = Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens)
     cache = CacheManager(
         limits,
-        Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens),
+        ledger,
         BlockHasher(fingerprint, plan.block_size),
         StatePool(plan.num_places) if plan.num_places else None,
+        _kv_tiers(config, plan, fingerprint, runner, ledger, name),
     )
     return EngineLoop(Scheduler(limits, cache, speculation=speculation), runner, depth=plan.async_depth)
+
+
+def _kv_tiers(
+    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, ledger: Ledger, name: str
+) -> KVTiers | None:
+    """Return what keeps KV blocks outside of the cache; None: nothing is to be kept. Raises `UnsupportedOption` for a
+    model whose blocks cannot move, and `ConfigError` for a folder that cannot be written."""
+    from localllm.engine.memory.block_stores import BlockStore, DiskStore, RamStore, Transfers, kv_folder
+    from localllm.engine.memory.tiers import KVTiers
+
+    if not (plan.kv_ram_bytes or plan.kv_disk_bytes) or not config.enable_prefix_caching:
+        return None
+    if not runner.block_bytes:
+        if not plan.kv_disk_bytes and config.kv_offloading_size is None:
+            return None
+        why = "it keeps recurrent states" if plan.num_places else "it is split over several ranks"
+        raise UnsupportedOption(
+            "The KV blocks of this model stay in the cache.", f"They cannot be kept elsewhere: {why}.",
+            "Leave out --kv-disk-gib and --kv-offloading-size.", param="kv_disk_gib",
+        )  # fmt: skip
+    stores: list[BlockStore] = [RamStore(plan.kv_ram_bytes)] if plan.kv_ram_bytes else []
+    if plan.kv_disk_bytes:
+        folder = Path(config.kv_offload_dir).expanduser() if config.kv_offload_dir else kv_folder()
+        try:
+            stores.append(DiskStore(folder, fingerprint, plan.kv_disk_bytes, name))
+        except OSError as error:
+            why, hint = f"{error.strerror or error}.", "Choose another --kv-offload-dir."
+            raise ConfigError(f"KV blocks cannot be kept in {folder}.", why, hint, param="kv_offload_dir") from error
+    log.info("kv tiers ram=%d disk=%d", plan.kv_ram_bytes, plan.kv_disk_bytes)
+    return KVTiers(ledger, runner.block_bytes, Transfers(stores))
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from localllm.errors import ConfigError, DoesNotFit
 from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 from localllm.machine.hardware import Hardware
 from localllm.units import format_count
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
@@ -318,13 +319,22 @@ def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = 
     return replace(settings, engine=replace(settings.engine, **values), sources=sources)
 
 
-def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
-    """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size."""
+def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig) -> bytes:
+    """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size, how the
+    weights are stored and by what they are computed, the drafter, whose K and V are in the same blocks, and this
+    version, since blocks on disk outlive it."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files_of(path):
         status = file.stat()
         digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
-    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
+    kind = plan.device.partition(":")[0]
+    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}:{kind}:{__version__}".encode())
+    drafter = config.speculation
+    made_by = (
+        config.quantization, config.cpu_weights, config.model_impl, config.kernels, config.deterministic,
+        drafter.has_drafter, drafter.method, drafter.drafter, drafter.revision,
+    )  # fmt: skip
+    digest.update(repr(made_by).encode())
     return digest.digest()
 
 

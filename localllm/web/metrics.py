@@ -43,6 +43,12 @@ GAUGES = (
 COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    (
+        "external_prefix_cache_queries",
+        "Prompt tokens that the cache did not hold, looked up in RAM and on disk.",
+        "tiers.queried_tokens",
+    ),
+    ("external_prefix_cache_hits", "Tokens loaded from RAM or disk.", "tiers.hit_tokens"),
     ("num_preemptions", "Requests preempted: their blocks were freed and they wait again.", "num_preemptions"),
     ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
     ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", "prompt_tokens_cached"),
@@ -99,6 +105,8 @@ OWN_COUNTERS = (
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
     ("recomputed_tokens", "Tokens computed again after a preemption.", "recomputed_tokens"),
+    ("kv_tier_lost_blocks", "Blocks that were evicted before they could be copied out.", "tiers.moves.num_lost_blocks"),
+    ("resumed_requests", "Preempted requests whose blocks came back from RAM or disk.", "tiers.num_resumed"),
     ("corrupted_requests", "Requests that ended because the model's output was NaN.", "corrupted_requests"),
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
@@ -176,6 +184,7 @@ class EngineCollector(Collector):
         yield from (self._counter(OWN, *row) for row in OWN_COUNTERS)
         yield self._steps_without_drafts()
         yield self._kernel_fall_backs()
+        yield from self._tiers()
         if "vllm" in self.aliases:
             yield from self._shared(VLLM)
         if "llamacpp" in self.aliases:
@@ -235,6 +244,23 @@ class EngineCollector(Collector):
             for each in stats.runner.fall_backs:
                 family.add_metric([*_labels(model, stats), each.kernel, each.variant], 1.0)
         return family
+
+    def _tiers(self) -> Iterator[Metric]:
+        """Yield what is kept outside of the cache, by tier, and what moved, by direction."""
+        labels, ways = [*LABELS, "tier"], [*LABELS, "way"]
+        used = GaugeMetricFamily(f"{OWN}kv_tier_bytes", "Bytes of KV blocks in RAM and on disk.", labels=labels)
+        hits = CounterMetricFamily(f"{OWN}kv_tier_hits", "Tokens whose KV was read there.", labels=labels)
+        moved = CounterMetricFamily(f"{OWN}kv_transfer_bytes", "Bytes of KV blocks that moved.", labels=ways)
+        seconds = CounterMetricFamily(f"{OWN}kv_transfer_seconds", "Time that it took a thread.", labels=ways)
+        for model, stats in self.engines:
+            own, moves = _labels(model, stats), stats.tiers.moves
+            for store in stats.tiers.stores:
+                used.add_metric([*own, store.name], store.used_bytes)
+                hits.add_metric([*own, store.name], store.hit_tokens)
+            for way in ("in", "out") if stats.tiers.stores else ():
+                moved.add_metric([*own, way], getattr(moves, f"bytes_{way}"))
+                seconds.add_metric([*own, way], getattr(moves, f"seconds_{way}"))
+        yield from (used, hits, moved, seconds)
 
     def _steps_without_drafts(self) -> Metric:
         text = "Steps that generated without drafts, by reason."

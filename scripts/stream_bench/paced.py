@@ -121,6 +121,7 @@ class PacedRunner:
     """An `engine.step.Runner` with the given pace."""
 
     block_size, num_stages = BLOCK_SIZE, 1
+    block_bytes: tuple[int, ...] = ()
 
     def __init__(self, pace: Pace) -> None:
         self.num_blocks, self._pace, self._meter = (num_blocks(pace),), pace, Meter(pace)

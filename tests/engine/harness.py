@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +15,18 @@ from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.media import MediaSpan
 from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.memory.block_stores import BlockArrived, BlockStore, Entry, Key, Transfers
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import Ledger
 from localllm.engine.memory.state_pool import StatePool
+from localllm.engine.memory.tiers import KVTiers
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import BACKGROUND_PRIORITY, NEVER, Request, RequestOptions, State
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.speculation import Speculation
-from localllm.engine.step import DraftSupport, PromptEmbeds, RunnerStats, StepPlan
+from localllm.engine.step import DraftSupport, HostBlocks, PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
 from tests.fake_runner import FakePipeline, FakeRunner
@@ -30,6 +34,40 @@ from tests.fake_runner import FakePipeline, FakeRunner
 BLOCK_SIZE = 4
 MOST_VERIFIED = 64  # tokens of a step with drafts
 MOST_PLACEHOLDERS = 32  # positions that launched guesses may give up again, and a block
+
+
+class PlannedTransfers(Transfers):
+    """Transfers without threads: `advance` does one job. Late, in any order, failing and answered twice, by `dice`."""
+
+    def __init__(self, stores: Sequence[BlockStore], dice: random.Random | None = None) -> None:
+        super().__init__(stores)
+        self.jobs: list[Callable[[], None]] = []
+        self.dice, self.now_s = dice, 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def read(self, load: Any, index: int, key: Key, is_wanted: Callable[[], bool]) -> None:
+        dice = self.dice
+        if dice is not None and dice.random() < 0.1:
+            self.jobs.append(lambda: self._tell(BlockArrived(load, index, None)))  # the disk fails
+        else:
+            self.jobs.append(lambda: self.do_read(load, index, key))
+        if dice is not None and dice.random() < 0.05:
+            self.jobs.append(lambda: self._tell(BlockArrived(object(), index, None)))  # of nobody
+
+    def write(self, keys: Sequence[Entry | None], blocks: HostBlocks, num_bytes: int) -> None:
+        self.jobs.append(lambda: self.do_write(keys, blocks, num_bytes))
+
+    def clear(self) -> None:
+        for store in self.stores:
+            store.clear()
+        self.jobs.append(lambda: [store.clear() for store in self.stores] and None)
+
+    def advance(self) -> None:
+        self.now_s += 0.001 if self.dice is None else self.dice.choice([0.001, 0.001, 5.0])
+        if self.jobs:
+            self.jobs.pop(0 if self.dice is None else self.dice.randrange(len(self.jobs)))()
 
 
 @dataclass(slots=True)
@@ -145,9 +183,11 @@ def make_engine(
     propose: Callable[[Sequence[int], int], Sequence[int]] | None = None,
     most_drafts: int = 3,
     speculation_type: type[Speculation] = Speculation,
+    transfers: PlannedTransfers | None = None,
     **config: object,
 ) -> SmallEngine:
-    """propose: drafts that the runner makes of a request's known tokens, at most so many; None: it makes none."""
+    """transfers: between the cache and the stores behind it; None: there are none.
+    propose: drafts that the runner makes of a request's known tokens, at most so many; None: it makes none."""
     settings: dict[str, object] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -160,9 +200,12 @@ def make_engine(
     limits = SchedulerConfig(**settings)  # type: ignore[arg-type]
     ledger = Ledger(sizes, BLOCK_SIZE, windows, step_tokens=limits.max_num_batched_tokens)
     states = StatePool(num_places) if num_places else None
+    tiers = None
+    if transfers is not None:
+        tiers = KVTiers(ledger, (16 * BLOCK_SIZE,) * len(windows), transfers, clock=transfers.clock)
     scheduler = Scheduler(
         limits,
-        CacheManager(limits, ledger, BlockHasher(b"a model", BLOCK_SIZE), states),
+        CacheManager(limits, ledger, BlockHasher(b"a model", BLOCK_SIZE), states, tiers),
         speculation=speculation_type(support) if propose is not None else None,
     )
     runner = runner_type(
@@ -179,6 +222,8 @@ def make_engine(
     loop = EngineLoop(scheduler, stages, depth=depth, drafter=drafter)
     engine = SmallEngine(scheduler, runner, loop)
     loop.deliver = engine.receive
+    if transfers is not None:
+        loop._wait_for_tier = transfers.advance  # type: ignore[method-assign]
     plan_step = scheduler.schedule
 
     def watched() -> StepPlan | None:
@@ -218,7 +263,8 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check I14 and I15: the limits of one step."""
     config = scheduler.config
     assert plan.num_tokens <= config.max_num_batched_tokens
-    assert 1 <= len(plan.rows) <= config.max_num_seqs
+    assert bool(plan.rows or plan.moves)
+    assert len(plan.rows) <= config.max_num_seqs
     assert len({row.slot for row in plan.rows}) == len(plan.rows)
     assert all(row.num_scheduled_tokens >= 1 for row in plan.rows)
     assert all(NULL_BLOCK not in blocks for row in plan.rows for blocks in row.new_block_ids)
@@ -260,7 +306,7 @@ def check_invariants(engine: SmallEngine) -> None:
     running = scheduler.running
     scheduler.table.encoded.check_invariants([request.request_id for request in running])
     for group, pool in enumerate(scheduler.ledger.pools):
-        check_pool(pool, [request.block_tables[group] for request in running])
+        check_pool(pool, [*(request.block_tables[group] for request in running), *loading_blocks(scheduler, group)])
     assert len(running) <= scheduler.config.max_num_seqs
     assert len({request.slot for request in running}) == len(running)
     assert len(scheduler.waiting) == len(list(scheduler.waiting))
@@ -291,6 +337,20 @@ def check_invariants(engine: SmallEngine) -> None:
     stats = scheduler.stats(1, RunnerStats())
     assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks
     writable_twice(engine)
+
+
+def loading_blocks(scheduler: Scheduler, group: int) -> list[list[int]]:
+    """Return the blocks of each load: requests hold at most half of them, and their requests wait without a slot."""
+    tiers = scheduler.cache.tiers
+    loads = [] if tiers is None else tiers._loads
+    loading = [request for request in scheduler.waiting if request.state is State.LOADING]
+    assert sorted(map(id, loading)) == sorted(id(load.request) for load in loads)
+    held = [
+        [block for g, block in load.kept if g == group] + [block for g, _, block in load.wanted if g == group]
+        for load in loads
+    ]
+    assert 2 * sum(map(len, held)) <= scheduler.ledger.pools[group].capacity
+    return held
 
 
 def check_states(scheduler: Scheduler) -> None:

@@ -46,6 +46,7 @@ class ShardRunner:
         ]
         self.num_blocks = self.runners[0].num_blocks
         self.block_size, self.num_stages, self.profiler = block_size, 1, None
+        self.block_bytes: tuple[int, ...] = ()
         self.vocab_size, self.drafts = self.runners[0].vocab_size, self.runners[0].drafts
 
     def forward(self, plan: StepPlan) -> None:

@@ -30,6 +30,8 @@ class BlockPool:
         self.on_dropped: list[Callable[[bytes, int], None]] = []
         """Called with each name that is dropped alone, and its block: by an eviction, before the block is handed out,
         or by `forget`, not by `forget_all`."""
+        self.on_evicted: list[Callable[[bytes, int], None]] = []
+        """Called before `on_dropped` for an eviction alone: what the name says is still in the block."""
         self.clear()
 
     def clear(self) -> None:
@@ -63,7 +65,9 @@ class BlockPool:
         """Return `count` private blocks from the head of the free list, which has at least as many."""
         following, blocks, head = self._next, [], self._next[NULL_BLOCK]
         for _ in range(count):
-            if self._hash_of[head] is not None:
+            if (name := self._hash_of[head]) is not None:
+                for listener in self.on_evicted:
+                    listener(name, head)
                 self._forget(head)
             self.ref_count[head] = 1
             blocks.append(head)

@@ -5,6 +5,7 @@
     name_blocks         share the blocks that are full of accepted tokens
     drop_unread         give back what no later query of a windowed group reads
     release             give back everything
+    loads               let a waiting request load blocks that are kept outside of the cache (tiers.py)
 
 A model without recurrent states has no slots, and the methods that concern them do nothing.
 Does not know: why a request runs, how many tokens a row should get, torch, text, threads.
@@ -18,19 +19,24 @@ from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, Ledger
 from localllm.engine.memory.state_checkpoints import StateCheckpoints
 from localllm.engine.memory.state_pool import StatePool
+from localllm.engine.memory.tiers import KVTiers
 from localllm.engine.prefill import num_sharable_tokens
 from localllm.engine.request import NEVER, Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.engine.step import StateUse
+from localllm.engine.step import Move, StateUse
 
 
 class CacheManager:
     """Finds, gives, shares and takes back the memory of requests."""
 
     def __init__(
-        self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, state_pool: StatePool | None = None
-    ) -> None:
-        """state_pool: the slots of recurrent states; None: the model has none."""
+        self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, state_pool: StatePool | None = None,
+        tiers: KVTiers | None = None,
+    ) -> None:  # fmt: skip
+        """state_pool: the slots of recurrent states; None: the model has none. tiers: blocks outside of the cache, for
+        a model without recurrent states."""
+        assert tiers is None or state_pool is None, "recurrent states do not move"
+        self.tiers = tiers if config.enable_prefix_caching else None
         self.ledger, self.hasher, self._config, self._block_size = ledger, hasher, config, config.block_size
         self.states = None if state_pool is None else StateCheckpoints(state_pool, config, ledger, self._names_to)
         self.hit_multiple = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it, in blocks
@@ -56,6 +62,24 @@ class CacheManager:
         hit = self.ledger.lookup(names, self.hit_multiple)
         return hit if self.states is None else self.states.find(names, hit)
 
+    def loads(self, request: Request, hit: Hit, *, begins: bool) -> bool:
+        """Let a waiting request load the blocks behind its hit, where a tier has them. False: it has none to load.
+        begins: False to begin in a later step, since another request found in this one might need its blocks."""
+        if self.tiers is None or request.has_loaded or not self.uses_cache(request):
+            return False
+        names = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        return self.tiers.loads(request, names, hit.num_blocks, self.hit_multiple, begins=begins)
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether waiting requests hold blocks that are being loaded."""
+        return self.tiers is not None and self.tiers.is_loading
+
+    @property
+    def has_moves(self) -> bool:
+        """Return whether the next step copies blocks, even if it has no rows."""
+        return self.tiers is not None and self.tiers.has_moves
+
     def is_being_computed(self, request: Request, hit: Hit, running: Iterable[Request]) -> bool:
         """Return whether a running request will fill the first block that this request misses in the prefix cache, or
         save a recurrent state that it could begin from."""
@@ -79,6 +103,8 @@ class CacheManager:
             return False
         self.ledger.enter(request, hit)
         request.num_registered_blocks = hit.num_blocks
+        if self.tiers is not None:
+            self.tiers.entered(request, hit.num_blocks)
         return True
 
     def release(self, request: Request) -> None:
@@ -86,6 +112,8 @@ class CacheManager:
         found until they are reused."""
         if self.states is not None:
             self.states.release(request)
+        if self.tiers is not None:
+            self.tiers.released(request)
         self.ledger.release(request)
 
     # ---- room for admission ------------------------------------------------------------------------------------------
@@ -107,9 +135,12 @@ class CacheManager:
     # ---- a step is planned -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Name the states that earlier steps saved, as far as their tokens are known by now."""
+        """Name the states that earlier steps saved, as far as their tokens are known by now, and the blocks that were
+        loaded."""
         if self.states is not None:
             self.states.begin_step()
+        if self.tiers is not None:
+            self.tiers.begin_step()
 
     def grow(self, request: Request, end: int) -> BlockIds | None:
         """Append blocks until the tables of a running request reach position `end`. Return them, () if there was room
@@ -118,7 +149,10 @@ class CacheManager:
         if missing <= 0:
             return ()
         self.drop_unread(request)
-        return self.ledger.allocate(request, -(-missing // self._block_size))
+        blocks = self.ledger.allocate(request, -(-missing // self._block_size))
+        while blocks is None and self.tiers is not None and self.tiers.cancel_last():  # loads come after what runs
+            blocks = self.ledger.allocate(request, -(-missing // self._block_size))
+        return blocks
 
     def end_of_row(self, request: Request, end: int) -> int:
         """Return where a row of several tokens that could end at position `end` should end."""
@@ -151,6 +185,8 @@ class CacheManager:
         self._hash_blocks(request)
         for index in range(request.num_registered_blocks, full):
             self.ledger.register(request, index, request.block_hashes[index])
+        if self.tiers is not None:
+            self.tiers.named(request, request.num_registered_blocks, full)
         request.num_registered_blocks = full
 
     def forget_names(self, request: Request, end: int) -> None:
@@ -162,10 +198,16 @@ class CacheManager:
             self.ledger.unregister(request, index)
         request.num_registered_blocks = full
 
-    def commit(self) -> None:
-        """Count the step's rows as launched."""
+    def commit(self, step_id: int) -> tuple[Move, ...]:
+        """Count the step's rows as launched, and return the copies that come before them."""
         if self.states is not None:
             self.states.commit()
+        return () if self.tiers is None else self.tiers.take_moves(step_id)
+
+    def settle(self, step_id: int) -> None:
+        """Let tiers keep what the steps up to this one have copied out."""
+        if self.tiers is not None:
+            self.tiers.settle(step_id)
 
     # ---- failures ----------------------------------------------------------------------------------------------------
 
@@ -175,6 +217,8 @@ class CacheManager:
         self.ledger.forget_all()
         if self.states is not None:
             self.states.forget_all()
+        if self.tiers is not None:
+            self.tiers.forget_all()
         for request in running:
             request.num_registered_blocks = NEVER
 
@@ -183,6 +227,8 @@ class CacheManager:
         self.ledger.clear()
         if self.states is not None:
             self.states.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
 
     # ---- names -------------------------------------------------------------------------------------------------------
 

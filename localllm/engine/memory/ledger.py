@@ -13,7 +13,7 @@ Does not know: torch, text, why a request runs, what a step computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
@@ -26,6 +26,9 @@ Counts = tuple[int, ...]
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Blocks of each group, equally many."""
+
+Elsewhere = Callable[[int, bytes], bool]
+"""Whether the block of a group and a name is kept outside of the cache."""
 
 NO_STATE = -1
 """Instead of a slot to read a recurrent state from: begin from zeros."""
@@ -147,6 +150,25 @@ class Ledger:
             for group, blocks in enumerate(found)
         ), num_kv_blocks=count)  # fmt: skip
 
+    def reach(self, names: Sequence[bytes], multiple: int, also: Elsewhere) -> int:
+        """Return the blocks of the longest prefix, as `lookup` does, with what `also` has counted as cached."""
+        count = len(names)
+        for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            for index in range(count if window is None else 0):
+                if pool.find(names[index]) is None and not also(group, names[index]):
+                    count = index
+                    break
+        return self._windowed_prefix(names, count - count % multiple, multiple, also)
+
+    def blocks_of(self, names: Sequence[bytes], count: int) -> list[tuple[int, int, int | None]]:
+        """Return (index, group, block) for all that a query reads after `count` blocks, in order of their positions;
+        None for a block that is not cached."""
+        return sorted((
+            (index, group, pool.find(names[index]))
+            for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True))
+            for index in range(self._first_read(window, count), count)
+        ), key=lambda each: each[:2])  # fmt: skip
+
     @property
     def num_changes(self) -> int:
         """The number of changes of the prefix cache so far: until the next one, a hit stays what `lookup` returns."""
@@ -192,23 +214,25 @@ class Ledger:
         """Return the index of the first block that the next query reads after `num_blocks` full blocks."""
         return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
-    def _windowed_prefix(self, names: Sequence[bytes], count: int, multiple: int) -> int:
+    def _windowed_prefix(
+        self, names: Sequence[bytes], count: int, multiple: int, also: Elsewhere = lambda group, name: False
+    ) -> int:
         """Return the longest prefix of at most `count` blocks whose windows are all cached."""
         while count:
             missing = max(
-                [self._last_missing(group, window, names, count) for group, window in self._windowed], default=-1
+                [self._last_missing(group, window, names, count, also) for group, window in self._windowed], default=-1
             )
             if missing < 0:
                 break
             count = missing - missing % multiple  # a longer one would need the missing block, too
         return count
 
-    def _last_missing(self, group: int, window: int, names: Sequence[bytes], count: int) -> int:
+    def _last_missing(self, group: int, window: int, names: Sequence[bytes], count: int, also: Elsewhere) -> int:
         """Return the index of the last uncached block that the next query reads after `count` blocks, -1 if all are
         cached."""
         pool = self.pools[group]
         for index in range(count - 1, self._first_read(window, count) - 1, -1):
-            if pool.find(names[index]) is None:
+            if pool.find(names[index]) is None and not also(group, names[index]):
                 return index
         return -1
 

@@ -51,6 +51,8 @@ from localllm.units import format_bytes, format_count
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
 TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
+LEAST_RAM_BYTES, MOST_RAM_BYTES = 8 * 2**30, 8 * 2**30
+"""On a GPU, KV blocks are kept in RAM by themselves if so much of it is available, and in at most so much of it."""
 FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 MIN_CONTEXT = 256  # the smallest context worth starting with
 WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
@@ -211,7 +213,17 @@ class PlanAttempt:
             fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             pictures=inputs.pictures,
             ranks=self._rank_plans(max_model_len, num_blocks),
+            kv_ram_bytes=0 if self.shards or self.num_places else self._kv_ram(),
+            kv_disk_bytes=int(self.config.kv_disk_gib * 2**30),
         )
+
+    def _kv_ram(self) -> int:
+        """Return the bytes for KV blocks that leave a GPU. On a CPU the cache itself is in RAM."""
+        asked, available = self.config.kv_offloading_size, self.hardware.ram_available_bytes
+        if asked is not None:
+            return int(asked * 2**30)
+        enough = self.gpu is not None and available >= LEAST_RAM_BYTES and self.config.enable_prefix_caching
+        return min(MOST_RAM_BYTES, available // 8) if enough else 0
 
     # -- ranks
 

@@ -38,7 +38,6 @@ HINTS = (
         openai="service_tier", responses="service_tier", anthropic="service_tier",
     ),
     _row("the model answers as fast as it can", one_of("standard"), anthropic="speed"),
-    _row("only POST /v1/responses stores answers", one_of(False), openai="store"),
     _row("models have no such control", one_of("standard"), responses="personality reasoning.mode"),
     _row("the model sees no budget: send max_tokens", anthropic="output_config.task_budget"),
     _row("conversations are not edited", one_of([]), responses="context_management", anthropic="context_management"),

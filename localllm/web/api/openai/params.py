@@ -137,10 +137,11 @@ def length_penalty(body: GenerateBody) -> float | None:
 
 
 def without_effect(body: GenerateBody) -> list[str]:
-    """Return a warning for each field that has no effect in a beam search."""
-    if not body.use_beam_search or not body.temperature:
-        return []
-    return ["field 'temperature' has no effect: a beam search does not sample"]
+    """Return a warning for each field whose value has no effect."""
+    warnings = ["field 'store' has no effect: only POST /v1/responses stores answers"] if body.store else []
+    if body.use_beam_search and body.temperature:
+        warnings.append("field 'temperature' has no effect: a beam search does not sample")
+    return warnings
 
 
 def _not_with_beams(name: str, what: str = "") -> UnsupportedParameter:
@@ -265,6 +266,7 @@ def request_options(body: GenerateBody) -> RequestOptions:
         timings_per_token=bool(body.stream and body.timings_per_token),
         progress=bool(body.return_progress),
         max_drafts=_max_drafts(body),
+        keeps_no_copy=body.store is False,
     )
 
 

@@ -116,6 +116,7 @@ class GenerateBody(SamplerFields, kw_only=True):
     length_penalty: float | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    store: bool | None = None  # OpenAI: false also keeps the prompt's KV off the disk
     cache_prompt: bool | None = None  # llama.cpp: false means no reuse of the prefix cache
     request_id: str | None = None
     response_format: dict[str, Any] | None = None  # OpenAI: text, json_object, json_schema; vLLM: structural_tag

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
+from localllm.engine.request import RequestOptions
 from localllm.errors import InvalidParameter
 from localllm.serving.answers.conversation import TOOL_CHOICE, ChatRequest, Conversation, Tools, sampling_params
 from localllm.serving.answers.pictures import PromptIds
@@ -245,7 +246,8 @@ async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     model = await served_model(request, body.model)
     params, more = params_of(body, model)
     template, still_more = template_of(body, model)
-    chat = ChatRequest(Conversation([], template, tools_of(body, model, own, offer)), params)
+    conversation = Conversation([], template, tools_of(body, model, own, offer))
+    chat = ChatRequest(conversation, params, RequestOptions(keeps_no_copy=body.store is False))
     left_out = sorted({item["type"] for item in everything if item["type"] in LEFT_OUT})
     unread = [f"items without a text for the model are not in the prompt: {', '.join(left_out)}"] if left_out else []
     warnings = [*warnings, *own.warnings, *offer.warnings, *more, *still_more, *unread]

@@ -288,6 +288,11 @@ def request_page(
             Fact("From", source_of(request, viewer)),
             Fact("Prompt", f"{format_count(request.num_prompt_tokens)} tokens"),
             Fact("Cached", format_count(request.num_cached_tokens), "prompt tokens found in the prefix cache"),
+            *(
+                [Fact("Loaded", format_count(request.num_loaded_tokens), "tokens whose blocks came from RAM or disk")]
+                if request.num_loaded_tokens
+                else []
+            ),
             Fact("Generated", f"{format_count(request.num_output_tokens)} tokens"),
             *([Fact("Drafts", _drafts(request), "tokens guessed ahead that were right")] if _drafts(request) else []),
             Fact("Time to first token", format_seconds(request.ttft_s) if request.ttft_s is not None else "–"),

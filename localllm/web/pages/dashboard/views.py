@@ -438,6 +438,7 @@ def counters(stats: EngineStats) -> Counters:
             ),
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
             *_state_facts(stats),
+            *_tier_facts(stats),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
             *_overlap_facts(stats),
             Fact("Up", format_seconds(stats.uptime_s)),
@@ -459,6 +460,20 @@ def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
     if not stats.total_places:
         return ()
     return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
+
+
+def _tier_facts(stats: EngineStats) -> tuple[Fact, ...]:
+    """Return what KV tiers hold and what was read from them; empty without tiers."""
+    tiers = stats.tiers
+    return tuple([
+        Fact(
+            {"ram": "KV in RAM", "disk": "KV on disk"}[store.name],
+            f"{format_bytes(store.used_bytes)} of {format_bytes(store.capacity_bytes)}",
+            f"{format_count(store.hit_tokens)} tokens read"
+            + (f"; {format_count(tiers.num_resumed)} preempted requests resumed" if tiers.num_resumed else ""),
+        )
+        for store in tiers.stores
+    ])  # fmt: skip
 
 
 def model_facts(served: ServedModel) -> ModelFacts:

@@ -1,0 +1,79 @@
+"""`localllm kv list | clear [MODEL]`: show or delete the KV blocks that servers of this user keep on disk.
+
+Blocks can be turned back into the text of chats. Does not know: when blocks are written (engine/memory/tiers.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.config.flags import add_json
+from localllm.errors import ConfigError, NotWritable
+from localllm.terminal import print_table
+from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from localllm.engine.memory.block_stores import KeptModel
+
+
+def kv_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "clear"), nargs="?", default="list", help="without it: list")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="with clear: only of this model, as list shows it")
+    help = "the folder that servers were given; default: kv in the cache folder"
+    parser.add_argument("--kv-offload-dir", type=Path, metavar="FOLDER", help=help)
+    add_json(parser)
+
+
+def kv(options: argparse.Namespace) -> int:
+    from localllm.engine.memory.block_stores import kept_models, kv_folder
+
+    folder = options.kv_offload_dir or kv_folder()
+    found = kept_models(folder)
+    if options.action == "clear":
+        return _clear(options, folder, found)
+    if options.model:
+        raise ConfigError(f"Unexpected argument {options.model!r}.", "", "localllm kv list")
+    if options.json:
+        facts = [
+            {"model": each.name, "blocks": each.num_blocks, "bytes": each.num_bytes, "folder": str(each.folder),
+             "last_used": _date(each)}
+            for each in found
+        ]  # fmt: skip
+        print(json.dumps(facts, indent=2))
+    elif found:
+        rows = [(each.name or "?", str(each.num_blocks), format_bytes(each.num_bytes), _date(each)) for each in found]
+        print_table([("MODEL", "BLOCKS", "SIZE", "LAST USED"), *rows])
+    else:
+        print(f"No KV blocks are kept in {folder}.")
+    return 0
+
+
+def _clear(options: argparse.Namespace, folder: Path, found: list[KeptModel]) -> int:
+    from localllm.engine.memory.block_stores import delete_kept
+
+    chosen = [each for each in found if not options.model or each.name == options.model]
+    if options.model and not chosen:
+        known = (
+            f"Kept: {', '.join(sorted({each.name for each in found if each.name}))}." if found else "Nothing is kept."
+        )
+        raise ConfigError(f"No KV blocks of {options.model} are kept in {folder}.", known, "localllm kv list")
+    for each in chosen:
+        try:
+            delete_kept(each)
+        except OSError as error:
+            why = f"{error.strerror or error}."
+            raise NotWritable(f"{each.folder} could not be deleted.", why, f"ls -ld {each.folder}") from error
+    num_blocks, num_bytes = sum(each.num_blocks for each in chosen), sum(each.num_bytes for each in chosen)
+    if options.json:
+        print(json.dumps({"deleted_blocks": num_blocks, "deleted_bytes": num_bytes}))
+    else:
+        print(f"Deleted {num_blocks} blocks, {format_bytes(num_bytes)}.")
+    return 0
+
+
+def _date(model: KeptModel) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(model.used_s)) if model.num_blocks else "-"
