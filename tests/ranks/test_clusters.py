@@ -89,7 +89,7 @@ def test_a_killed_rank_is_noticed_at_once_and_the_next_group_runs(cluster: Any, 
 def test_nodes_that_are_not_there_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.ranks.placement.RANKS_S", 2.0)
     config = config_for(nodes=3, ray_address=cluster.address, pipeline_parallel_size=3)
-    with pytest.raises(ConfigError, match="Ray has no 3 nodes with 1 CPU each.*2 nodes are alive"):
+    with pytest.raises(ConfigError, match=r"Ray has no 3 nodes with 1 CPU each.*2 nodes are alive"):
         hardware_of_machines(config, HARDWARE)
 
 
