@@ -195,7 +195,8 @@ def _refuse_remote(request: ApiRequest, name: str | None) -> None:
         raise UnsupportedOption(
             f"{request.scope['path']} is not passed on to other servers.",
             f"{name} is a model of {has}.",
-            "Supported: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/messages, /api/chat, /api/generate.",
+            "Supported: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/messages, /api/chat, "
+            "/api/generate.",
             param="model",
         )
 
