@@ -1,4 +1,4 @@
-"""How a rank on another machine proves that it belongs to a group: a key, then the versions and the checkpoint.
+"""The handshake of a rank on another machine: the key of its group, then the versions and the checkpoint.
 
 Both ends show with HMAC over the other's nonce that they have the key, before any record is read or written. Then the
 rank introduces itself, and differences are refused by name: other versions may compute other numbers, or hang in a

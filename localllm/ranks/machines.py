@@ -48,7 +48,7 @@ STORE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Where a group's ranks connect to, and the key that they have to show."""
+    """The address that a group's ranks connect to, and the key that they have to show."""
 
     host: str
     port: int
@@ -234,7 +234,9 @@ def join(
     connection = socket.create_connection((gate.host, gate.port), timeout=HANDSHAKE_S)
     channel = introduce(connection, gate.key, rank, os.getpid(), socket.gethostname())
     keep_alive(connection)
-    interface = _interface_of(connection.getsockname()[0])
+    address = connection.getsockname()[0]
+    found = (name for name, own in psutil.net_if_addrs().items() if any(each.address == address for each in own))
+    interface = next(found, "")  # the one that has this address
     os.environ |= {"OMP_NUM_THREADS": threads_per_process(local_size, os.environ)}
     os.environ |= {f"{library}_SOCKET_IFNAME": interface for library in ("GLOO", "NCCL")} if interface else {}
     faulthandler.enable()
@@ -249,10 +251,3 @@ def torch_share() -> Share:
     from localllm.ranks.share import TorchShare
 
     return TorchShare()
-
-
-def _interface_of(address: str) -> str:
-    """Return the network interface that has this address; empty: unknown."""
-    return next(
-        (name for name, found in psutil.net_if_addrs().items() if any(each.address == address for each in found)), ""
-    )

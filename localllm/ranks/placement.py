@@ -185,16 +185,13 @@ class RayPlacement:
                 f"{node['NodeManagerHostname']} has {node['Resources'].get('CPU', 0):.0f} processors and "
                 f"{node['Resources'].get('GPU', 0):.0f} GPUs" for node in alive
             )  # fmt: skip
-            what = f"Ray has no {self._num_nodes} nodes with {_in_words(wanted)} each that are free."
+            each = ", ".join(f"{count} {name}" for name, count in wanted.items())
+            what = f"Ray has no {self._num_nodes} nodes with {each} each that are free."
             hint = "ray status shows who uses them; ray start --address HOST:6379 adds a node."
             raise ConfigError(what, f"{len(alive)} nodes are alive: {has}.", hint, param="nodes")
         nodes: Mapping[int, str] = util.placement_group_table(group)["bundles_to_node_id"]
         own = self._ray.get_runtime_context().get_node_id()
         return group, sorted(nodes, key=lambda bundle: (nodes[bundle] != own, bundle))
-
-
-def _in_words(resources: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in resources.items())
 
 
 def _in(group: Any, bundle: int) -> dict[str, Any]:
@@ -242,7 +239,7 @@ class TorchrunPlacement:
         is_over_ray(config)
         try:
             self._size, self._per_node = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
-            self._store_address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+            address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         except (KeyError, ValueError) as error:
             what = f"--distributed-executor-backend {EXTERNAL} works under torchrun only."
             hint = f"torchrun --nproc-per-node 2 -m localllm up MODEL -tp 2 --distributed-executor-backend {EXTERNAL}"
@@ -259,7 +256,8 @@ class TorchrunPlacement:
             f"cuda:{rank % self._per_node}" if is_gpu else "cpu" for rank in range(self._size)
         ]
         self.key = environ[CLUSTER_KEY].encode() if environ.get(CLUSTER_KEY) else None
-        self.host = _own_address(self._store_address)
+        with socket.create_connection(address, timeout=5) as connection:
+            self.host = str(connection.getsockname()[0])  # by which this machine reaches torchrun's store
         self._own: subprocess.Popen[bytes] | None = None
 
     def start(self, gate: Gate) -> None:
@@ -315,9 +313,3 @@ def _torchrun_store(environ: Mapping[str, str]) -> Any:
 def _name(what: str, environ: Mapping[str, str]) -> str:
     """Return a name in torchrun's store. Each start of all processes has names of its own."""
     return f"localllm/{what}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _own_address(other: tuple[str, int]) -> str:
-    """Return the address by which this machine reaches another one."""
-    with socket.create_connection(other, timeout=5) as connection:
-        return str(connection.getsockname()[0])

@@ -22,7 +22,7 @@ from localllm.ranks.executor import RankExecutor
 from localllm.ranks.placement import EXTERNAL, hardware_of_machines
 from localllm.ranks.wire import Kind
 from scripts.layout import ROOT
-from tests.ranks.test_real_ranks import HARDWARE, alone, checkpoint, config_for, plan_for, tokens_of  # noqa: F401
+from tests.ranks.real import HARDWARE, config_for, plan_for, tokens_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,7 +49,7 @@ def loaded(path: Path, config: EngineConfig) -> RankExecutor:
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
 def test_ranks_on_two_nodes_generate_the_same_tokens(
-    cluster: Any, sizes: dict[str, int], checkpoint: Path, alone: Any  # noqa: F811
+    cluster: Any, sizes: dict[str, int], checkpoint: Path, alone: Any
 ) -> None:  # fmt: skip
     config = config_for(nodes=2, ray_address=cluster.address, **sizes)
     assert hardware_of_machines(config, HARDWARE).gpus == ()
@@ -62,7 +62,7 @@ def test_ranks_on_two_nodes_generate_the_same_tokens(
         executor.close()
 
 
-def test_a_killed_rank_is_noticed_at_once_and_the_next_group_runs(cluster: Any, checkpoint: Path) -> None:  # noqa: F811
+def test_a_killed_rank_is_noticed_at_once_and_the_next_group_runs(cluster: Any, checkpoint: Path) -> None:
     config = config_for(nodes=2, ray_address=cluster.address, pipeline_parallel_size=2)
     executor = loaded(checkpoint, config)
     lost: list[tuple[float, RanksLost]] = []
@@ -91,23 +91,6 @@ def test_nodes_that_are_not_there_are_refused(cluster: Any, monkeypatch: pytest.
     config = config_for(nodes=3, ray_address=cluster.address, pipeline_parallel_size=3)
     with pytest.raises(ConfigError, match=r"Ray has no 3 nodes with 1 CPU each.*2 nodes are alive"):
         hardware_of_machines(config, HARDWARE)
-
-
-def test_without_a_cluster_the_two_commands_are_named() -> None:
-    pytest.importorskip("ray", reason="localllm[ray] is not installed")
-    program = (
-        "from localllm.config.settings import EngineConfig; from localllm.ranks.placement import placement_of\n"
-        "from localllm.errors import ConfigError\n"
-        "try: placement_of(EngineConfig(nodes=2, pipeline_parallel_size=2, ray_address='127.0.0.1:1'))\n"
-        "except ConfigError as error: print(error.what, error.hint)"
-    )
-    environ = {**os.environ, "RAY_raylet_start_wait_time_s": "5", "RAY_gcs_server_request_timeout_seconds": "5"}
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environ, timeout=120
-    )
-    assert "There is no Ray cluster at 127.0.0.1:1." in ended.stdout, ended.stderr
-    assert "ray start --head" in ended.stdout
-    assert "ray start --address HOST:6379" in ended.stdout
 
 
 def _exists(pid: int) -> bool:

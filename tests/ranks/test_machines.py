@@ -33,8 +33,8 @@ from localllm.ranks.machines import Gate, MachineSupervisor
 from localllm.ranks.placement import TorchrunPlacement, placement_of, together
 from localllm.ranks.supervisor import RankPlace
 from localllm.ranks.wire import Kind, encode, encode_record
+from tests.ranks.group_checks import check_tokens, nothing_left, opened
 from tests.ranks.harness import SPEC, fake_plan
-from tests.ranks.test_processes import check_tokens, nothing_left, opened
 
 KEY = b"k" * 32
 RANK = """
@@ -245,3 +245,15 @@ def test_a_cluster_that_does_not_exist_is_refused_with_the_commands_to_type(monk
     with pytest.raises(ConfigError, match="Ray is not installed") as refused:
         placement_of(EngineConfig(nodes=2, pipeline_parallel_size=2))
     assert "localllm[ray]" in refused.value.hint
+
+    class Ray:
+        is_initialized = staticmethod(lambda: False)
+
+        @staticmethod
+        def init(**asked: Any) -> None:
+            raise ConnectionError(f"no cluster at {asked['address']}")
+
+    monkeypatch.setitem(sys.modules, "ray", Ray)
+    with pytest.raises(ConfigError, match="There is no Ray cluster at auto") as refused:
+        placement_of(EngineConfig(nodes=2, pipeline_parallel_size=2))
+    assert refused.value.hint == "ray start --head on this machine, and ray start --address HOST:6379 on the others"
