@@ -83,7 +83,7 @@ class MachineSupervisor(Supervisor):
     def __init__(self, places: Sequence[RankPlace], placement: Placement, *, tick_s: float = TICK_S) -> None:
         super().__init__(places, tick_s=tick_s)
         self._placement = placement
-        self._ends: dict[int, int] = {}  # rank by the file descriptor of its connection
+        self._ends, self._end_event = {}, select.POLLRDHUP  # rank by the file descriptor of its connection
         self._store_server: Any = None
 
     def _spawn(self) -> None:
@@ -170,10 +170,6 @@ class MachineSupervisor(Supervisor):
             "Their logs are on their machines. A firewall between the machines has to let them through.",
         )
 
-    def _register_ends(self, poll: select.poll) -> None:
-        for fd in self._ends:
-            poll.register(fd, select.POLLRDHUP)
-
     def _check_ended(self, ready: Sequence[int]) -> None:
         for rank in (self._ends[fd] for fd in ready if fd in self._ends):
             if not self._stopping.is_set():
@@ -184,7 +180,8 @@ class MachineSupervisor(Supervisor):
         if self.loss.error is None and self._stops():
             until = time.monotonic() + STOP_S
             poll, left = select.poll(), set(self._ends)
-            self._register_ends(poll)
+            for fd in left:
+                poll.register(fd, self._end_event)
             while left and (ready := poll.poll(max(0.0, until - time.monotonic()) * 1000)):
                 for fd, _ in ready:
                     poll.unregister(fd)

@@ -113,7 +113,8 @@ class Rank:
             Kind.CONNECT: self._connect, Kind.OPEN: self._open, Kind.OPEN_RUNNER: self._open_runner,
             Kind.CLOSE_RUNNER: self._close_runner, Kind.IDLE: self._idle, Kind.RESET: self._reset,
             Kind.STATS: self._stats, Kind.SLEEP: self._sleep, Kind.WAKE: self._wake, Kind.ADAPTER: self._put_adapter,
-            Kind.STOP: self._stop, Kind.ALLOCATE: self._ignore, Kind.CHECK: self._check,
+            Kind.STOP: self._stop, Kind.ALLOCATE: self._ignore,
+            Kind.CHECK: lambda record: self._share.fingerprint(decode(record.payload, str)),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -229,9 +230,6 @@ class Rank:
         asked = decode(record.payload, Connect)
         self._connected = self._make_share()
         return self._share.connect(self._number, asked)
-
-    def _check(self, record: Record) -> dict[str, str]:
-        return self._share.fingerprint(decode(record.payload, str))
 
     def _open(self, record: Record) -> Loaded:
         return self._share.load(record.payload, self._tell(record))

@@ -79,6 +79,7 @@ class Supervisor:
         self._watches = [_Watch() for _ in places]
         self.watches_beats = False  # while a model is served: start-up has the deadlines of its phases
         self._pidfds: dict[int, int] = {}
+        self._ends, self._end_event = self._pidfds, select.POLLIN  # what the poll returns for a rank that has ended
         self.pids: list[int] = []  # by rank; of another machine, if it runs there
         self._links: Links | None = None
         self._failure: OSError | LocalLLMError | None = None
@@ -175,7 +176,8 @@ class Supervisor:
     def _watch(self) -> None:
         """Watch until the group is lost or is to be stopped."""
         poll = select.poll()
-        self._register_ends(poll)
+        for fd in self._ends:
+            poll.register(fd, self._end_event)
         for fd in (self.loss.fileno(), self._wake_read):
             poll.register(fd, select.POLLIN)
         due_s = time.monotonic() + self._tick_s
@@ -184,11 +186,6 @@ class Supervisor:
             if time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._tick_s
                 self._tick()
-
-    def _register_ends(self, poll: select.poll) -> None:
-        """Have the poll return when a rank ends."""
-        for fd in self._pidfds:
-            poll.register(fd, select.POLLIN)
 
     def _tick(self) -> None:
         if self._links is not None:

@@ -155,6 +155,7 @@ async def served_model(
 
     The request holds the model until its last byte is sent: each request is one task from here to there.
     """
+    await upstreams_of(request).looked()
     _refuse_remote(request, name)
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
     model = held(lease)
