@@ -56,6 +56,11 @@ def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
 
     environ, again = dict(os.environ), was_restarted()
     settings, passed = settings_from(options), inherited_socket()
+    if settings.engine.distributed_executor_backend == "external_launcher":
+        from localllm.ranks.placement import run_under_torchrun
+
+        if run_under_torchrun(environ):
+            return 0
     if again:  # the page that asked for the restart is still open
         settings = replace(settings, server=replace(settings.server, open_browser=False))
     if passed is not None:  # keys, host names and the log depend on the address of the socket

@@ -244,6 +244,15 @@ class EngineConfig:
     enable_expert_parallel: bool | None = setting(
         None, PARALLEL, "give each rank whole experts instead of a slice of every expert", aliases=("-ep",),
         unset="only where the slices would be too narrow")
+    nodes: int = setting(
+        1, PARALLEL, "number of machines that the ranks are placed on, through Ray", unit="machines", low=1, high=64,
+        is_of_one_model=True, note="needs localllm[ray], and a cluster that ray start has made")
+    ray_address: str = setting(
+        "auto", PARALLEL, "address of the Ray cluster", allowed_text="auto or HOST:PORT", metavar_text="ADDRESS")
+    distributed_executor_backend: str = setting(
+        "auto", PARALLEL, "what starts the ranks", choices=("auto", "mp", "ray", "external_launcher"),
+        allowed_text="auto (ray if nodes is above 1), mp (processes of this machine), ray or external_launcher",
+        note="external_launcher is torchrun")
     rank_timeout: int = setting(
         60, PARALLEL, "longest wait for the ranks' answer to a step", unit="s", low=1, high=3600)
 

@@ -501,6 +501,7 @@ def _refuse_beside_replicas(config: EngineConfig) -> None:
     refused = {
         "enable_lora": (config.takes_adapters, "Adapters are loaded into one engine."),
         "deterministic": (config.deterministic, "Ranks have not been tested with it."),
+        "nodes": (config.nodes > 1, "Replicas have not been tested over several machines."),
         "torch_profiler_dir": (config.torch_profiler_dir is not None, "Other processes run the steps."),
         "enable_prompt_embeds": (config.enable_prompt_embeds, "Embeddings have not been tested with it."),
     }

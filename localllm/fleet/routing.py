@@ -13,10 +13,10 @@ Does not know: where the loads come from, what a replica is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Policy = Literal["prefix", "least_loaded", "round_robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "round_robin")
@@ -32,8 +32,7 @@ SAME_RATIO, SAME_S = 1.1, 0.002
 """A cost up to this factor above the least, and this many seconds more, counts as equal to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
+class ReplicaLoad(NamedTuple):
     """The work that a replica has, and its speed."""
 
     hit_tokens: int = 0  # of the new prompt, in the replica's prefix cache
@@ -49,12 +48,14 @@ class ReplicaLoad:
 
 def cost_s(load: ReplicaLoad, num_tokens: int, output_tokens: float) -> float:
     """Return the expected seconds of a request until its end, less the decoding that an idle replica needs as well."""
-    prefill_s = (load.queued_tokens + max(0, num_tokens - load.hit_tokens)) / load.prefill_tokens_per_s
-    share = load.running / load.max_running
-    slower_s = output_tokens * (load.full_step_s - load.step_s) * min(1.0, share)
-    # Beyond a full step, a request waits for the end of others: on average each of them makes room once an answer.
-    queue_s = max(0.0, share - 1) * output_tokens * load.full_step_s
-    return (prefill_s + load.blocks_wait_s + slower_s + queue_s) / load.weight
+    hit_tokens, queued_tokens, rate, running, most, step_s, full_step_s, blocks_wait_s, weight = load
+    prefill_s = (queued_tokens + (num_tokens - hit_tokens if num_tokens > hit_tokens else 0)) / rate
+    share = running / most
+    if share <= 1.0:
+        slower_s = output_tokens * (full_step_s - step_s) * share
+    else:  # a request waits for the end of others: on average each of them makes room once an answer
+        slower_s = output_tokens * (full_step_s - step_s + (share - 1.0) * full_step_s)
+    return (prefill_s + blocks_wait_s + slower_s) / weight
 
 
 class Router:
@@ -70,25 +71,24 @@ class Router:
     ) -> list[tuple[int, Reason]]:
         """Return the replicas, best first, each with what decided for it. loads: of the replicas that can answer, each
         with its number."""
-        if self.policy == "round_robin":
-            key = {index: 0.0 for index, _ in loads}
-        elif self.policy == "least_loaded":
-            key = {index: float(load.running) / load.weight for index, load in loads}
+        policy, turns = self.policy, self._turns
+        if policy == "prefix":
+            costs = [cost_s(load, num_tokens, output_tokens) for _, load in loads]
+        elif policy == "least_loaded":
+            costs = [load.running / load.weight for _, load in loads]
         else:
-            key = {index: cost_s(load, num_tokens, output_tokens) for index, load in loads}
-        least = min(key.values(), default=0.0)
-        same = least * SAME_RATIO + SAME_S if self.policy == "prefix" else least
+            costs = [0.0] * len(loads)
+        same = min(costs, default=0.0)
+        if policy == "prefix":
+            same = same * SAME_RATIO + SAME_S
+        # Equal costs take turns; others keep the order of their costs, and of their numbers if those are equal.
         ordered = sorted(
-            loads, key=lambda each: (max(key[each[0]], same), self._turns[each[0]] if key[each[0]] <= same else 0)
+            (cost, 0, at) if cost > same else (same, turns[loads[at][0]], at) for at, cost in enumerate(costs)
         )
-        is_tie = sum(cost <= same for cost in key.values()) > 1
-        most = max((load.hit_tokens for _, load in loads), default=0)
-
-        def reason(load: ReplicaLoad) -> Reason:
-            has_most = self.policy == "prefix" and most > 0 and load.hit_tokens == most
-            return "prefix" if has_most else "tie" if is_tie else "load"
-
-        return [(index, reason(load)) for index, load in ordered]
+        is_tie = sum(cost <= same for cost in costs) > 1
+        most = max((load.hit_tokens for _, load in loads), default=0) if policy == "prefix" else 0
+        otherwise: Reason = "tie" if is_tie else "load"
+        return [(loads[at][0], "prefix" if 0 < most == loads[at][1].hit_tokens else otherwise) for _, _, at in ordered]
 
     def chosen(self, index: int) -> None:
         """Note that a request goes to this replica."""
@@ -97,7 +97,11 @@ class Router:
 
 
 class PrefixMemory:
-    """The prefixes of the prompts that a replica was given, for one whose own cache cannot be looked at."""
+    """The prefixes of the prompts that a replica was given, for one whose own cache cannot be looked at.
+
+    A prefix is used whenever a longer one is, and counts as used after it. So it is forgotten after all longer ones, as
+    in the replica's cache, and the longest known one is found by bisection.
+    """
 
     def __init__(self, most: int = MOST_PREFIXES) -> None:
         self._most = most
@@ -105,11 +109,14 @@ class PrefixMemory:
 
     def hit_tokens(self, names: Sequence[bytes]) -> int:
         """Return the length of the longest known prefix. names: of each prefix of a prompt, shortest first."""
-        return next((self._tokens[name] for name in reversed(names) if name in self._tokens), 0)
+        known = self._tokens
+        if not names or names[0] not in known:
+            return 0
+        return known[names[bisect_left(names, True, 1, key=lambda name: name not in known) - 1]]
 
     def add(self, names: Sequence[bytes], lengths: Sequence[int]) -> None:
         """Remember the prefixes of a prompt, and forget those that were used longest ago."""
-        for name, length in zip(names, lengths, strict=True):
+        for name, length in zip(reversed(names), reversed(lengths), strict=True):
             self._tokens[name] = length
             self._tokens.move_to_end(name)
         while len(self._tokens) > self._most:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Self
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats
-from localllm.errors import LocalLLMError, RanksLost
+from localllm.errors import ConfigError, LocalLLMError, RanksLost
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Measured as MeasuredMemory
 from localllm.models.fit import MemoryPlan, RankPlan
@@ -28,10 +28,13 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile
 from localllm.models.weights.source import Progress
+from localllm.ranks.handshake import checkpoint_fingerprint
 from localllm.ranks.links import Links, OnReport
+from localllm.ranks.machines import MachineSupervisor
 from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.peers import peer_environment
+from localllm.ranks.placement import placement_of
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
 from localllm.ranks.states import RankStates
@@ -73,20 +76,35 @@ class RankExecutor:
         command: that starts a rank. tick_s: between two looks at the ranks' signs of life. Raises what `load_model`
         raises, and `RanksLost`.
         """
-        ranks = plan.ranks
-        timeout_s = float(config.rank_timeout)
-        added, note = peer_environment(ranks, lambda: read_hardware().gpus, os.environ)
-        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, tick_s=tick_s, added=added)
+        ranks, placement = plan.ranks, placement_of(config)
+        timeout_s, places = float(config.rank_timeout), [place_of(rank) for rank in plan.ranks]
+        if placement is not None:
+            note, devices = placement.note, placement.devices
+            supervisor: Supervisor = MachineSupervisor(places, placement, tick_s=tick_s)
+        else:
+            added, note = peer_environment(ranks, lambda: read_hardware().gpus, os.environ)
+            devices = [rank.device for rank in ranks]
+            supervisor = Supervisor(places, command=command, tick_s=tick_s, added=added)
         with ExitStack() as undo:
             undo.callback(supervisor.stop)
             links = supervisor.start()
             pids = links.answers(0, int, START_S, "their start")
             report(f"{len(pids)} ranks started")
-            connected = links.call(Kind.CONNECT, _connect(ranks, supervisor.store, timeout_s), Connected, CONNECT_S)
+            shares_device = placement is None and len(set(devices)) < len(devices)
+            asked_connect = Connect(
+                supervisor.store, timeout_s, ranks[0].shard.size, len(ranks) // ranks[0].shard.size, list(devices),
+                "gloo" if shares_device else "",
+            )  # fmt: skip
+            connected = links.call(Kind.CONNECT, asked_connect, Connected, CONNECT_S)
             ways = "; ".join(sorted({each.transport for each in connected}))
             slowest_us = max(each.all_reduce_s for each in connected) * 1e6
             report(f"ranks connected over {ways}, a small all-reduce takes {slowest_us:.0f} µs")
-            shares = [encode(Open(str(path), spec, config, plan_of(plan, rank), rank.shard)) for rank in ranks]
+            if placement is not None:
+                _check_files(path, links.call(Kind.CHECK, str(path), dict[str, str], QUIET_S), supervisor.names)
+            shares = [
+                encode(Open(str(path), spec, config, replace(plan_of(plan, rank), device=device), rank.shard))
+                for rank, device in zip(ranks, devices, strict=True)
+            ]
             asked = links.ask(Kind.OPEN, shares)
             loaded = links.answers(asked, Loaded, QUIET_S, "loading", _sum_of(progress, len(ranks)))
             check_all_used(spec, [each.unused_tensors for each in loaded])
@@ -242,11 +260,18 @@ def place_of(rank: RankPlan) -> RankPlace:
     return RankPlace(rank.device, -1 if rank.numa_node is None else rank.numa_node)
 
 
-def _connect(ranks: Sequence[RankPlan], store: str, timeout_s: float) -> Connect:
-    devices = [rank.device for rank in ranks]
-    shares_device = len(set(devices)) < len(devices)
-    shards = ranks[0].shard.size
-    return Connect(store, timeout_s, shards, len(ranks) // shards, devices, "gloo" if shares_device else "")
+def _check_files(path: Path, found: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+    """Raise `ConfigError` unless each rank's machine has the same files of the checkpoint as this one."""
+    here = checkpoint_fingerprint(path)
+    for name, theirs in zip(names, found, strict=True):
+        differing = sorted(file for file in here.keys() | theirs.keys() if here.get(file) != theirs.get(file))
+        if differing:
+            raise ConfigError(
+                "The machines have different files of the model.",
+                f"{name} differs in {', '.join(differing[:5])} of {path}.",
+                "Copy the folder from one machine to the others, or use one that all of them share.",
+                param="nodes",
+            )
 
 
 def _sum_of(progress: Progress, size: int) -> OnReport:

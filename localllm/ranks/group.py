@@ -135,7 +135,7 @@ class World:
         self._device, self._timeout = device, timedelta(seconds=asked.timeout_s)
         self._backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
         size = asked.shards * asked.stages
-        self._store: Any = dist.FileStore(asked.store, size)  # type: ignore[attr-defined]
+        self._store = _store_of(asked.store, size, self._timeout)
         self._times = 0
         self._stage, self._shard = divmod(rank, asked.shards)
         self.group, self.everyone, self.pipe = self._connect()
@@ -206,6 +206,14 @@ class World:
 
     def _new(self, ranks: list[int]) -> Any:
         return dist.new_group(ranks, timeout=self._timeout)
+
+
+def _store_of(store: str, size: int, timeout: timedelta) -> Any:
+    """Return what the ranks find each other by: memory that they inherit, or a server's tcp://HOST:PORT."""
+    if store.startswith("tcp://"):
+        host, _, port = store.removeprefix("tcp://").rpartition(":")
+        return dist.TCPStore(host, int(port), None, False, timeout)  # type: ignore[attr-defined]
+    return dist.FileStore(store, size)  # type: ignore[attr-defined]
 
 
 def transport_of(backend: str, environ: Mapping[str, str]) -> str:

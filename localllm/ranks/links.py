@@ -42,8 +42,13 @@ CAUSE_S = 0.8  # for the death that made another rank fail
 class Links:
     """The server's ends of the sockets to all ranks, by rank."""
 
-    def __init__(self, channels: Sequence[Channel], loss: Loss, names: Sequence[str], lose_hanging: Lose) -> None:
-        """names: of the ranks, for errors. lose_hanging: declares the group lost because it does not answer."""
+    def __init__(
+        self, channels: Sequence[Channel], loss: Loss, names: Sequence[str], lose_hanging: Lose,
+        on_beat: Callable[[int, Sequence[int]], None] = lambda rank, words: None,
+    ) -> None:  # fmt: skip
+        """names: of the ranks, for errors and logs. lose_hanging: declares the group lost because it does not answer.
+        on_beat: called with a sign of life that came as a record, and the words of its line."""
+        self._on_beat = on_beat
         self._channels, self._loss, self._names, self._lose_hanging = list(channels), loss, list(names), lose_hanging
         self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
         self._seq = 0
@@ -222,7 +227,11 @@ class Links:
     def _take(self, rank: int, record: Record) -> None:
         if record.kind is Kind.LOG:
             line = decode(record.payload, Log)
-            logging.getLogger(line.logger).log(line.level, "rank %d: %s", rank, line.text)
+            name = self._names[rank].replace("Rank", "rank", 1)
+            logging.getLogger(line.logger).log(line.level, "%s: %s", name, line.text)
+            return
+        if record.kind is Kind.BEAT:  # says nothing about the record that is waited for
+            self._on_beat(rank, decode(record.payload, list[int]))
             return
         self._latest_sign_s = time.monotonic()
         if record.kind is Kind.REPORT:

@@ -17,7 +17,7 @@ from localllm.errors import LocalLLMError
 class Connect(msgspec.Struct, frozen=True):
     """CONNECT: meet the other ranks. Answered with `Connected`."""
 
-    store: str  # path of the memory in which the ranks find each other
+    store: str  # path of the memory in which the ranks find each other, or tcp://HOST:PORT between machines
     timeout_s: float  # of every collective
     shards: int  # per stage: rank = stage * shards + shard
     stages: int

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WORDS = 8
@@ -46,6 +47,12 @@ class ProgressTable:
     def add(self, rank: int, word: int, value: int) -> None:
         """Add to a word that only the caller's thread writes."""
         self._words[rank * WORDS + word] += value
+
+    def put(self, rank: int, words: Sequence[int]) -> None:
+        """Write the line of a rank on another machine. Its sign of life counts from now: clocks differ."""
+        for word, value in enumerate(words[: len(RankProgress.__slots__)]):
+            self.write(rank, word, value & 2**64 - 1)
+        self.beat(rank)
 
     def beat(self, rank: int) -> None:
         self.write(rank, BEAT_NS, time.monotonic_ns())

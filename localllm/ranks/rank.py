@@ -74,6 +74,10 @@ class Share(Protocol):
         """Prepare the calling thread, another one than that of `connect`, to wait for results."""
         ...
 
+    def fingerprint(self, path: str) -> dict[str, str]:
+        """Return the digest of each file of a checkpoint, by its name."""
+        ...
+
     def load(self, asked: bytes, tell: Tell) -> Loaded: ...
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[OpenedRunner, object]: ...
     def waited_ns(self) -> int: ...
@@ -110,6 +114,7 @@ class Rank:
             Kind.CLOSE_RUNNER: self._close_runner, Kind.IDLE: self._idle, Kind.RESET: self._reset,
             Kind.STATS: self._stats, Kind.SLEEP: self._sleep, Kind.WAKE: self._wake, Kind.ADAPTER: self._put_adapter,
             Kind.STOP: self._stop, Kind.ALLOCATE: self._ignore,
+            Kind.CHECK: lambda record: self._share.fingerprint(decode(record.payload, str)),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -377,6 +382,11 @@ class _LogsToServer(logging.Handler):
             pass  # the server has closed its end, and the reading thread ends this process
 
 
+def log_to_server(channel: Channel) -> None:
+    """Send all log records of this process to the server, whose log names the rank."""
+    logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)], force=True)
+
+
 def main(make_share: Callable[[], Share], arguments: list[str] | None = None) -> None:
     """Run one rank. arguments: file descriptors of socket, table and the memory in which ranks find each other; rank,
     ranks, the server's process, NUMA node.
@@ -393,7 +403,7 @@ def main(make_share: Callable[[], Share], arguments: list[str] | None = None) ->
     for fd in fds:
         os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=socket_fd))
-    logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)])
+    log_to_server(channel)
     Rank(number, channel, ProgressTable(table_fd, size), make_share).run()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,6 +17,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.spec.shard import local_spec
 from localllm.models.weights.lora import open_lora
 from localllm.ranks.group import World
+from localllm.ranks.handshake import checkpoint_fingerprint
 from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.rank import Agree, Tell
@@ -46,6 +47,9 @@ class TorchShare:
 
     def enter_thread(self) -> None:
         make_current(self._device)  # else the thread would use, and create a context on, the first GPU
+
+    def fingerprint(self, path: str) -> dict[str, str]:
+        return checkpoint_fingerprint(Path(path))
 
     def load(self, asked: bytes, tell: Tell) -> Loaded:
         opening = decode(asked, Open)

@@ -93,7 +93,7 @@ class RankStates:
         error, lost = supervisor.loss.error, self.lost[rank] if rank < len(self.lost) else None
         return RankStats(
             rank, plan.stage, plan.shard.index, plan.device, plan.name,
-            pid=supervisor.processes[rank].pid,
+            pid=supervisor.pids[rank],
             is_up=supervisor.is_alive and error is None,
             memory=RankMemory(
                 plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, plan.graph_bytes + plan.comm_bytes

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from localllm.errors import EngineError, RanksLost
+from localllm.errors import EngineError, LocalLLMError, RanksLost
 from localllm.machine.processes import threads_per_process
 from localllm.ranks.channel import Channel
 from localllm.ranks.links import Links
@@ -38,6 +38,7 @@ TICK_S = 1.0
 SILENT_TICKS = 5  # without a sign of life
 BUSY_TICKS = 20  # ... of a rank whose processor time grows: a compiler may hold the interpreter
 BUSY_S = 0.02  # processor time per tick above which it grows
+RANKS_S = 60.0  # for ranks that another program starts, to come
 STOP_S = 5.0  # for ranks to end by themselves
 TERM_S = 2.0  # between SIGTERM and SIGKILL
 STACKS_S = 0.3  # for ranks to write their stacks
@@ -78,8 +79,10 @@ class Supervisor:
         self._watches = [_Watch() for _ in places]
         self.watches_beats = False  # while a model is served: start-up has the deadlines of its phases
         self._pidfds: dict[int, int] = {}
+        self._ends, self._end_event = self._pidfds, select.POLLIN  # what the poll returns for a rank that has ended
+        self.pids: list[int] = []  # by rank; of another machine, if it runs there
         self._links: Links | None = None
-        self._failure: OSError | None = None
+        self._failure: OSError | LocalLLMError | None = None
         self._spawned, self._stopping = threading.Event(), threading.Event()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="localllm-ranks", daemon=True)
@@ -90,6 +93,8 @@ class Supervisor:
         self._spawned.wait()
         if self._links is None:
             self._thread.join()
+            if isinstance(self._failure, LocalLLMError):
+                raise self._failure
             raise EngineError(
                 "The processes of the ranks could not be started.", f"{self._failure}."
             ) from self._failure
@@ -126,7 +131,7 @@ class Supervisor:
             self._watch()
             if self.loss.error is not None:
                 self._tell(self.loss.error)
-        except OSError as error:
+        except (OSError, LocalLLMError) as error:
             self._failure = error
             log.exception("ranks could not be started or watched")
             self.loss.declare("The ranks can no longer be watched.", f"{error}.")
@@ -152,6 +157,7 @@ class Supervisor:
                 with theirs:
                     process = self._started(rank, place, theirs.fileno(), environ)
                 self.processes.append(process)
+                self.pids.append(process.pid)
                 self._pidfds[os.pidfd_open(process.pid)] = rank
         except OSError:
             for channel in channels:
@@ -170,12 +176,13 @@ class Supervisor:
     def _watch(self) -> None:
         """Watch until the group is lost or is to be stopped."""
         poll = select.poll()
-        for fd in (*self._pidfds, self.loss.fileno(), self._wake_read):
+        for fd in self._ends:
+            poll.register(fd, self._end_event)
+        for fd in (self.loss.fileno(), self._wake_read):
             poll.register(fd, select.POLLIN)
         due_s = time.monotonic() + self._tick_s
         while self.loss.error is None and not self._stopping.is_set():
-            ready = [fd for fd, _ in poll.poll(max(0, due_s - time.monotonic()) * 1000)]
-            self._check_ended([self._pidfds[fd] for fd in ready if fd in self._pidfds])
+            self._check_ended([fd for fd, _ in poll.poll(max(0, due_s - time.monotonic()) * 1000)])
             if time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._tick_s
                 self._tick()
@@ -186,12 +193,14 @@ class Supervisor:
                 self._links.drain()
         if self.watches_beats:
             for rank, watch in enumerate(self._watches):
-                if watch.is_silent(self.progress.read(rank).beat_ns, self.processes[rank].pid):
+                pid = self.processes[rank].pid if self.processes else None
+                if watch.is_silent(self.progress.read(rank).beat_ns, pid):
                     why = f"No sign of life for {watch.ticks} s."
                     self.lose_hanging(f"{self.names[rank]} does not answer.", why, [rank])
 
-    def _check_ended(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
+    def _check_ended(self, ready: Sequence[int]) -> None:
+        """Declare the loss of ranks that have ended. ready: the file descriptors that the poll has returned."""
+        for rank in (self._pidfds[fd] for fd in ready if fd in self._pidfds):
             code = exit_code(self.processes[rank].pid)
             if code is not None and not self._stopping.is_set():
                 self.loss.declare(f"{self.names[rank]} died.", f"Its process {ended_how(code)}.", [rank])
@@ -200,7 +209,7 @@ class Supervisor:
         """Declare the group lost because these ranks hang, after all ranks have written their stacks to stderr."""
         if self.loss.error is not None:  # its processes are being ended
             return self.loss.error
-        for process, line in zip(self.processes, self.progress.read_all(), strict=True):
+        for process, line in zip(self.processes, self.progress.read_all(), strict=False):
             if line.beat_ns:  # it has begun, and knows the signal
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)  # `Popen.send_signal` would reap a process that has ended
@@ -271,11 +280,14 @@ class _Watch:
     ticks: int = 0  # without a new sign of life
     processor_s: float = 0.0
 
-    def is_silent(self, beat_ns: int, pid: int) -> bool:
+    def is_silent(self, beat_ns: int, pid: int | None) -> bool:
+        """pid: None for a rank of another machine, whose processor time is not known."""
         self.ticks = 0 if beat_ns != self.beat_ns else self.ticks + 1
         self.beat_ns = beat_ns
         if self.ticks < SILENT_TICKS - 1:
             return False
+        if pid is None:
+            return self.ticks >= BUSY_TICKS
         before, self.processor_s = self.processor_s, _processor_s(pid)
         grows = self.processor_s - before >= BUSY_S
         return self.ticks >= (BUSY_TICKS if grows else SILENT_TICKS)

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     """The kinds of records, for a rank, and of answers, from 64 on."""
 
     CONNECT = 14  # meet the other ranks
+    CHECK = 15  # compare the files of the checkpoint, on machines of their own
     OPEN = 1  # load this rank's share of a model
     OPEN_RUNNER = 2
     ALLOCATE = 3  # the memory plan made from every rank's MEASURED; without a payload: a rank has refused
@@ -57,6 +58,8 @@ class Kind(IntEnum):
     DONE = 68
     FAILED = 69
     LOG = 70
+    BEAT = 71  # a sign of life with the line of the progress table, from another machine
+    JOIN = 72  # of a rank on another machine, before HELLO: its introduction, answered with a refusal or ""
 
 
 class BadRecord(Exception):

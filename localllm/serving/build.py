@@ -72,6 +72,12 @@ def build_engine(
     with ExitStack() as undo:
         hardware = start_torch(on_phase, limits)
         spec = with_tower(found.path, spec)
+        if config.nodes > 1 or config.distributed_executor_backend not in ("auto", "mp"):
+            from localllm.ranks.placement import hardware_of_machines
+
+            with report_phase("machines", on_phase) as report:
+                hardware = hardware_of_machines(config, hardware)
+                report(f"{config.nodes} nodes" if config.nodes > 1 else config.distributed_executor_backend)
         settings = tuned(settings, found, spec, hardware, on_phase)
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)

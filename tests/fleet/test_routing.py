@@ -58,15 +58,16 @@ def test_a_hot_prefix_spreads_once_its_replica_is_busy() -> None:
 
 @given(
     st.lists(
-        st.builds(
-            ReplicaLoad,
-            hit_tokens=st.integers(0, 1000),
-            queued_tokens=st.integers(0, 50_000),
-            prefill_tokens_per_s=st.floats(10, 1e5),
-            running=st.integers(0, 200),
-            blocks_wait_s=st.floats(0, 10),
-            weight=st.floats(0.1, 10),
-        ),
+        st.fixed_dictionaries(
+            {
+                "hit_tokens": st.integers(0, 1000),
+                "queued_tokens": st.integers(0, 50_000),
+                "prefill_tokens_per_s": st.floats(10, 1e5),
+                "running": st.integers(0, 200),
+                "blocks_wait_s": st.floats(0, 10),
+                "weight": st.floats(0.1, 10),
+            }
+        ).map(lambda each: ReplicaLoad(**each)),
         min_size=1,
         max_size=8,
     )
@@ -100,5 +101,15 @@ def test_prefixes_are_remembered_up_to_a_bound() -> None:
     memory.add([b"a", b"ab"], [1, 2])
     assert memory.hit_tokens([b"a", b"ab", b"abc"]) == 2
     assert memory.hit_tokens([b"x"]) == 0
-    memory.add([b"y", b"yz"], [5, 6])  # a is forgotten: it was used longest ago
-    assert (memory.hit_tokens([b"a"]), memory.hit_tokens([b"a", b"ab"]), memory.hit_tokens([b"y", b"yz"])) == (0, 2, 6)
+    memory.add([b"y", b"yz"], [5, 6])  # ab is forgotten: it was used longest ago, and before its own prefix
+    assert (memory.hit_tokens([b"a"]), memory.hit_tokens([b"a", b"ab"]), memory.hit_tokens([b"y", b"yz"])) == (1, 1, 6)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=12), st.integers(1, 20))
+def test_bisection_finds_what_a_search_of_all_prefixes_finds(prompts: list[str], most: int) -> None:
+    memory = PrefixMemory(most)
+    for prompt in prompts:
+        names = [prompt[:size].encode() for size in range(1, len(prompt) + 1)]
+        want = max((size for size, name in enumerate(names, 1) if name in memory._tokens), default=0)
+        assert memory.hit_tokens(names) == want
+        memory.add(names, range(1, len(names) + 1))

@@ -164,8 +164,32 @@ def test_calls_of_tools_and_reasoning_are_translated(front: Front, theirs: Hosti
     assert said["content"][1]["input"] == {"q": "sky"}
 
 
+def test_responses_of_an_upstream_are_stored_and_continued(front: Front, theirs: HostileServer) -> None:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "theirs", "instructions": "Be brief.", "temperature": 0.5}
+        tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+        whole = client.responses.create(**asked, input="Why?", tools=[tool], reasoning={"effort": "low"})
+        assert (whole.output_text, whole.status, whole.usage.total_tokens) == (ANSWER, "completed", 12)
+        body = theirs.seen[-1][1]
+        told = body["messages"], body["temperature"], body["reasoning_effort"], body["tools"][0]["function"]["name"]
+        system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}
+        assert told == ([system, question], 0.5, "low", "look")
+        with client.responses.stream(**asked, input="And?", previous_response_id=whole.id) as stream:
+            again = stream.get_final_response()
+        assert (again.output_text, again.model) == (ANSWER, "theirs")
+        said = [(each["role"], each["content"]) for each in theirs.seen[-1][1]["messages"]]
+        assert said == [("system", "Be brief."), ("user", "Why?"), ("assistant", ANSWER), ("user", "And?")]
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    assert front.post("/v1/responses", {**asked, "input": "x", "text": {"format": schema}}).status_code == 200
+    form = theirs.seen[-1][1]["response_format"]
+    assert form == {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    mcp = {"type": "mcp", "server_label": "time"}
+    refused = front.post("/v1/responses", {**asked, "input": "x", "tools": [mcp]})
+    assert refused.json()["error"]["param"] == "tools"
+
+
 def test_endpoints_that_are_not_passed_on_say_so(front: Front) -> None:
-    refused = front.post("/v1/responses", {"model": "theirs", "input": "Hi"})
+    refused = front.post("/v1/responses/input_tokens", {"model": "theirs", "input": "Hi"})
     assert refused.status_code == 400
     assert "theirs is a model of laptop" in refused.json()["error"]["message"]
 

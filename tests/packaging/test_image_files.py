@@ -1,7 +1,9 @@
 """The Dockerfile, the compose files, the manifests and scripts/image, read without building anything."""
 
+import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from localllm.cli import build_parser
 from localllm.config.settings import SETTINGS, ServerConfig
+from localllm.config.upstreams import read_upstream_flag, split_upstream
 from localllm.errors import ConfigError
 from localllm.files.folders import cache_folder, config_home, data_folder
+from localllm.ranks.placement import CLUSTER_KEY, EXTERNAL
 from localllm.serving.drain import DRAIN_S
 from localllm.version import __version__
 from localllm.web.access.scopes import PROBES
@@ -330,3 +335,67 @@ def test_image_hands_wheels_over_in_a_copy_with_localllms_apart(tmp_path: Path) 
     assert {"./localllm/version.py", "./packaging/oci/install", "./packaging/oci/Dockerfile.dockerignore"} <= found
     assert not [name for name in found if name.endswith((".so", ".pyc"))]
     assert not list((OCI / "wheels").glob("*.whl"))
+
+
+# ---- several machines ------------------------------------------------------------------------------------------------
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Return localllm's own reading of a command line. Exits with a message if a flag does not exist."""
+    parser, _ = build_parser()
+    return parser.parse_args(words)
+
+
+def num_ranks(asked: argparse.Namespace) -> int:
+    return int(asked.tensor_parallel_size) * int(asked.pipeline_parallel_size)
+
+
+def test_two_replicas_share_an_address_and_a_key() -> None:
+    services = read_yaml(OCI / "compose.replicas.yaml")["services"]
+    asked = read_upstream_flag(parsed(services["localllm"]["command"]).upstream)
+    assert [split_upstream(each)[0] for each in asked] == [f"{name}:8000" for name in services if name != "localllm"]
+    assert services["localllm"]["ports"] == ["127.0.0.1:8000:8000"]
+    for name, service in services.items():
+        assert {key for key in service["environment"] if key.startswith("LOCALLLM_")} <= VARIABLES
+        assert service["cap_drop"] == ["ALL"]
+        assert service["read_only"] is True
+        assert name == "localllm" or "ports" not in service
+        assert name == "localllm" or name in service["environment"]["LOCALLLM_ALLOWED_HOSTS"].split(",")
+
+
+def test_a_ray_cluster_has_the_gpus_of_its_ranks() -> None:
+    job = read_yaml(K8S / "machines" / "ray.yaml")["spec"]
+    program, *words = shlex.split(job["entrypoint"])
+    asked, cluster = parsed(words), job["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert program == "localllm"
+    assert sum(each.get("replicas", 1) for each in groups) == int(asked.nodes)
+    for group in groups:
+        [ray] = group["template"]["spec"]["containers"]
+        limits = ray["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] * int(asked.nodes) == num_ranks(asked)
+        assert {each["name"] for each in ray["env"] if each["name"].startswith("LOCALLLM_")} <= VARIABLES
+
+
+def test_torchrun_starts_a_process_for_each_rank() -> None:
+    _, found = yaml.safe_load_all((K8S / "machines" / "torchrun.yaml").read_text())
+    [pod] = found["spec"]["template"]["spec"]["containers"]
+    asked = parsed(pod["args"])
+    flags = dict(word.split("=", 1) for word in pod["command"] if "=" in word)
+    assert int(flags["--nnodes"]) == found["spec"]["replicas"]
+    assert int(flags["--nnodes"]) * int(flags["--nproc-per-node"]) == num_ranks(asked)
+    assert pod["resources"]["limits"]["nvidia.com/gpu"] == int(flags["--nproc-per-node"])
+    assert asked.distributed_executor_backend == EXTERNAL
+    assert {each["name"] for each in pod["env"] if each["name"].startswith("LOCALLLM_")} <= {*VARIABLES, CLUSTER_KEY}
+
+
+def test_the_slurm_job_starts_a_process_for_each_rank() -> None:
+    path = ROOT / "packaging" / "slurm" / "localllm.sbatch"
+    text = path.read_text().replace("\\\n", " ")
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+    sizes = dict(re.findall(r"#SBATCH --(\S+)=(\S+)", text))
+    [line] = re.findall(r"-m localllm (.*)", text)
+    asked = parsed(shlex.split(line))
+    assert int(sizes["nodes"]) * int(sizes["gpus-per-node"]) == num_ranks(asked)
+    assert int(re.findall(r"--nproc-per-node (\d+)", text)[0]) == int(sizes["gpus-per-node"])
+    assert CLUSTER_KEY in text

@@ -83,6 +83,9 @@ class FakeShare:
     def enter_thread(self) -> None:
         self.thread = threading.current_thread()
 
+    def fingerprint(self, path: str) -> dict[str, str]:
+        return {"fake": "same"}
+
     def load(self, asked: bytes, tell: Tell) -> Loaded:
         self._options = json.loads(decode(asked, FakeOpen).path)
         fault = self._options.get("fault")

@@ -155,6 +155,7 @@ async def served_model(
 
     The request holds the model until its last byte is sent: each request is one task from here to there.
     """
+    await upstreams_of(request).looked()
     _refuse_remote(request, name)
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
     model = held(lease)
@@ -195,7 +196,8 @@ def _refuse_remote(request: ApiRequest, name: str | None) -> None:
         raise UnsupportedOption(
             f"{request.scope['path']} is not passed on to other servers.",
             f"{name} is a model of {has}.",
-            "Supported: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/messages, /api/chat, /api/generate.",
+            "Supported: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/messages, /api/chat, "
+            "/api/generate.",
             param="model",
         )
 

@@ -72,13 +72,16 @@ def checked(offered: Sequence[Mapping[str, Any]], param: str) -> Sequence[Mappin
 
 
 def chosen(
-    offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None, model: ServedModel
+    offered: Sequence[Mapping[str, Any]],
+    choice: str | dict[str, Any] | None,
+    parallel: bool | None,
+    model: ServedModel | None = None,
 ) -> Tools:
     """Return the tools after applying OpenAI's `tool_choice` and `parallel_tool_calls`, for a model that can call
-    tools.
+    tools. model: None for one of another server, which decides itself which tools it can call.
     """
     tools = _choose(checked(offered, "tools"), choice, parallel=parallel is not False)
-    if tools.offered:
+    if tools.offered and model is not None:
         require_known_format(model, "tools")
     return tools
 

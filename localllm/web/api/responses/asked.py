@@ -226,9 +226,7 @@ class Asked:
 async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     """Return the request. Raises the error that names the wrong field."""
     body, warnings = await read(raw, ResponsesBody, RULES)
-    store, owner = store_of(request), owner_of(request)
-    before = store.context(owner, body.previous_response_id)
-    items = read_items(body.input or [], partial(store.item, owner))
+    before, items = conversation_of(request, body)
     is_probe = not before and not items and body.input == "" and body.max_output_tokens == 1
     if not before and not items and not is_probe:
         raise MissingParameter("Missing required parameter: 'input'.", "There is nothing to answer.", param="input")
@@ -242,7 +240,7 @@ async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     own = client_tools(tools)
     offer = await mcp_offer(request, tools, {each["function"]["name"] for each in own.functions})
     for call in approved:
-        _require_approvable(call, offer, owner)
+        _require_approvable(call, offer, owner_of(request))
     model = await served_model(request, body.model)
     params, more = params_of(body, model)
     template, still_more = template_of(body, model)
@@ -253,6 +251,13 @@ async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     warnings = [*warnings, *own.warnings, *offer.warnings, *more, *still_more, *unread]
     asked = Asked(body, model, before, items, own, offer, approved, chat, PromptIds(()), 0, warnings)
     return asked if is_probe else await _prompted(asked, everything)
+
+
+def conversation_of(request: ApiRequest, body: ResponsesBody) -> tuple[Sequence[bytes], Sequence[Item]]:
+    """Return the stored items of earlier rounds, and the items of this one."""
+    store, owner = store_of(request), owner_of(request)
+    before = store.context(owner, body.previous_response_id)
+    return before, read_items(body.input or [], partial(store.item, owner))
 
 
 def _require_approvable(call: Item, offer: McpOffer, owner: str) -> None:

@@ -17,6 +17,7 @@ from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead, whole_response
 from localllm.web.api.responses.asked import Asked, read_asked
 from localllm.web.api.responses.mcp_rounds import McpRounds, Totals
+from localllm.web.api.responses.remote import remote_response
 from localllm.web.api.responses.schema import (
     REASONING_RULES,
     RULES,
@@ -53,6 +54,8 @@ async def responses(request: ApiRequest) -> ASGIResponse:
 async def answer_response(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """Answer the body `raw`, from a client or from a line of a batch. Answers to lines are not stored: a large batch
     would evict every other response."""
+    if (answer := await remote_response(request, raw)) is not None:
+        return answer
     asked = await read_asked(request, raw)
     model, chat = asked.model, asked.chat.within_context(len(asked.token_ids), asked.model)
     head = ResponseHead.new(model.shown_name, asked.body, chat.params, asked.num_truncated, asked.own.calls)
