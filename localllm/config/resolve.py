@@ -93,8 +93,10 @@ _OTHER_VARIABLES = frozenset(
     f"LOCALLLM_{name}"
     for name in (
         "CHECK_RESTARTED",
+        "CLUSTER_KEY",
         "CONFIG",
         "CPU_SET",
+        "GATE_KEY",
         "LAUNCH_API_KEY",
         "NATIVE",
         "RESTARTED",

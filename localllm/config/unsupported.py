@@ -47,7 +47,6 @@ UNSUPPORTED: dict[str, str] = {
     "n_gpu_layers": _DEVICE,
     "ngl": _DEVICE,
     # several devices
-    "distributed_executor_backend": _LATER,
     "nnodes": _LATER,
     "node_rank": _LATER,
     "master_addr": _LATER,

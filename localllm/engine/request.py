@@ -151,8 +151,7 @@ class Request:
         self.are_predicted = False  # they are from the prediction
         self.acceptance = Acceptance()
         self.num_output_placeholders = 0
-        self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0
+        self.num_computed_tokens = self.num_in_flight_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.cache_miss: CacheMiss | None = None  # why there were no more of them
 

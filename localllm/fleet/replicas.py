@@ -402,7 +402,7 @@ def for_another_engine(request: Request) -> Request:
     )
 
 
-SAME = frozenset({"block_size", "max_model_len", "async_depth", "speculation", "engine"})
+SAME = frozenset({"block_size", "max_model_len", "async_depth", "speculation", "engine", "tiers"})
 """Fields of `EngineStats` that are taken from the first replica."""
 
 

@@ -34,7 +34,7 @@ class NotAdmitted(Exception):
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What a rank says about itself."""
+    """A rank's description of itself."""
 
     rank: int
     pid: int

@@ -86,9 +86,8 @@ class TorchRunner:
         """states: of a model with recurrent layers. drafter: in one process. has_drafts: False if no step will have
         drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
-        self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
-        self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
+        self.num_stages, self._device, self._max_num_batched_tokens = 1, device, max_num_batched_tokens
         states = states or StateCache(spec, 0, device, torch.float32)
         cache = layer_caches(kv.layers, states)
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
@@ -141,9 +140,8 @@ class TorchRunner:
                     steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
                     reread = 1 if drafter.drafter.taps else 0
                     self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
-                self._drafters = HostDrafts(
-                    inputs, self._slots, steps, drafter.num_drafts if drafter is not None else 0
-                )
+                most = 0 if drafter is None else drafter.num_drafts
+                self._drafters = HostDrafts(inputs, self._slots, steps, most)
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
         self._launched: _ForwardedStep | None = None

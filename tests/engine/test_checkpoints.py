@@ -11,7 +11,7 @@ from localllm.engine.step import Row, RowResult, StepPlan
 from localllm.errors import StepFailed
 from tests.draws import seeds
 from tests.engine.harness import BLOCK_SIZE, EveryOther, SmallEngine, check_invariants, make_engine
-from tests.fake_runner import CorruptState, FakeRunner, expected_output
+from tests.fake_runner import CorruptState, FakeRunner, _Slot, expected_output
 
 VOCAB = 4
 
@@ -76,7 +76,7 @@ class Watcher:
         if not names or names[-1] in self.state_of:
             return
         runner = FakeRunner(2, BLOCK_SIZE)
-        slot: Any = type("Slot", (), {"token_ids": request.token_ids, "prefix_crcs": [], "embeds": "", "adapter": -1})
+        slot = _Slot(request.request_id, request.params, request.prompt_len, request.token_ids, [], 0)
         runner._extend_crcs(slot)
         self.state_of |= {name: slot.prefix_crcs[(i + 1) * BLOCK_SIZE - 1] for i, name in enumerate(names)}
 

@@ -1,4 +1,4 @@
-"""Where blocks are kept outside of the KV cache: in RAM and on disk. Both have one interface, `BlockStore`.
+"""Stores of blocks outside of the KV cache, in RAM and on disk. Both have one interface, `BlockStore`.
 
 A block is kept under (KV group, name of the block). Names carry everything that KV depends on (block_names.py), so a
 block that is found is the right one; what is on disk is checked by its hash before it is used.
@@ -121,7 +121,7 @@ class DiskStore:
     name, is_private = "disk", False
 
     def __init__(self, folder: Path, fingerprint: bytes, capacity_bytes: int, about: str = "") -> None:
-        """about: what `localllm kv list` says of the fingerprint. Raises OSError if the folder cannot be made."""
+        """Open a store. about: what `localllm kv list` prints of it. Raises OSError if the folder cannot be made."""
         self.capacity_bytes, self._root, self._fingerprint = capacity_bytes, folder, fingerprint
         self._own = folder / fingerprint.hex()
         make_private(self._own)
@@ -256,7 +256,7 @@ def kv_folder() -> Path:
 
 
 class KeptModel(NamedTuple):
-    """What is kept on disk of one model with one set of settings."""
+    """Blocks on disk of one model with one set of settings."""
 
     folder: Path
     name: str  # of the model; empty: unknown
