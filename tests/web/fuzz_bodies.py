@@ -145,6 +145,7 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ("localllm", "sleep"): NOWHERE,
     ("localllm", "wake"): [MODEL, *NOWHERE],
     ("localllm", "pin"): [{**MODEL, "pinned": False}, *NOWHERE],
+    ("localllm", "tokens"): [{"width": 1920, "height": 1080, "detail": "low"}, {**MODEL, "width": 1, "height": 9**9}],
     ("localllm", "downloads"): [{"model": "nobody/none", "revision": "main", "include": ["*.json"]}],
 }  # fmt: skip
 
