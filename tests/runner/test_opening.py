@@ -165,7 +165,7 @@ def test_weights_that_slept_leave_no_page_locked_memory(monkeypatch: pytest.Monk
     """Torch's allocator keeps the pages of freed tensors until it is asked to release them."""
     asleep = LocalExecutor.__new__(LocalExecutor)
     asleep._model = object()  # type: ignore[assignment]
-    asleep._drafter = None
+    asleep._drafter = asleep._tower = None
     asleep._device, asleep._is_on_host = torch.device("cuda"), True
     released: list[bool] = []
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(True), raising=False)
