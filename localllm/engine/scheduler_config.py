@@ -23,7 +23,7 @@ class SchedulerConfig:
     output_reserve: float = 0.65  # share of its expected output that a request needs room for at admission
     state_interval: int = 256  # tokens of an output from one checkpoint of recurrent states to the next
     encoder_rows: int = 0  # rows of encoded pictures that are kept; 0: the model does not see
-    encoder_budget: int = 0  # rows that one step encodes: those of the largest picture
+    encoder_budget: int = 0  # rows that one step encodes: as many as the largest picture has
     num_stages: int = 1  # pipeline stages of the runner
     num_extra_cohorts: int = 0  # cohorts beyond one per stage; one of them hides the host's work between two steps
 

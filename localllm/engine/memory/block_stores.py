@@ -41,7 +41,7 @@ HEADER = struct.Struct("<4sI16s16sIQ16s")
 """Magic, format, fingerprint, name, group, bytes of the payload, blake2b of all before it and of the payload."""
 LEAST_FREE = 0.05  # share of the file system that stays free
 RETRY_S = 60.0  # after a write failed
-TOUCH_S = 3600.0  # a file that is read has its time set at most once in so many seconds
+TOUCH_S = 3600.0  # seconds between two changes of the time of a file that is read
 
 
 class BlockStore(Protocol):

@@ -34,10 +34,10 @@ MOST_OUT_BYTES = 256 * 2**20
 """Bytes that were copied out and are not written yet. Blocks that are evicted meanwhile are lost."""
 MOST_READ_BYTES = 128 * 2**20  # of one load, read ahead of the steps that copy them in
 LATE_S, LATE_FACTOR = 5.0, 4.0
-"""A load is ended if no block arrives for this time, or if it takes longer than this and than so many times what
-computing would take."""
+"""A load is ended if no block arrives for this time, or if it takes longer than both this and a multiple of
+what computing would take."""
 WEIGHT = 0.25  # of a new measurement
-TRY_EVERY = 16  # loads that would not pay, of which one is made to measure again
+TRY_EVERY = 16  # of loads that would not pay, every 16th is made, to measure again
 LEAST_TOKENS = 32  # prompt tokens of a step that measures
 
 
