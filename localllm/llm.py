@@ -35,7 +35,6 @@ from localllm.models.encoders.recipe import Want
 from localllm.serving.answers.conversation import Conversation, Tools
 from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, PromptIds, require_room
 from localllm.serving.build import build_engine
-from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 from localllm.text.messages import images_of
 
@@ -237,7 +236,13 @@ class LLM:
         for result, (_, new_reader) in zip(results, readings, strict=True):
             if new_reader is not None:
                 for output in result.outputs:
-                    _tell_apart(output, new_reader())
+                    answer, reader = ParsedAnswer(), new_reader()
+                    add_up(answer, [*reader.feed(output.text), *reader.end()])
+                    output.text, output.reasoning, output.tool_calls = (
+                        answer.text,
+                        answer.reasoning or None,
+                        answer.calls,
+                    )
         return results
 
     def beam_search(
@@ -675,12 +680,6 @@ def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mappin
             what = f"tools[{i}] is not a function."
             raise InvalidParameter(what, 'Expected {"type": "function", "function": {"name": ...}}.', param="tools")
     return tools or ()
-
-
-def _tell_apart(output: CompletionOutput, reader: AnswerReader) -> None:
-    answer = ParsedAnswer()
-    add_up(answer, [*reader.feed(output.text), *reader.end()])
-    output.text, output.reasoning, output.tool_calls = answer.text, answer.reasoning or None, answer.calls
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt | _Encoded]) -> list[Prompt | _Encoded]:

@@ -49,7 +49,7 @@ def test_what_belongs_to_a_call_a_thread_or_another_package_is_left_alone(code: 
 
 
 def test_few_class_names_are_used_twice() -> None:
-    assert len(COUNTS["repeated_class_names"]()) < 20
+    assert len(COUNTS["repeated_class_names"]()) < 9
 
 
 def test_functions_are_short() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.cli.start_lines import Started, first_line, machine_in_words, offer_lines, ready_lines
+from localllm.cli.start_lines import StartedServer, first_line, machine_in_words, offer_lines, ready_lines
 from localllm.config.settings import Settings
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.library.picks import FittingPick, fitting_picks
@@ -13,7 +13,7 @@ GIB = 1024**3
 CPU = Hardware((), "A CPU", 4, 8 * GIB, 5 * GIB)
 GPU = Gpu(0, "RTX 3060", 12 * GIB, 11 * GIB, (8, 6))
 OLD = Gpu(1, "GTX 980", 4 * GIB, 4 * GIB, (5, 2))
-DEMO = Started("http://127.0.0.1:8000", 1.94, "demo", is_demo=True, max_model_len=2048)
+DEMO = StartedServer("http://127.0.0.1:8000", 1.94, "demo", is_demo=True, max_model_len=2048)
 
 
 def pick(speed: tuple[float, float] | None = (5.85, 12.4), gpus: str = "") -> FittingPick:
@@ -84,7 +84,7 @@ For programs: http://127.0.0.1:8000/v1, with your API key
 All figures: localllm up --verbose""",
         ),
         (
-            Started("http://h:1", 75.0, "org/name", False, 8192, notes=("One.", "Two.")),
+            StartedServer("http://h:1", 75.0, "org/name", False, 8192, notes=("One.", "Two.")),
             """\
 Ready after 75.0 s: http://h:1   (--open opens a browser, Ctrl+C stops)
 Model org/name: 8,192 tokens of context
@@ -94,7 +94,7 @@ For programs: http://h:1/v1
 All figures: localllm up --verbose, or http://h:1/dashboard""",
         ),
         (
-            Started("http://h:1", 0.5, "org/name", False),
+            StartedServer("http://h:1", 0.5, "org/name", False),
             """\
 Ready after 500 ms: http://h:1   (--open opens a browser, Ctrl+C stops)
 Model org/name: loaded by the first request that needs it
@@ -102,7 +102,7 @@ For programs: http://h:1/v1
 All figures: localllm up --verbose, or http://h:1/dashboard""",
         ),
         (
-            Started("http://h:1", 0.5, "org/embed", False, 512, generates=False, has_pages=False),
+            StartedServer("http://h:1", 0.5, "org/embed", False, 512, generates=False, has_pages=False),
             """\
 Ready after 500 ms: http://h:1/v1   (Ctrl+C stops)
 Model org/embed: 512 tokens for each input at most
@@ -111,7 +111,7 @@ All figures: localllm up --verbose""",
         ),
     ],
 )
-def test_a_ready_server_says_what_a_person_needs(started: Started, text: str) -> None:
+def test_a_ready_server_says_what_a_person_needs(started: StartedServer, text: str) -> None:
     assert "\n".join(ready_lines(started)) == text
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localllm.cli.config import package_versions
-from localllm.cli.start_lines import Started, first_line, machine_in_words, ready_lines
+from localllm.cli.start_lines import StartedServer, first_line, machine_in_words, ready_lines
 from localllm.cli.suggestion import best_pick, installed_model
 from localllm.config.settings import Settings
 from localllm.engine.stats import NO_SPECULATION
@@ -133,7 +133,7 @@ class TerminalAnnouncer:
             self._bars.stop()
 
 
-def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -> Started:
+def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -> StartedServer:
     """Return the facts for start_lines.py; with the demo, the model to try instead."""
     is_demo = settings.engine.model == DEMO_NAME
     installed = installed_model() if is_demo else None
@@ -143,7 +143,7 @@ def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -
             pick = best_pick(settings, hardware)
         except LocalLLMError as error:  # a wrong list in the config file must not end a start
             log.warning("no suggested model reason=%s", error)
-    facts = Started(
+    facts = StartedServer(
         ready.url, ready.seconds, ready.name, is_demo, has_pages=ready.has_pages, needs_key=ready.needs_key,
         installed=installed, pick=pick, link=ready.link,
     )  # fmt: skip

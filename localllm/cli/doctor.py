@@ -57,7 +57,9 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
     took_s = time.perf_counter() - began_s
     text = f"localllm {told['version']} answered at {server.url} in {format_seconds(took_s)}"
     yield Finding("server", "ok", f"{text}, pid {told['pid']}, up for {format_seconds(told['uptime_s'])}")
-    yield from (_part(part) for part in told["parts"])
+    verdicts: Mapping[str, Verdict] = {"ok": "ok", "slow": "note"}
+    for part in told["parts"]:
+        yield Finding(part["part"], verdicts.get(part["state"], "problem"), part["why"] or "works")
     for model in server.ask("GET", "/localllm/v1/models/stats", timeout_s=ANSWER_S)["data"]:
         engine = told["engines"].get(model["name"])
         verdict: Verdict = "problem" if model["state"] == "failed" else "ok"
@@ -81,11 +83,6 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
             else ""
         )
         yield Finding("faults", "note", text, remedy)
-
-
-def _part(part: Mapping[str, Any]) -> Finding:
-    verdicts: Mapping[str, Verdict] = {"ok": "ok", "slow": "note"}
-    return Finding(part["part"], verdicts.get(part["state"], "problem"), part["why"] or "works")
 
 
 def _step(engine: Mapping[str, Any] | None) -> str:

@@ -299,16 +299,17 @@ def _tell_plan(plan: DownloadPlan, options: argparse.Namespace) -> None:
 
         print(json.dumps(plan_facts(plan), indent=2))
         return
-    rows = [(file.name, format_bytes(file.size), _here(file.cached_bytes, file.size)) for file in plan.files]
+    rows = []
+    for file in plan.files:
+        here = (
+            "yes" if file.cached_bytes == file.size else format_bytes(file.cached_bytes) if file.cached_bytes else "no"
+        )
+        rows.append((file.name, format_bytes(file.size), here))
     print_table([("FILE", "SIZE", "HERE"), *rows])
     room = f"{format_bytes(plan.free_bytes)} are free" + ("" if plan.fits else ": not enough")
     print(f"{plan.name}: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)} to download; {room}.")
     if plan.gated:
         print("It is gated: accept its terms on the hub, then run localllm login.")
-
-
-def _here(cached_bytes: int, size: int) -> str:
-    return "yes" if cached_bytes == size else format_bytes(cached_bytes) if cached_bytes else "no"
 
 
 def _line(progress: PullProgress) -> str:

@@ -248,8 +248,9 @@ def guide_page() -> str:
         if rows:
             parts.append("| variable | value |\n| --- | --- |\n" + "\n".join(rows) + "\n")
         if program.arguments:
-            words = [_shown(word) for word in program.arguments]
-            parts.append("Arguments before yours:\n\n```\n" + " ".join(_quoted(word) for word in words) + "\n```\n")
+            shown = [_shown(word) for word in program.arguments]
+            words = [f"'{word}'" if any(letter in word for letter in ' "{') else word for word in shown]
+            parts.append("Arguments before yours:\n\n```\n" + " ".join(words) + "\n```\n")
         blocks = [(f"`{name}`", value) for name, value in program.environ.items() if not isinstance(value, str)]
         blocks += [(f"Merged into `{file.shown}`, and undone afterwards", file.content) for file in program.files]
         for title, value in blocks:
@@ -319,10 +320,6 @@ def _shown(text: str) -> str:
             text = text.replace(f'"{{{name}}}"', name.upper())
         text = text.replace(f"{{{name}}}", EXAMPLES.get(name, name.upper()))
     return text
-
-
-def _quoted(word: str) -> str:
-    return f"'{word}'" if any(letter in word for letter in ' "{') else word
 
 
 def _vscode_folder() -> Path:

@@ -19,7 +19,7 @@ from localllm.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedServer:
     """The facts of a server that is ready."""
 
     url: str
@@ -54,7 +54,7 @@ def machine_in_words(hardware: Hardware) -> str:
     return f"CPU, {cores}, {memory}"
 
 
-def ready_lines(started: Started) -> Iterator[str]:
+def ready_lines(started: StartedServer) -> Iterator[str]:
     """Yield what a person needs: the address, what the model is, a better one that fits, and where to read more."""
     address = started.url if started.has_pages else f"{started.url}/v1"
     opens = "--open opens a browser, Ctrl+C stops" if started.has_pages else "Ctrl+C stops"
@@ -72,14 +72,14 @@ def ready_lines(started: Started) -> Iterator[str]:
     yield f"All figures: localllm up --verbose{dashboard}"
 
 
-def _model_line(started: Started) -> str:
+def _model_line(started: StartedServer) -> str:
     if started.max_model_len is None:
         return f"Model {started.model}: loaded by the first request that needs it"
     context = "of context" if started.generates else "for each input at most"
     return f"Model {started.model}: {format_count(started.max_model_len)} tokens {context}"
 
 
-def _demo_lines(started: Started) -> Iterator[str]:
+def _demo_lines(started: StartedServer) -> Iterator[str]:
     toy = "This is the demo, a toy that was trained to answer questions about localllm."
     pick = started.pick
     if started.installed is not None:

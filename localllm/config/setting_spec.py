@@ -73,7 +73,8 @@ class SettingSpec:
     def allowed(self) -> str:
         """The allowed values in words; empty: all values of its kind."""
         if self.allowed_text or self.low is None:
-            return self.allowed_text or _either([self.shown(choice) for choice in self.choices])
+            *first, last = [self.shown(choice) for choice in self.choices] or [""]
+            return self.allowed_text or " or ".join(filter(None, (", ".join(first), last)))
         low = self.shown(self.low)
         return f"at least {low}" if self.high is None else f"{low} to {self.shown(self.high)}"
 
@@ -173,10 +174,6 @@ def _parse_bool(raw: Any) -> bool:
 def _parse_names(raw: Any) -> tuple[str, ...]:
     texts = [raw] if isinstance(raw, str) else raw
     return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
-
-
-def _either(texts: list[str]) -> str:
-    return " or ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
 _KINDS = {

@@ -85,7 +85,8 @@ def how_to_install(requirement: str) -> str:
     Several packages may be separated by spaces. torch and localllm themselves are installed again.
     """
     kind = install_kind()
-    words = _quoted(requirement)
+    # An extra's brackets always get quotes, because zsh expands them.
+    words = " ".join(f"'{word}'" if "[" in word else shlex.quote(word) for word in requirement.split())
     again = requirement in REINSTALLED
     if kind is InstallKind.UV_TOOL:
         backend = " --torch-backend auto" if requirement == "torch" else ""
@@ -112,8 +113,3 @@ def uv() -> str:
 
 def _pip() -> str:
     return f"{shlex.quote(sys.executable)} -m pip"
-
-
-def _quoted(requirement: str) -> str:
-    """Quote for a shell; an extra's brackets always get quotes, because zsh expands them."""
-    return " ".join(f"'{word}'" if "[" in word else shlex.quote(word) for word in requirement.split())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.config.mcp_servers import McpServer
 from localllm.errors import LocalLLMError
 from localllm.machine.install_kind import how_to_install
-from localllm.mcp.values import CallResult, Listing, McpMissing, Outcome, ServerTool, ToolRefused, ToolServerFailed
+from localllm.mcp.values import CallResult, Listing, McpMissing, ServerTool, ToolOutcome, ToolRefused, ToolServerFailed
 
 if TYPE_CHECKING:
     from localllm.mcp.connection import ToolServerConnection
@@ -142,18 +142,18 @@ class McpServers:
             slot.used_s = time.monotonic()
         return result
 
-    async def outcome(self, server: str, tool_name: str, digest: str, arguments: Mapping[str, Any]) -> Outcome:
+    async def outcome(self, server: str, tool_name: str, digest: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Call a tool as `call` does, but return a failure as text."""
         try:
             found = await self.call(server, tool_name, digest, arguments)
         except LocalLLMError as error:
             log.info("tool failed server=%s tool=%s code=%s", server, tool_name, error.code)
-            return Outcome(f"The call failed. {error}", "call")
+            return ToolOutcome(f"The call failed. {error}", "call")
         except Exception:
             log.exception("call failed server=%s", server)
-            return Outcome("The call failed with an internal error. The server's log has the details.", "call")
+            return ToolOutcome("The call failed with an internal error. The server's log has the details.", "call")
         log.info("tool called server=%s tool=%s characters=%d", server, tool_name, len(found.text))
-        return Outcome(found.text.strip() or "(empty)", "tool" if found.is_error else "")
+        return ToolOutcome(found.text.strip() or "(empty)", "tool" if found.is_error else "")
 
     async def find_tool(self, server: str, name: str) -> ServerTool | None:
         """Return a tool as the server offers it now. Raises as `tools` does."""

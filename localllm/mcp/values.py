@@ -76,7 +76,7 @@ class CallResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ToolOutcome:
     """The end of a call that worked or failed, as text for the model."""
 
     text: str

@@ -27,7 +27,7 @@ from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_cache import LayerCache
 from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
-from localllm.kernels.sampling.draw import Record
+from localllm.kernels.sampling.draw import DrawRecord
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.fit import LOGITS_ROWS
@@ -256,7 +256,7 @@ class DeviceSteps:
         tokens, tables = self._staged.slots, self._sampling.tables
         out = self._token_ids[: len(logits)], self._best[: len(logits)]
         counts = self._counts[: 2 * len(buffers.context_lens)].view(2, -1)
-        record = Record(tokens, counts) if buffers.num_draws == 1 else None
+        record = DrawRecord(tokens, counts) if buffers.num_draws == 1 else None
         drawn = sample_on_device(
             logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record, chains
         )

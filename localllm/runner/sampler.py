@@ -29,7 +29,7 @@ from torch import Tensor
 from localllm.engine.params import MAX_LOGPROBS
 from localllm.kernels.sampling import logprobs as on_device
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.draw import Record, draw, draw_among, draw_by_weight, summarize_logits
+from localllm.kernels.sampling.draw import DrawRecord, draw, draw_among, draw_by_weight, summarize_logits
 from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
 from localllm.kernels.sampling.tables import SlotTables
@@ -69,7 +69,7 @@ def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMa
 
 def sample_on_device(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, features: SamplingFeatures,
-    bitmask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None, record: Record | None = None,
+    bitmask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None, record: DrawRecord | None = None,
     chains: Sequence[ChainRow] = (),
 ) -> Sampled:  # fmt: skip
     """Sample one token per row with parameters from tables on the device.

@@ -65,7 +65,9 @@ def build_engine(
         from localllm.serving.pooling import build_pooling
 
         _refuse_adapters(config, found.name)
-        _refuse_profile(config, found.name)
+        if config.profile not in ("auto", "none"):
+            what, why = f"{found.name} does not support profiles.", "Only models that generate text are tuned."
+            raise UnsupportedOption(what, why, "Leave out --profile.", param="profile")
         return build_pooling(settings, found, spec, on_phase, limits)
     from localllm.models.fit.pictures import with_tower
 
@@ -99,7 +101,9 @@ def build_engine(
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)
         undo.pop_all()
-    _seal_launch_settings()
+    from localllm.kernels.tuned import table
+
+    table().seal()  # from now on, requests may be waiting: launch settings are measured no more
     return model
 
 
@@ -109,12 +113,6 @@ def _refuse_adapters(config: EngineConfig, name: str) -> None:
         raise UnsupportedOption(
             f"{name} does not support adapters.", why, "Leave out --enable-lora.", param="enable_lora"
         )
-
-
-def _refuse_profile(config: EngineConfig, name: str) -> None:
-    if config.profile not in ("auto", "none"):
-        why = "Only models that generate text are tuned."
-        raise UnsupportedOption(f"{name} does not support profiles.", why, "Leave out --profile.", param="profile")
 
 
 def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
@@ -143,13 +141,6 @@ def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, lim
             f"The other models leave room for {plan.max_model_len} tokens; at least {wanted} are needed.",
             "Unload another model, or ask for a context with max_model_len.",
         )
-
-
-def _seal_launch_settings() -> None:
-    """Stop measuring kernel launch settings: from now on, requests may be waiting."""
-    from localllm.kernels.tuned import table
-
-    table().seal()
 
 
 def _download(name: str, revision: str | None, config: EngineConfig, on_phase: OnPhase) -> None:

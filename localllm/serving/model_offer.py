@@ -80,7 +80,8 @@ class ModelOffer:
             return started
         if default is not None and (default.state == "loading" or not _is_demo(default)):
             return None
-        installed, partial = await asyncio.to_thread(lambda: (_installed_names(), incomplete_repositories()))
+        models, partial = await asyncio.to_thread(lambda: (list_models(), incomplete_repositories()))
+        installed = {model.name for model in models} - {DEMO_NAME}
         cut = next((pick for pick in self._picks() if parse_name(pick.name).base in partial), None)
         if cut is not None:
             return await self.describe(cut.name)
@@ -245,10 +246,6 @@ def _is_installed(name: str) -> bool:
     except LocalLLMError:
         return False
     return True
-
-
-def _installed_names() -> set[str]:
-    return {model.name for model in list_models()} - {DEMO_NAME}
 
 
 def _look(name: str, download: DownloadStatus | None) -> tuple[bool, int]:

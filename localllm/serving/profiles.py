@@ -185,7 +185,7 @@ def read_profiles(folder: Path | None = None) -> list[Profile]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredProfile:
     """A profile and its file."""
 
     path: Path
@@ -197,14 +197,14 @@ class Stored:
         return self.path.stem.rsplit("--", 2)[0]
 
 
-def stored_profiles(folder: Path | None = None) -> list[Stored]:
+def stored_profiles(folder: Path | None = None) -> list[StoredProfile]:
     """Return all profiles with their files, newest first."""
     paths = sorted((folder or profiles_folder()).glob("*.toml"))
-    found = [Stored(path, profile) for path in paths if (profile := _read(path)) is not None]
+    found = [StoredProfile(path, profile) for path in paths if (profile := _read(path)) is not None]
     return sorted(found, key=lambda each: each.profile.created, reverse=True)
 
 
-def stored_profile(file: str, folder: Path | None = None) -> Stored:
+def stored_profile(file: str, folder: Path | None = None) -> StoredProfile:
     """Return the profile in the file of that name. Raises `ConfigError` if there is none."""
     stored = next((each for each in stored_profiles(folder) if each.path.name == file), None)
     if stored is None:

@@ -49,7 +49,7 @@ DATA = {"keys": "keys", "chats": "chats", "logs": "logs", "profiles": "profiles"
 """Contents of a file of the data folder, by its name up to the first dot."""
 
 
-class Group(StrEnum):
+class FileGroup(StrEnum):
     """Groups of parts, by how `uninstall` treats them."""
 
     PROGRAM = "removed"
@@ -58,12 +58,12 @@ class Group(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OwnedPart:
     """Files with one purpose. `note` says why they are kept, and how to remove them."""
 
     what: str
     paths: tuple[Path, ...]
-    group: Group
+    group: FileGroup
     note: str = ""
 
     @property
@@ -71,21 +71,21 @@ class Part:
         return sum(map(size_of, self.paths))
 
 
-def footprint() -> list[Part]:
+def footprint() -> list[OwnedPart]:
     """Return the parts that exist, those that are removed first."""
     environment = list(_environment(installer()))
-    inside = [path for part in environment if part.group is Group.PROGRAM for path in part.paths]
+    inside = [path for part in environment if part.group is FileGroup.PROGRAM for path in part.paths]
     parts = [
-        Part("service", tuple(_units()), Group.PROGRAM),
-        Part("command", tuple(_links(inside)), Group.PROGRAM),
-        Part("completions", tuple(filter(is_ours, map(installed_path, SHELLS))), Group.PROGRAM),
+        OwnedPart("service", tuple(_units()), FileGroup.PROGRAM),
+        OwnedPart("command", tuple(_links(inside)), FileGroup.PROGRAM),
+        OwnedPart("completions", tuple(filter(is_ours, map(installed_path, SHELLS))), FileGroup.PROGRAM),
         *environment,
-        Part("caches", (*(cache_folder() / name for name in CACHES), data_folder() / "run"), Group.PROGRAM),
-        Part("settings", (default_config_path(),), Group.DATA),
+        OwnedPart("caches", (*(cache_folder() / name for name in CACHES), data_folder() / "run"), FileGroup.PROGRAM),
+        OwnedPart("settings", (default_config_path(),), FileGroup.DATA),
         *_data(),
         *_others(),
     ]
-    there = (Part(part.what, tuple(_existing(part.paths)), part.group, part.note) for part in parts)
+    there = (OwnedPart(part.what, tuple(_existing(part.paths)), part.group, part.note) for part in parts)
     return [part for part in there if part.paths or part.what == "environment"]
 
 
@@ -148,18 +148,20 @@ def own_root() -> Iterator[Path]:
         yield prefix.parent.parent
 
 
-def _environment(install: Installer) -> Iterator[Part]:
+def _environment(install: Installer) -> Iterator[OwnedPart]:
     """Yield the environment of this localllm, or what of it is localllm's."""
     if install.kept_note:
-        yield Part("environment", (install.folder,), Group.KEPT, install.kept_note)
+        yield OwnedPart("environment", (install.folder,), FileGroup.KEPT, install.kept_note)
     elif install.is_shared:
-        yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
+        yield OwnedPart(
+            "environment", tuple(_package()), FileGroup.PROGRAM, "only the package localllm; the environment stays"
+        )
     else:
         made = [path for root in own_root() for path in _made_in(root)]
-        yield Part("environment", tuple(made) or (install.folder,), Group.PROGRAM)
+        yield OwnedPart("environment", tuple(made) or (install.folder,), FileGroup.PROGRAM)
     if install.clone is not None:
         note = f"yours; git -C {install.clone} clean -Xdf removes what was built in it"
-        yield Part("clone", (install.clone,), Group.KEPT, note)
+        yield OwnedPart("clone", (install.clone,), FileGroup.KEPT, note)
 
 
 def _made_in(root: Path) -> Iterator[Path]:
@@ -189,7 +191,7 @@ def _package() -> Iterator[Path]:
     yield from (Path(str(installed.locate_file(top))) for top in sorted(tops))
 
 
-def _data() -> Iterator[Part]:
+def _data() -> Iterator[OwnedPart]:
     """Yield the parts of the data folder that are not programs."""
     found: dict[str, list[Path]] = {}
     if data_folder().is_dir():
@@ -199,24 +201,24 @@ def _data() -> Iterator[Part]:
                 found.setdefault(what, []).append(path)
     others = found.pop("other files", [])
     for what, paths in found.items():
-        yield Part(what, tuple(paths), Group.DATA)
-    yield Part("other files", tuple(others), Group.KEPT, "localllm did not make these")
+        yield OwnedPart(what, tuple(paths), FileGroup.DATA)
+    yield OwnedPart("other files", tuple(others), FileGroup.KEPT, "localllm did not make these")
 
 
-def _others() -> Iterator[Part]:
+def _others() -> Iterator[OwnedPart]:
     """Yield the machine's service, and what other programs use, too."""
     units = [path for path in Systemd(is_system=True).folder.glob("localllm.*") if _has_mark(path)]
-    yield Part("machine's service", tuple(units), Group.KEPT, "sudo localllm service uninstall --system")
+    yield OwnedPart("machine's service", tuple(units), FileGroup.KEPT, "sudo localllm service uninstall --system")
     try:
         from huggingface_hub import constants
 
         hub, token = Path(constants.HF_HUB_CACHE), Path(constants.HF_TOKEN_PATH)
-        yield Part("models", (hub,), Group.KEPT, "shared with other programs; localllm rm MODEL deletes one")
-        yield Part("hub token", (token,), Group.KEPT, "shared with other programs; localllm logout deletes it")
+        yield OwnedPart("models", (hub,), FileGroup.KEPT, "shared with other programs; localllm rm MODEL deletes one")
+        yield OwnedPart("hub token", (token,), FileGroup.KEPT, "shared with other programs; localllm logout deletes it")
     except ImportError:
         pass
     triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
-    yield Part("Triton's cache", (triton,), Group.KEPT, f"shared with other programs; rm -r {triton} is safe")
+    yield OwnedPart("Triton's cache", (triton,), FileGroup.KEPT, f"shared with other programs; rm -r {triton} is safe")
 
 
 def remove_path(path: Path) -> None:
@@ -256,9 +258,9 @@ def uninstall(options: argparse.Namespace) -> int:
     if not options.yes and not sys.stdin.isatty():
         hint = "localllm uninstall --yes --keep-data, or: localllm uninstall --yes --all"
         raise ConfigError("Nothing was changed.", "There is no terminal to ask at.", hint)
-    chosen = [part for part in parts if part.group is Group.PROGRAM]
+    chosen = [part for part in parts if part.group is FileGroup.PROGRAM]
     if options.all:
-        chosen += [part for part in parts if part.group is Group.DATA]
+        chosen += [part for part in parts if part.group is FileGroup.DATA]
     if not options.yes and not confirmed(f"Remove {', '.join(part.what for part in chosen)}?"):
         print("Nothing was changed.")
         return 1
@@ -266,21 +268,23 @@ def uninstall(options: argparse.Namespace) -> int:
         chosen += [
             part
             for part in parts
-            if part.group is Group.DATA and confirmed(f"Remove {part.what}, too ({format_bytes(part.size_bytes)})?")
+            if part.group is FileGroup.DATA and confirmed(f"Remove {part.what}, too ({format_bytes(part.size_bytes)})?")
         ]
     _remove(chosen)
-    left = [part for part in parts if part not in chosen and part.group is Group.DATA]
+    left = [part for part in parts if part not in chosen and part.group is FileGroup.DATA]
     print("localllm is removed." + (f" Kept: {', '.join(part.what for part in left)}." if left else ""))
     return 0
 
 
-def _print_parts(parts: Iterable[Part], options: argparse.Namespace) -> None:
+def _print_parts(parts: Iterable[OwnedPart], options: argparse.Namespace) -> None:
     """Show what the answers that were given as flags do with each part."""
-    data = Group.PROGRAM if options.all else Group.KEPT if options.keep_data or options.yes else Group.DATA
+    data = FileGroup.PROGRAM if options.all else FileGroup.KEPT if options.keep_data or options.yes else FileGroup.DATA
     rows = [("", "part", "size", "where")]
     for part in parts:
         where = ", ".join(map(_short, part.paths)) + (f"   ({part.note})" if part.note else "")
-        rows.append((data if part.group is Group.DATA else part.group, part.what, format_bytes(part.size_bytes), where))
+        rows.append(
+            (data if part.group is FileGroup.DATA else part.group, part.what, format_bytes(part.size_bytes), where)
+        )
     print_table(rows)
 
 
@@ -288,7 +292,7 @@ def _short(path: Path) -> str:
     return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
 
 
-def _remove(parts: Iterable[Part]) -> None:
+def _remove(parts: Iterable[OwnedPart]) -> None:
     """Remove parts, the environment of this process last. Raises `NotRemoved` with what is left."""
     roots = [Path.home(), config_home(), data_folder().parent, cache_folder().parent]
     own = list(own_root())

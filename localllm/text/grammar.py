@@ -94,7 +94,8 @@ def fill_along(grammar: OutputGrammar, drafts: Sequence[int], bits: npt.NDArray[
     grammar.fill(bits[0])
     walk, place = grammar.fork() if drafts else grammar, 0
     for place, token_id in enumerate(drafts, start=1):
-        if not _allows(bits[place - 1], token_id):
+        word = bits[place - 1].view(np.uint32)[token_id // 32]
+        if not word >> np.uint32(token_id % 32) & np.uint32(1):
             return place
         try:
             walk.accept(token_id)
@@ -105,10 +106,6 @@ def fill_along(grammar: OutputGrammar, drafts: Sequence[int], bits: npt.NDArray[
             bits[place] = 0
             return place + 1
     return place + 1
-
-
-def _allows(bits: npt.NDArray[np.int32], token_id: int) -> bool:
-    return bool(bits.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
 
 
 class GrammarState:

@@ -15,7 +15,7 @@ from pathlib import Path
 import tokenizers
 
 from localllm.errors import InvalidParameter
-from localllm.text.pieces import PieceRule, PieceTable, read_rule
+from localllm.text.pieces import PieceTable, read_rule
 from localllm.text.stream import ByteStream, TextStream, WindowStream
 from localllm.text.tokenizer_files import (
     panics_told,
@@ -50,9 +50,11 @@ class Tokenizer:
         require_little_growth(raw)
         raw.no_truncation()
         raw.no_padding()
-        _bound_cache(raw)
+        if hasattr(raw.model, "_resize_cache"):  # BPE and Unigram
+            raw.model._resize_cache(CACHED_WORDS)
         self._raw = raw
-        self._rule = _rule_of(raw)
+        # The decoder's state only: the whole tokenizer's may be tens of megabytes.
+        self._rule = read_rule(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
         self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token, ...: for chat templates
         self.chat_templates = dict(chat_templates or {})  # by name; most models have one, 'default'
         added = raw.get_added_tokens_decoder()
@@ -145,18 +147,6 @@ class Tokenizer:
 
     def _first_shown_piece(self, token_id: int) -> bytes | None:
         return None if token_id in self.special_ids else self._first_piece(token_id)
-
-
-def _bound_cache(raw: tokenizers.Tokenizer) -> None:
-    """Let the library keep the tokens of `CACHED_WORDS` words. It would keep 10,000, of up to 8 KiB each, for ever."""
-    if hasattr(raw.model, "_resize_cache"):  # BPE and Unigram
-        raw.model._resize_cache(CACHED_WORDS)
-
-
-def _rule_of(raw: tokenizers.Tokenizer) -> PieceRule | None:
-    """Return how tokens become bytes.
-    Reads the decoder's state only; the whole tokenizer's may be tens of megabytes."""
-    return read_rule(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
 
 
 def _not_text(text: object) -> InvalidParameter:

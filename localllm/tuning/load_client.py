@@ -221,7 +221,8 @@ class LoadClient:
 
     async def run(self, requests: Sequence[WorkloadRequest], concurrency: int) -> list[RequestTimes]:
         """Run a closed loop: each of `concurrency` streams sends its next request when its last one is answered."""
-        bodies = [self._encode(request) for request in requests]
+        encoded = [msgspec.json.encode(self.fields(request)) for request in requests]
+        bodies = [self._endpoint.head("POST", "/completions", len(body)) + body for body in encoded]
         times: list[RequestTimes | None] = [None] * len(bodies)
         waiting = iter(range(len(bodies)))
 
@@ -248,10 +249,6 @@ class LoadClient:
         if self._ignore_eos:
             fields["ignore_eos"] = True
         return fields
-
-    def _encode(self, request: WorkloadRequest) -> bytes:
-        body = msgspec.json.encode(self.fields(request))
-        return self._endpoint.head("POST", "/completions", len(body)) + body
 
     async def _ask(
         self, connection: LoadConnection | None, request: bytes

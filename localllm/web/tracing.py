@@ -42,7 +42,9 @@ class Traces:
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": name, "service.version": __version__}), shutdown_on_exit=False
         )
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(_spans_url(endpoint))))
+        if not urlsplit(endpoint).path.strip("/"):  # a collector's bare address gets the default path
+            endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("localllm", __version__)
 
     async def close(self) -> None:
@@ -111,8 +113,3 @@ def _describe(span: Span, scope: HTTPScope, status: int, facts: Observed) -> Non
         if facts.progress.finish_reasons:
             span.set_attribute("gen_ai.latency.time_to_first_token", timings.ttft_s)
             span.set_attribute("gen_ai.latency.time_in_queue", timings.queue_s)
-
-
-def _spans_url(endpoint: str) -> str:
-    """Return the URL for spans; a collector's bare address gets the default path."""
-    return endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"

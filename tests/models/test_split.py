@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.models.fit.balance import (
-    Part,
+    RankPart,
     SplitDevice,
     StageBytes,
     compositions,
@@ -66,7 +66,7 @@ def brute_force(devices: Sequence[SplitDevice], stage: StageBytes, context: int)
     return min(times, default=None)
 
 
-def _fill_rows(devices: Sequence[SplitDevice], loads: list[float], rows: Part) -> Iterator[float]:
+def _fill_rows(devices: Sequence[SplitDevice], loads: list[float], rows: RankPart) -> Iterator[float]:
     """Give each unit of rows to the rank that stays the fastest with it, which is optimal for equal units."""
     size = rows.unit * rows.bytes_each
     for _ in range(rows.num_units):
@@ -95,7 +95,10 @@ def test_as_good_as_trying_everything(seed: int) -> None:
     size, context = rng.choice((2, 2, 3, 3, 4)), 1000
     stage = StageBytes(
         rng.randint(size, 8), rng.uniform(20, 60), rng.uniform(0.001, 0.02), rng.uniform(0, 20), 0.0,
-        (Part(rng.choice((10, 12) if size < 4 else (8,)), 1, rng.uniform(10, 20)), Part(90, 1, rng.uniform(0.5, 1.0))),
+        (
+            RankPart(rng.choice((10, 12) if size < 4 else (8,)), 1, rng.uniform(10, 20)),
+            RankPart(90, 1, rng.uniform(0.5, 1.0)),
+        ),
     )  # fmt: skip
     total = size * stage.fixed_bytes + stage.heads * (stage.head_bytes + stage.head_kv_bytes * context)
     spare = rng.uniform(1.1, 2.0) * (total + stage.fine_bytes)
@@ -140,7 +143,7 @@ def test_layers_are_divided_as_well_as_can_be(stages: int, seed: int) -> None:
 def test_the_longest_context_is_taken_where_the_wanted_one_does_not_fit() -> None:
     devices = [SplitDevice(100, 1), SplitDevice(100, 1)]
     assert solve_layers(devices, [10.0] * 8, [1.0] * 8, 30, 0, 1000) == [3, 5]
-    stage = StageBytes(4, 10, 1.0, 0, 0.0, (Part(100, 1, 1.0),))
+    stage = StageBytes(4, 10, 1.0, 0, 0.0, (RankPart(100, 1, 1.0),))
     found = solve_stage([SplitDevice(200, 1), SplitDevice(40, 1)], stage, 1000)
     assert found.heads == [3, 1]
     assert found.tokens == pytest.approx((240 - 140) / 4, rel=0.05)
@@ -297,4 +300,4 @@ def test_units_in_proportion() -> None:
     assert proportional(8, [3, 1]) == [6, 2]
     assert proportional(8, [100, 1, 1]) == [6, 1, 1]
     assert proportional(2, [1, 1, 1]) == [1, 1, 0]
-    assert sizes_of(Part(515, 64, 1), [5, 4]) == [320, 195]
+    assert sizes_of(RankPart(515, 64, 1), [5, 4]) == [320, 195]

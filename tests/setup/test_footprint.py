@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localllm.setup import uninstall as footprints
-from localllm.setup.uninstall import MARKER, Group, footprint, remove_path
+from localllm.setup.uninstall import MARKER, FileGroup, footprint, remove_path
 
 NAMES = (
     "cache", "tools", "python", "bin", "app", "torch", "cache/thesis.txt", "tools/build.sh", "python/code.py",
@@ -36,7 +36,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def remove_programs() -> None:
     for part in footprint():
-        if part.group is not Group.KEPT:
+        if part.group is not FileGroup.KEPT:
             for path in part.paths:
                 remove_path(path)
 

@@ -24,7 +24,7 @@ from localllm.web.pages.dashboard.plots import (
 )
 from localllm.web.pages.dashboard.request_views import finished_requests
 from localllm.web.pages.dashboard.views import steps
-from localllm.web.pages.frame.sampler import Sample, Sampler
+from localllm.web.pages.frame.sampler import Sampler, StatsSample
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubClient, StubModel
 
@@ -171,6 +171,6 @@ def test_files_hold_every_field_and_no_formula(server: LiveServer) -> None:
     assert [int(row["step_id"]) for row in held] == list(range(40, 100))
     assert "decode_tokens_per_s" in read(httpx.get(server.url + "/dashboard/minute.csv").text)[0]
     hour = httpx.get(server.url + "/dashboard/hour.csv").text
-    assert hour.splitlines()[0] == ",".join(field.name for field in fields(Sample))
+    assert hour.splitlines()[0] == ",".join(field.name for field in fields(StatsSample))
     stats = json.loads(httpx.get(server.url + "/dashboard/stats.json").text)
     assert set(stats) == {field.name for field in fields(EngineStats)}

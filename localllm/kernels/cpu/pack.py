@@ -97,7 +97,8 @@ def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
     if isinstance(weight, StackedWeight):
         return "int8" if _joins(weight, mode) else None
     rows, columns = weight.shape
-    if mode == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not _is_known(weight):
+    is_known = isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight | GGUFBlocks)
+    if mode == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not is_known:
         return None
     if native() is not None and _fits_q4(weight):
         return "q4"
@@ -115,10 +116,6 @@ def _fits_q4(weight: QuantizedWeight) -> bool:
     if isinstance(weight, GGUFBlocks):
         return weight.block_type in KINDS
     return isinstance(weight, PlanarWeight) and fits_q4(weight)
-
-
-def _is_known(weight: object) -> bool:
-    return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight | GGUFBlocks)
 
 
 def _codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:

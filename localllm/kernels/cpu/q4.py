@@ -148,7 +148,9 @@ def _write(blocks: Tensor, part: PlanarWeight) -> None:
     halves = blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :].unflatten(2, (-1, OUTPUTS))
     for index, values in enumerate(_scales_and_minima(part)):
         per_block = F.pad(values, (0, padding)).unflatten(1, (-1, OUTPUTS)).transpose(0, 1)  # [b, G, 64]
-        halves[:, :, index] = per_block.repeat_interleave(_repeats(part), dim=1)[:, : columns // GROUP]
+        halves[:, :, index] = per_block.repeat_interleave(min(part.group, part.columns) // GROUP, dim=1)[
+            :, : columns // GROUP
+        ]
 
 
 def _scales_and_minima(weight: PlanarWeight) -> list[Tensor]:
@@ -177,10 +179,6 @@ def _kind(weight: PlanarWeight) -> Kind:
 def _block_bytes(kind: Kind) -> int:
     """Return the bytes of 64 outputs and 32 inputs."""
     return CODE_BYTES + OUTPUTS * (2 if kind == Kind.Q4 else 4)
-
-
-def _repeats(weight: PlanarWeight) -> int:
-    return min(weight.group, weight.columns) // GROUP
 
 
 def _order(weight: PlanarWeight) -> Tensor | None:

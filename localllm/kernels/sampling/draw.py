@@ -10,7 +10,7 @@ beforehand: comparing logarithms is not affected by a common factor, so each blo
 and the second kernel brings all blocks to one level. Greedy rows work the same way with the logit as score. The floor
 is memory: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
 
-In a step without drafts, `_pick_kernel` also appends the token to its slot's record (`Record`).
+In a step without drafts, `_pick_kernel` also appends the token to its slot's record (`DrawRecord`).
 Rows with top_k, top_p or min_p are read twice: the first pass writes a `LogitSummary` for `nucleus`, the second reads
 only the row's groups with a kept token.
 The token equals the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials are
@@ -56,7 +56,7 @@ class Cutoff:
     last_id: Tensor  # [S] int64
 
 
-class Record(NamedTuple):
+class DrawRecord(NamedTuple):
     """The place where draws are recorded if each row has one: behind the known tokens of its slot."""
 
     tokens: SlotTokens
@@ -86,7 +86,7 @@ def summarize_logits(
 
 def draw(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, cutoff: Cutoff | None = None,
-    summary: LogitSummary | None = None, out: tuple[Tensor, Tensor] | None = None, record: Record | None = None,
+    summary: LogitSummary | None = None, out: tuple[Tensor, Tensor] | None = None, record: DrawRecord | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one; in `out` if given.
     Padding rows give 0 and 0.
@@ -189,7 +189,7 @@ def gumbel_max_launch(vocab_size: int, filters: bool, kept: bool) -> GumbelMaxLa
 
 def _pick(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, summary: LogitSummary, cutoff: Cutoff | None,
-    out: tuple[Tensor, Tensor] | None, record: Record | None,
+    out: tuple[Tensor, Tensor] | None, record: DrawRecord | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, vocab_size = logits.shape
     if out is None:
@@ -207,7 +207,7 @@ def _pick(
     return token_ids, best
 
 
-def _slot_tokens(record: Record | None) -> tuple[Any, ...]:
+def _slot_tokens(record: DrawRecord | None) -> tuple[Any, ...]:
     if record is None:
         return None, None, None, None, 0
     token_ids, known, valid = record.tokens

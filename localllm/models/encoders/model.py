@@ -103,7 +103,9 @@ class PoolingModel:
         self.labels = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(self.num_labels))
         self._problem = getattr(module.config, "problem_type", None)
         self._takes_types = takes_types and getattr(module.config, "type_vocab_size", 0) > 1
-        self._is_causal = recipe.task == "score" and head is None and not _is_encoder(module)
+        # An encoder classifies by its first token, a decoder by its last.
+        is_encoder = any(getattr(part, "is_causal", None) is False for part in module.modules())
+        self._is_causal = recipe.task == "score" and head is None and not is_encoder
 
     @property
     def dim(self) -> int:
@@ -329,8 +331,3 @@ def _dense(folder: Path, device: torch.device) -> DenseLayer:
             if f"linear.{name}" in checkpoint.tensors
         }
     return DenseLayer(tensors["weight"], tensors.get("bias"), activation)
-
-
-def _is_encoder(module: Any) -> bool:
-    """Return whether the model is an encoder, which classifies by its first token; decoders use the last."""
-    return any(getattr(part, "is_causal", None) is False for part in module.modules())

@@ -59,7 +59,8 @@ _UNIFIED_DEFAULTS = {"sliding_window": 1024, "max_position_embeddings": 262_144}
 def _gemma4_differences(config: Config) -> dict[str, Any]:
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("Bidirectional attention is not supported for Gemma 4.", "Supported: causal attention.")
-    windowed = _windowed(config)
+    # The last layer never is windowed, whatever the config says.
+    windowed = (*windowed_layers(config, lambda layer: (layer + 1) % 6 != 0)[:-1], False)
     shapes = {
         True: (config["num_key_value_heads"], config["head_dim"]),
         False: (
@@ -96,12 +97,6 @@ def shared_differences(config: Config) -> dict[str, Any]:
         "sliding_window": config["sliding_window"],
         "final_softcap": config["final_logit_softcapping"],
     }
-
-
-def _windowed(config: Config) -> tuple[bool, ...]:
-    """Return which layers are windowed. The last one never is, whatever the config says."""
-    windowed = windowed_layers(config, lambda layer: (layer + 1) % 6 != 0)
-    return (*windowed[:-1], False)
 
 
 def kv_sources(config: Config, windowed: tuple[bool, ...]) -> tuple[int, ...]:

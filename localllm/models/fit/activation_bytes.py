@@ -98,7 +98,11 @@ class StepMemory:
             self._recurrent(),
             self._attention() + sum(self._prompt_buffers(context)),
         )
-        held = self._masks(context) + self._codes() + self._prompt_embeds_bytes() + self._streams()
+        altup = self.spec.altup
+        streams = (
+            0 if altup is None else self._stream(2 * altup.num_streams)
+        )  # as they are, and as a layer changes them
+        held = self._masks(context) + self._codes() + self._prompt_embeds_bytes() + streams
         return max(max(parts) + self._layer_inputs(1), self._layer_inputs(4)) + held
 
     def gathering_bytes(self, context: int) -> int:
@@ -199,10 +203,6 @@ class StepMemory:
         """Return the bytes of `count` tensors of per-layer embeddings: one is held, and made of a few."""
         sizes = self.spec.per_layer_input
         return 0 if sizes is None else self._stream(count, self.spec.num_layers * sizes.size)
-
-    def _streams(self) -> int:
-        """Return the bytes of further residual streams: as they are, and as a layer changes them."""
-        return 0 if self.spec.altup is None else self._stream(2 * self.spec.altup.num_streams)
 
     def _dense_mlp(self) -> int:
         """Return the bytes of a dense feed-forward part: four streams, gate, up and their product."""

@@ -36,7 +36,7 @@ class SplitDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """One kind of weights that can be divided finely."""
 
     count: int  # features, experts or rows
@@ -57,7 +57,7 @@ class StageBytes:
     head_kv_bytes: float  # KV cache of one head per token
     fixed_bytes: float  # weights that every rank holds
     fixed_kv_bytes: float  # KV cache per token that every rank holds
-    parts: tuple[Part, ...]  # the last one, the finest, evens out the rounding of the others
+    parts: tuple[RankPart, ...]  # the last one, the finest, evens out the rounding of the others
 
     @property
     def fine_bytes(self) -> float:
@@ -140,7 +140,7 @@ def proportional(units: int, weights: Sequence[float], least: int = 1) -> list[i
     return counts
 
 
-def sizes_of(part: Part, units: Sequence[int]) -> list[int]:
+def sizes_of(part: RankPart, units: Sequence[int]) -> list[int]:
     """Return the counts of a part from its units; the last unit may be short."""
     ends = [min(part.count, part.unit * end) for end in accumulate(units)]
     return [b - a for a, b in pairwise([0, *ends])]

@@ -143,7 +143,9 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     if any(each.needs.num_places for each in estimates):
         layers = format_count(estimates[0].cost.state_layers)
         yield "recurrent state, per request", [format_bytes(each.cost.state_bytes) for each in estimates]
-        yield f"  of {layers} layers, as much as", [_state_in_tokens(each.cost) for each in estimates]
+        tokens = [each.cost.state_tokens for each in estimates]
+        same = [f"the KV cache of {format_count(count)} tokens" if count else "" for count in tokens]
+        yield f"  of {layers} layers, as much as", same
         yield "  in all", [_states_in_all(each) for each in estimates]
     if not is_uniform:
         for length in estimates[0].request_bytes:
@@ -185,10 +187,6 @@ def _group_rows(costs: Sequence[RequestCost]) -> Iterator[tuple[str, list[str]]]
         seen = "all tokens" if group.window is None else f"{format_count(group.window)} tokens"
         cells = [format_bytes(cost.groups[index].token_bytes) for cost in costs]
         yield f"  {layers} that {'sees' if group.num_layers == 1 else 'see'} {seen}", cells
-
-
-def _state_in_tokens(cost: RequestCost) -> str:
-    return f"the KV cache of {format_count(cost.state_tokens)} tokens" if cost.state_tokens else ""
 
 
 def rank_columns(ranks: Sequence[RankPlan]) -> list[str]:

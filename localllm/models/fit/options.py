@@ -139,13 +139,12 @@ class _OptionSearch:
         if config.quantization is None:
             for name in QUANTIZATIONS:
                 yield [{"quantization": name}, {"quantization": name, **small, **eight_bits}], f"weights in {name}"
-        for device in self._devices():
-            yield [{"device": device}], "another device" if device != "cpu" else "slow: the model runs on the CPU"
-
-    def _devices(self) -> list[str]:
-        all_devices = [*(f"cuda:{gpu.index}" for gpu in self.hardware.gpus if gpu.is_supported), "cpu"]
+        devices = [*(f"cuda:{gpu.index}" for gpu in self.hardware.gpus if gpu.is_supported), "cpu"]
         here = self.config.device if self.config.device != "auto" else (self.best.device if self.best else "")
-        return [device for device in all_devices if device != here] if self.hardware.gpus else []
+        for device in devices if self.hardware.gpus else ():
+            if device == here:
+                continue
+            yield [{"device": device}], "another device" if device != "cpu" else "slow: the model runs on the CPU"
 
     def _try(self, alternatives: Iterable[dict[str, Any]], cost: str) -> None:
         """Keep the first alternative that reaches the wanted context, else the one with the longest context."""

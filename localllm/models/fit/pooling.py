@@ -43,7 +43,10 @@ def plan_pooling(
     free, reserve = free_and_reserve(hardware, gpu)
     weights = num_parameters * DTYPE_BYTES[dtype]
     tokens = max(length, config.max_num_batched_tokens or (GPU_BATCHED_TOKENS if gpu else CPU_BATCHED_TOKENS))
-    activations = _activation_bytes(spec, tokens, length, DTYPE_BYTES[dtype])
+    # Residual stream, projections and the widest part of a layer; attention's scores; the states in fp32 for pooling.
+    size, width = DTYPE_BYTES[dtype], 6 * spec.hidden_size + 2 * spec.intermediate_size
+    scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
+    activations = tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4
     if weights + activations > free - reserve:
         where = gpu.name if gpu else "RAM"
         raise DoesNotFit(
@@ -81,12 +84,3 @@ def _length(config: EngineConfig, recipe: PoolingRecipe) -> int:
             param="max_model_len",
         )
     return config.max_model_len or recipe.max_length
-
-
-def _activation_bytes(spec: ModelSpec, tokens: int, length: int, size: int) -> int:
-    """Return the bytes of residual stream, projections and the widest part of a layer, a row of attention scores per
-    head, and the states in fp32 for pooling.
-    """
-    width = 6 * spec.hidden_size + 2 * spec.intermediate_size
-    scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
-    return tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4

@@ -14,7 +14,15 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, group_token_bytes
-from localllm.models.fit.balance import Part, SplitDevice, StageBytes, proportional, sizes_of, solve_layers, solve_stage
+from localllm.models.fit.balance import (
+    RankPart,
+    SplitDevice,
+    StageBytes,
+    proportional,
+    sizes_of,
+    solve_layers,
+    solve_stage,
+)
 from localllm.models.formats.registry import method_of
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.models.spec.shard import VOCAB_UNIT, Shard, shards_of
@@ -256,7 +264,7 @@ def _division_of_heads(spec: ModelSpec, size: int, weights: Sequence[float]) -> 
     return [count for own in groups for count in proportional(group, own)]
 
 
-def _parts(spec: ModelSpec, layers: range, division: Division, sizes: ModelBytes, unit: int) -> dict[str, Part]:
+def _parts(spec: ModelSpec, layers: range, division: Division, sizes: ModelBytes, unit: int) -> dict[str, RankPart]:
     """Return what can be divided finely, by the name that `shards_of` has for it; the vocabulary comes last."""
     size, mixture = division.tensor, spec.mixture
     dense = _dense_layers(spec, layers)
@@ -264,7 +272,7 @@ def _parts(spec: ModelSpec, layers: range, division: Division, sizes: ModelBytes
     parts = {}
     if mixture is not None and takes_whole_experts(spec, division, unit):
         width = mixture.intermediate_size
-        parts["experts"] = Part(mixture.num_experts, 1, (len(layers) - dense) * width * each)
+        parts["experts"] = RankPart(mixture.num_experts, 1, (len(layers) - dense) * width * each)
     elif mixture is not None:
         per_feature = (len(layers) - dense) * mixture.num_experts * each
         parts["expert_features"] = _part(mixture.intermediate_size, unit, size, per_feature)
@@ -274,17 +282,19 @@ def _parts(spec: ModelSpec, layers: range, division: Division, sizes: ModelBytes
         parts["features"] = _part(spec.intermediate_size, unit, size, dense * each)
     tables = _count_tables(spec, layers)
     if tables:
-        parts["vocab"] = Part(spec.vocab_size, VOCAB_UNIT, tables * spec.hidden_size * sizes.table)
+        parts["vocab"] = RankPart(spec.vocab_size, VOCAB_UNIT, tables * spec.hidden_size * sizes.table)
     return parts
 
 
-def _part(count: int, unit: int, size: int, bytes_each: float) -> Part:
+def _part(count: int, unit: int, size: int, bytes_each: float) -> RankPart:
     while unit > 1 and -(-count // unit) < UNITS_PER_RANK * size:
         unit //= 2
-    return Part(count, unit, bytes_each)
+    return RankPart(count, unit, bytes_each)
 
 
-def _stage_bytes(spec: ModelSpec, layers: range, size: int, sizes: ModelBytes, parts: tuple[Part, ...]) -> StageBytes:
+def _stage_bytes(
+    spec: ModelSpec, layers: range, size: int, sizes: ModelBytes, parts: tuple[RankPart, ...]
+) -> StageBytes:
     repeats = _repeats_kv(spec, size)
     head, fixed = (n * len(layers) * sizes.matrix for n in _head_elements(spec, repeats_kv=repeats))
     token = sum(_layer_token_bytes(spec, sizes)[layers.start : layers.stop])

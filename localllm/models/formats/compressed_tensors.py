@@ -46,7 +46,7 @@ MXFP4 = Fp4Names("weight_packed", "weight_scale", None)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class QuantGroup:
     """The modules of a group, and the formats of their matrices."""
 
     targets: tuple[str, ...]
@@ -87,7 +87,7 @@ def kv_note(scheme: object) -> tuple[str, ...]:
     return ("The checkpoint's scales for an 8-bit KV cache are ignored: the cache uses its own scales, or 16 bits.",)
 
 
-def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> Group:
+def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> QuantGroup:
     layout, weights = group.get("format") or config.get("format"), group.get("weights")
     targets = group.get("targets")
     if layout not in FORMATS:
@@ -100,10 +100,10 @@ def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> Group:
     bits, inputs = whole_number("num_bits", weights.get("num_bits")), group.get("input_activations")
     if weights.get("type", "int") == "int":
         ints, notes = _ints(bits, weights, inputs)
-        return Group(tuple(targets), (PackedInts(ints), PlainInts(ints)), notes)
+        return QuantGroup(tuple(targets), (PackedInts(ints), PlainInts(ints)), notes)
     if bits == 4:
         notes = ("Activations stay in 16 bits, although the checkpoint allows 4 bits.",) if inputs else ()
-        return Group(tuple(targets), (Fp4(MXFP4 if weights.get("group_size") == 32 else NVFP4),), notes)
+        return QuantGroup(tuple(targets), (Fp4(MXFP4 if weights.get("group_size") == 32 else NVFP4),), notes)
     if bits != 8 or weights.get("strategy") not in ("tensor", "channel", "block"):
         raise refuse(
             f"This checkpoint has floats of {bits} bits with scales per {weights.get('strategy')}.",
@@ -112,7 +112,7 @@ def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> Group:
     block = block_size(weights.get("block_structure")) if weights["strategy"] == "block" else None
     activations = "16-bit" if not inputs else "static" if not inputs.get("dynamic") else "dynamic"
     matrices = Fp8("FP8", activations, block)  # type: ignore[arg-type]
-    return Group(tuple(targets), (matrices,), tuple(matrices.notes))
+    return QuantGroup(tuple(targets), (matrices,), tuple(matrices.notes))
 
 
 def _ints(bits: int, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[Ints, tuple[str, ...]]:
@@ -150,7 +150,7 @@ class CompressedTensors(MatrixFormat):
 
     stored_by_outputs = False
 
-    def __init__(self, groups: Sequence[Group], notes: Sequence[str]) -> None:
+    def __init__(self, groups: Sequence[QuantGroup], notes: Sequence[str]) -> None:
         self.groups = groups
         self.notes = tuple(dict.fromkeys([*notes, *(note for group in groups for note in group.notes)]))
         self.has_kv_scales = bool(notes)

@@ -113,7 +113,9 @@ def _resolve_for_client(name: str, revision: str | None) -> ResolvedModel:
 def _is_taken_by_path(name: str) -> bool:
     """Return whether the name is an existing path, which takes precedence over a model of that name."""
     place = _as_path(name)
-    return bool(name) and (place.is_file() or (place.is_dir() and (looks_like_path(name) or _holds_checkpoint(place))))
+    if not name or not place.is_dir():
+        return bool(name) and place.is_file()
+    return looks_like_path(name) or (place / "config.json").is_file() or any(place.glob("*.gguf"))
 
 
 def _by_name(name: str, revision: str | None) -> ResolvedModel | None:
@@ -260,10 +262,6 @@ def _no_revision(name: str, revision: str | None) -> None:
             "Only repositories in the Hugging Face cache have revisions.",
             param="revision",
         )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
 def _from_path(path: Path) -> ResolvedModel:

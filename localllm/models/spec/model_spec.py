@@ -185,7 +185,14 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
         if keeps_kv(spec, layer):
             kinds.setdefault((layer_window(spec, layer), *kv_shape(spec, layer)), []).append(layer)
     groups = [
-        KVGroup(_name(window), tuple(layers), window, heads, head_dim, spec.latent is not None)
+        KVGroup(
+            "full" if window is None else f"window_{window}",
+            tuple(layers),
+            window,
+            heads,
+            head_dim,
+            spec.latent is not None,
+        )
         for (window, heads, head_dim), layers in kinds.items()
     ]
     return _with_distinct_names(groups)
@@ -217,10 +224,6 @@ def layer_window(spec: ModelSpec, layer: int) -> int | None:
 def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
     """Return the KV heads of a layer and their size."""
     return spec.layer_kv_shapes[layer] if spec.layer_kv_shapes else (spec.num_kv_heads, spec.head_dim)
-
-
-def _name(window: int | None) -> str:
-    return "full" if window is None else f"window_{window}"
 
 
 def _with_distinct_names(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:

@@ -119,13 +119,14 @@ class AnswerReader:
     def _read(self, format: AnswerFormat, prompt: PromptEnd, *, calls: bool) -> Read[None]:
         tools, pair, orphan = format.tools, format.reasoning, ""
         own = tools is not None and tools.reads_reasoning
-        if pair and not own and not (yield from self._reasoning(pair, prompt)):
+        if (
+            pair
+            and not own
+            and not (yield from read_reasoning(self._scan, self._output, pair, inside=prompt.opens(pair)))
+        ):
             orphan = pair.closer
         content = ContentReader(self._scan, self._output, format.frame, orphan)
         if tools and (calls or own):
             yield from tools.read(self._scan, self._output, content)
         else:
             yield from content.until()
-
-    def _reasoning(self, pair: ReasoningPair, prompt: PromptEnd) -> Read[bool]:
-        return (yield from read_reasoning(self._scan, self._output, pair, inside=prompt.opens(pair)))

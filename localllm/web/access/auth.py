@@ -120,7 +120,9 @@ class FrontDoor:
         origin = headers.get(b"origin", b"").decode("latin-1")
         asking = origin if origin and is_api(scope["path"]) and self.origins.may_ask(origin) else ""
         cors = self.origins.headers(asking) if asking else []
-        answer = _Answer(send, [*((name, request_id) for name in _id_headers(scope)), *cors])
+        # Anthropic's clients look for a header of their own.
+        names = [b"x-request-id", b"request-id"] if speaks_anthropic(scope) else [b"x-request-id"]
+        answer = _Answer(send, [*((name, request_id) for name in names), *cors])
         started_s = time.perf_counter()
         shown, typed = _shown_keys(headers), _basic_password(headers)
         shown_key = self.keys.find(shown)
@@ -276,11 +278,6 @@ class _Answer:
     async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
         await self.send({"type": "http.response.start", "status": 204, "headers": headers})
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _id_headers(scope: HTTPScope) -> list[bytes]:
-    """Return the header names for the request id; Anthropic's clients look for one of their own."""
-    return [b"x-request-id", b"request-id"] if speaks_anthropic(scope) else [b"x-request-id"]
 
 
 def _hostname(host: str) -> str:

@@ -171,11 +171,15 @@ class _Maker:
         path, operation = self.route.path_format, self.operation
         is_free = is_open(path)
         summary, description = said_of(self.handler)
+        text = {"type": "string"}
+        in_path = [
+            {"name": name, "in": "path", "required": True, "schema": text} for name in self.route.path_parameters
+        ]
         made: Schema = {
             "operationId": re.sub(r"\W+", "_", f"{self.method.lower()}{path}").strip("_"),
             "summary": summary,
             "tags": [self.name],
-            "parameters": [*self._path_parameters(), *self._query_parameters()],
+            "parameters": [*in_path, *self._query_parameters()],
             "responses": self._responses(is_free),
             # A key is needed if the server has keys; `{}` stands for a server without keys.
             "security": [] if is_free else [{}, *({scheme: []} for scheme in SECURITY)],
@@ -189,10 +193,6 @@ class _Maker:
             content = {operation.body.media_type: {"schema": reference(self.name, operation.body.kind)}}
             made["requestBody"] = {"required": True, "content": content}
         return made
-
-    def _path_parameters(self) -> Iterator[Schema]:
-        for name in self.route.path_parameters:
-            yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
     def _query_parameters(self) -> Iterator[Schema]:
         if self.operation.query is None:

@@ -64,13 +64,10 @@ async def slots(request: ApiRequest) -> ASGIResponse:
     manager, name = manager_of(request), request.query_params.get("model")
     asked = manager.register.require(name) if name else None
     models = [model for model in manager.ready if asked is None or asked.served is model]
-    return json_response([_slot(i, model, each) for i, (model, each) in enumerate(_live(models))])
-
-
-def _live(models: list[ServedModel]) -> list[tuple[ServedModel, RequestTimeline]]:
-    return [
+    live = [
         (model, each) for model in models if model.spec.task == "generate" for each in model.client.stats().requests
     ]
+    return json_response([_slot(i, model, each) for i, (model, each) in enumerate(live)])
 
 
 def _slot(id: int, model: ServedModel, timeline: RequestTimeline) -> shapes.Slot:

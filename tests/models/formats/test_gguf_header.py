@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.models.formats.gguf.header import BLOCKS, Header, Strings, parse_header, plain, read_header
+from localllm.models.formats.gguf.header import BLOCKS, GGUFHeader, Strings, parse_header, plain, read_header
 from localllm.models.formats.registry import open_checkpoint
 from tests.draws import draws
 from tests.models.formats.fuzz import damaged, survives
@@ -53,7 +53,7 @@ def header(
     return raw + bytes(-len(raw) % alignment) + bytes(data)
 
 
-def parse(data: bytes) -> Header:
+def parse(data: bytes) -> GGUFHeader:
     return parse_header(data, FILE)
 
 
@@ -208,7 +208,7 @@ def numbers(key: str, count: int, kind: int = F32) -> bytes:
     return entry(key, ARRAY, struct.pack("<IQ", kind, count))
 
 
-def read_sparse(file: Path, *entries: bytes, data: int) -> Header:
+def read_sparse(file: Path, *entries: bytes, data: int) -> GGUFHeader:
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries))
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size + data)
@@ -268,7 +268,7 @@ def test_text_that_is_no_utf8_is_found_when_it_is_read() -> None:
         list(found.metadata["k"])  # type: ignore[arg-type]
 
 
-def assert_consistent(found: Header | None, size: int) -> bool:
+def assert_consistent(found: GGUFHeader | None, size: int) -> bool:
     if found is None:
         return False
     spans = sorted((tensor.start, tensor.start + tensor.num_bytes) for tensor in found.tensors.values())

@@ -31,7 +31,8 @@ NEEDED = {
 
 def chosen_set() -> tuple[str, str]:
     """Return (the instruction set whose library is used, ""), or ("", why there is none)."""
-    return choose(os.environ.get(VARIABLE, ""), usable_sets(), _compiled_sets())
+    compiled = [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
+    return choose(os.environ.get(VARIABLE, ""), usable_sets(), compiled)
 
 
 def why_unusable(name: str) -> str:
@@ -52,7 +53,8 @@ def choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple
     if wanted == "none":
         return "", f"{VARIABLE}=none is set."
     if not usable:
-        return "", f"This processor ({platform.machine()}) has none of the instruction sets {_known_sets()}."
+        known = ", ".join(name for names in SETS.values() for name in names)
+        return "", f"This processor ({platform.machine()}) has none of the instruction sets {known}."
     if wanted and wanted not in usable:
         return "", f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
     if not compiled:
@@ -67,10 +69,6 @@ def choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple
 def compile_again() -> str:
     """Return the advice to install localllm again, which compiles the libraries."""
     return f"run `{how_to_install('localllm')}`"
-
-
-def _known_sets() -> str:
-    return ", ".join(name for names in SETS.values() for name in names)
 
 
 def usable_sets() -> list[str]:
@@ -93,7 +91,3 @@ def _torch_sees(name: str) -> bool:
     if name == "avx2":
         return torch.cpu._is_avx2_supported()
     return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
-
-
-def _compiled_sets() -> list[str]:
-    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]

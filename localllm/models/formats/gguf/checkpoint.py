@@ -28,7 +28,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
 from localllm.models.formats.gguf.config import config_of_header
 from localllm.models.formats.gguf.file_names import parts_of
-from localllm.models.formats.gguf.header import Header, StoredTensor, plain, read_header
+from localllm.models.formats.gguf.header import GGUFHeader, StoredTensor, plain, read_header
 from localllm.models.formats.gguf.storage import storage_of
 from localllm.models.spec.family import Storage
 
@@ -170,7 +170,7 @@ def metadata_of(path: Path) -> dict[str, Any]:
     return {key: plain(value) for key, value in read_parts(path)[0].metadata.items()}
 
 
-def read_parts(path: Path) -> list[Header]:
+def read_parts(path: Path) -> list[GGUFHeader]:
     """Return the headers of all parts in order, given any part; a single one if the file is not split."""
     header = read_header(path)
     files = [path.with_name(name) for name in parts_of(path.name)]
@@ -200,7 +200,7 @@ def read_parts(path: Path) -> list[Header]:
     return headers
 
 
-def _later_layers(header: Header) -> list[str]:
+def _later_layers(header: GGUFHeader) -> list[str]:
     """Return patterns of the layers after the model's own, which predict further tokens and are not run."""
     name = header.metadata["general.architecture"]
     count, extra = (header.metadata.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
@@ -209,7 +209,7 @@ def _later_layers(header: Header) -> list[str]:
     return [rf"blk\.{layer}\..*" for layer in range(max(0, count - extra), count)][:1000]
 
 
-def _check_total(headers: list[Header], found: int) -> None:
+def _check_total(headers: list[GGUFHeader], found: int) -> None:
     stated = headers[0].metadata.get("split.tensors.count", found)
     if stated != found:
         raise CorruptModel(

@@ -12,7 +12,7 @@ from collections import Counter
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.registry import GGUF_OF
 from localllm.models.formats.checkpoint import FLOATS
-from localllm.models.formats.gguf.header import Header, Strings, plain
+from localllm.models.formats.gguf.header import GGUFHeader, Strings, plain
 from localllm.models.spec.gguf import Fields, GGUFTensors, Metadata
 
 FILE_TYPES = {
@@ -33,7 +33,7 @@ _VISIBLE_ENDS = frozenset(("<|tool_response>",))
 """Gemma 4's, stored as user-defined tokens; the others are control tokens."""
 
 
-def config_of_header(header: Header, checkpoint: GGUFTensors) -> Fields:
+def config_of_header(header: GGUFHeader, checkpoint: GGUFTensors) -> Fields:
     """Return the config. header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
     metadata = Metadata(header.file, header.metadata)
     if metadata.architecture not in GGUF_OF:

@@ -157,13 +157,13 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     file: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, StoredTensor]
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> GGUFHeader:
     """Read a header; cached until the file changes. Raises `CorruptModel` or `UnsupportedModel` with the place."""
     try:
         state = file.stat()
@@ -173,7 +173,7 @@ def read_header(file: Path) -> Header:
 
 
 @lru_cache(maxsize=4)
-def _read_header(file: Path, size: int, mtime_ns: int) -> Header:
+def _read_header(file: Path, size: int, mtime_ns: int) -> GGUFHeader:
     if size == 0:
         raise CorruptModel(f"{file} is empty.", hint="Download the file again; the download did not complete.")
     try:
@@ -183,7 +183,7 @@ def _read_header(file: Path, size: int, mtime_ns: int) -> Header:
         raise CorruptModel(f"{file} cannot be read.", f"{error}.") from error
 
 
-def parse_header(data: bytes | mmap.mmap, file: Path) -> Header:
+def parse_header(data: bytes | mmap.mmap, file: Path) -> GGUFHeader:
     """Parse a header. data: the whole file; file: only for errors."""
     reader = _Reader(data, file)
     reader.check_magic()
@@ -193,7 +193,7 @@ def parse_header(data: bytes | mmap.mmap, file: Path) -> Header:
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         reader.fail("general.alignment", f"It is {_shown(alignment)}, which is not a power of two.")
     tensors = _read_tensors(reader, num_tensors, alignment)
-    return Header(file, metadata, tensors)
+    return GGUFHeader(file, metadata, tensors)
 
 
 class _Reader:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from localllm.models.families.qwen3_5 import INPUTS, RATES
 from localllm.models.families.registry import GGUF_OF
 from localllm.models.formats.checkpoint import TensorInfo
-from localllm.models.formats.gguf.header import Header
+from localllm.models.formats.gguf.header import GGUFHeader
 from localllm.models.spec.family import FusedRecurrent, Storage
 from localllm.models.spec.gguf import GGUFFacts
 
@@ -76,7 +76,7 @@ _TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
 )
 
 
-def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple[str, ...]) -> Storage:
+def storage_of(header: GGUFHeader, tensors: Mapping[str, TensorInfo], ignored: tuple[str, ...]) -> Storage:
     """Return the storage of a file. header: of its first part; tensors: all of them; ignored: name patterns."""
     facts = GGUF_OF.get(str(header.metadata["general.architecture"]), GGUFFacts(""))
     norms = _TWO_NORMS_AT_ONCE if "blk.0.attn_norm_2.weight" in tensors else facts.norms

@@ -68,7 +68,7 @@ def pull(
         require_room(plan)
     log.info("download begins model=%s bytes=%d cached=%d", plan.name, plan.total_bytes, plan.cached_bytes)
     started_s = time.perf_counter()
-    run = _Run(plan, stop or threading.Event())
+    run = _PullRun(plan, stop or threading.Event())
     try:
         run.watch(on_progress)
     finally:
@@ -102,7 +102,7 @@ def drop_damaged(plan: DownloadPlan, on_file: Callable[[PlannedFile, bool], None
     return damaged
 
 
-class _Run:
+class _PullRun:
     """The threads of one download and their shared state."""
 
     def __init__(self, plan: DownloadPlan, stop: threading.Event) -> None:

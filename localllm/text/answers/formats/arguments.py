@@ -53,7 +53,10 @@ class TaggedArguments:
         `types`: overrides the schema's types."""
         self._begin()
         self._give(f"{dump_string(key)}: ")
-        types = self._types(key) if types is None else types
+        if types is None:
+            properties = self._schema.get("properties")
+            schema: Any = properties.get(key) if isinstance(properties, Mapping) else None
+            types = types_of(schema, self._schema)
         if types == {"string"}:
             self._give('"')
             end = yield from self._scan.give_until(ends, lambda text: self._give(dump_string(text)[1:-1]))
@@ -95,11 +98,6 @@ class TaggedArguments:
             self._output.start_call(self._name)
             self._output.arguments("{")
         self._begun = True
-
-    def _types(self, key: str) -> frozenset[str]:
-        properties = self._schema.get("properties")
-        schema: Any = properties.get(key) if isinstance(properties, Mapping) else None
-        return types_of(schema, self._schema)
 
     def _give(self, text: str) -> None:
         if text:

@@ -57,8 +57,9 @@ def tools_of(body: CountBody, model: ServedModel | None) -> tuple[Tools, list[st
         warnings.append(f"tools that this server does not run are left out: {kinds}")
     for i, tool in enumerate(body.tools or ()):
         if tool not in left_out:
-            read, more = _tool(tool, f"tools[{i}]")
-            offered.append(read)
+            where = f"tools[{i}]"
+            read, more = read_object(tool, Tool, TOOL_RULES, f"{where}.")
+            offered.append(function_tool(read.name, read.description, read.input_schema, where))
             warnings += more
     choice, more = read_object(body.tool_choice or {"type": "auto"}, ToolChoice, CHOICE_RULES, "tool_choice.")
     tools = _chosen(checked(offered, "tools"), choice, parallel=not choice.disable_parallel_tool_use)
@@ -78,11 +79,6 @@ def _chosen(offered: Any, choice: ToolChoice, *, parallel: bool) -> Tools:
     if choice.type == "any" and not offered:
         raise InvalidParameter("tool_choice is 'any', but the request has no tools.", param="tool_choice")
     return Tools(offered, offered, must=choice.type == "any", parallel=parallel)
-
-
-def _tool(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    tool, warnings = read_object(given, Tool, TOOL_RULES, f"{where}.")
-    return function_tool(tool.name, tool.description, tool.input_schema, where), warnings
 
 
 Message = dict[str, Any]

@@ -22,7 +22,7 @@ from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolC
 from localllm.version import __version__
 from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNames, chat_logprobs, prompt_logprobs
 from localllm.web.api.openai.params import only_echoes
-from localllm.web.api.openai.prompts import Prompt
+from localllm.web.api.openai.prompts import RawPrompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.shapes import (
     ChatChoice,
@@ -58,7 +58,7 @@ def new_head(prefix: str, object: str, model: str, request_id: str | None) -> Op
 class _Chunks:
     """The shared part of both encoders: the envelope, usage and the end."""
 
-    def __init__(self, head: OpenAIHead, body: GenerateBody, prompts: Sequence[Prompt], n: int) -> None:
+    def __init__(self, head: OpenAIHead, body: GenerateBody, prompts: Sequence[RawPrompt], n: int) -> None:
         options = body.stream_options
         self.head, self.prompts, self.n = head, prompts, n
         self.include_usage = bool(options and options.include_usage)
@@ -128,7 +128,7 @@ class ChatChunks(_Chunks):
     """chat.completion.chunk: a role, pieces of content, a finish reason."""
 
     def __init__(
-        self, head: OpenAIHead, body: ChatBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
+        self, head: OpenAIHead, body: ChatBody, prompts: Sequence[RawPrompt], n: int, names: TokenNames | None
     ) -> None:
         """`names` is given if logprobs were requested."""
         super().__init__(head, body, prompts, n)
@@ -191,7 +191,7 @@ class CompletionChunks(_Chunks):
     """text_completion chunks. An echoed prompt is part of the first chunk of a choice."""
 
     def __init__(
-        self, head: OpenAIHead, body: CompletionBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
+        self, head: OpenAIHead, body: CompletionBody, prompts: Sequence[RawPrompt], n: int, names: TokenNames | None
     ) -> None:
         super().__init__(head, body, prompts, n)
         self.echo = bool(body.echo)
@@ -222,7 +222,7 @@ class CompletionChunks(_Chunks):
         last = finished and not progress.unfinished
         return told + self._wrap(choice + _finish(event, event.finish_reason), progress, last=last)
 
-    def _logprobs(self, builder: CompletionLogprobsBuilder, event: GenerationEvent, echoed: Prompt | None) -> bytes:
+    def _logprobs(self, builder: CompletionLogprobsBuilder, event: GenerationEvent, echoed: RawPrompt | None) -> bytes:
         if echoed is not None:
             builder.add_prompt(echoed.token_ids, event.prompt_logprobs or ())
         builder.add(event.logprobs)
@@ -230,7 +230,12 @@ class CompletionChunks(_Chunks):
 
 
 def chat_response(
-    head: OpenAIHead, body: ChatBody, prompt: Prompt, choices: Sequence[Choice], progress: Progress, names: TokenNames
+    head: OpenAIHead,
+    body: ChatBody,
+    prompt: RawPrompt,
+    choices: Sequence[Choice],
+    progress: Progress,
+    names: TokenNames,
 ) -> ChatCompletion:
     response = ChatCompletion(
         **asdict(head),
@@ -245,7 +250,7 @@ def chat_response(
     return response
 
 
-def _chat_choice(body: ChatBody, prompt: Prompt, choice: Choice, names: TokenNames) -> ChatChoice:
+def _chat_choice(body: ChatBody, prompt: RawPrompt, choice: Choice, names: TokenNames) -> ChatChoice:
     content = prompt.text + choice.text or (None if choice.calls else "")
     message = OpenAIMessage("assistant", content, refusal=None, annotations=[])
     if choice.reasoning and body.include_reasoning is not False:
@@ -269,7 +274,7 @@ def _chat_choice(body: ChatBody, prompt: Prompt, choice: Choice, names: TokenNam
 def completion_response(
     head: OpenAIHead,
     body: CompletionBody,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[RawPrompt],
     choices: Sequence[Choice],
     progress: Progress,
     names: TokenNames,
@@ -292,7 +297,7 @@ def _leave_out_answers(choices: Sequence[Choice], progress: Progress) -> None:
         choice.finish_reason, choice.stop_reason = "length", None
 
 
-def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames) -> CompletionChoice:
+def _completion_choice(body: CompletionBody, prompt: RawPrompt, choice: Choice, names: TokenNames) -> CompletionChoice:
     reason: Any = choice.finish_reason
     ready = CompletionChoice(
         index=choice.index,
@@ -309,7 +314,7 @@ def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, nam
 
 
 def _completion_logprobs(
-    body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames
+    body: CompletionBody, prompt: RawPrompt, choice: Choice, names: TokenNames
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None

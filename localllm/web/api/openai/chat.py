@@ -24,7 +24,7 @@ from localllm.web.api.openai import shapes
 from localllm.web.api.openai.answer import ChatChunks, chat_response, new_head
 from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import chat_params, request_options, with_prediction, without_effect
-from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
+from localllm.web.api.openai.prompts import RawPrompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import CHAT_RULES, ChatBody, read_body
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.pictures import readable
@@ -66,7 +66,7 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     asked, more = _asked(body, model)
     warnings += more
     token_ids = await asked.token_ids(model)
-    prompt, warnings = Prompt(token_ids, chat_echo(body)), [*warnings, *token_ids.warnings]
+    prompt, warnings = RawPrompt(token_ids, chat_echo(body)), [*warnings, *token_ids.warnings]
     if body.prediction is not None:
         asked = replace(asked, options=await with_prediction(asked.options, body.prediction, model))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))

@@ -26,9 +26,17 @@ WORDS = {"ready": "loaded"}
 
 def model_objects(facts: Sequence[ModelFacts], downloads: Sequence[DownloadStatus]) -> list[shapes.OpenAIModel]:
     """Return the objects of all models, with loaded adapters after their models, and of running downloads."""
-    objects = [each for model in facts for each in (model_object(model), *_adapters_of(model))]
+    objects = []
+    for model in facts:
+        objects.append(model_object(model))
+        if model.entry is not None and model.entry.name == model.name:
+            objects += adapter_objects(model)
     listed = {each.id for each in objects}
-    return objects + [_coming(each) for each in downloads if not each.is_over and each.plan.name not in listed]
+    for each in downloads:
+        if not each.is_over and each.plan.name not in listed:
+            status = shapes.ModelState("downloading", progress=each.progress.fraction)
+            objects.append(replace(_object(each.plan.name), status=status))
+    return objects
 
 
 def object_named(name: str, model: ModelFacts) -> shapes.OpenAIModel:
@@ -37,15 +45,6 @@ def object_named(name: str, model: ModelFacts) -> shapes.OpenAIModel:
     return (
         adapters[0] if adapters and model.entry is not None and name not in model.entry.names else model_object(model)
     )
-
-
-def _adapters_of(model: ModelFacts) -> list[shapes.OpenAIModel]:
-    return adapter_objects(model) if model.entry is not None and model.entry.name == model.name else []
-
-
-def _coming(download: DownloadStatus) -> shapes.OpenAIModel:
-    status = shapes.ModelState("downloading", progress=download.progress.fraction)
-    return replace(_object(download.plan.name), status=status)
 
 
 def model_object(model: ModelFacts) -> shapes.OpenAIModel:

@@ -28,7 +28,7 @@ OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continu
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RawPrompt:
     """One prompt. `text` is repeated if the request asks for an echo."""
 
     token_ids: Sequence[int]
@@ -40,7 +40,7 @@ class Prompt:
         return list(self.token_ids) if self.embeds is None else None
 
 
-async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[Prompt]:
+async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[RawPrompt]:
     """Return the prompts of a request; a list of numbers is one prompt of token ids. Embeddings come first, as in vLLM.
 
     `n`: outputs per prompt. Raises `InvalidParameter`, before any text is tokenised, if there would be too many
@@ -61,11 +61,11 @@ async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -
         token_ids = truncate(whole, keep)
         if body.echo and (not echo or len(token_ids) < len(whole)):
             echo = model.tokenizer.decode(token_ids, skip_special_tokens=False)
-        prompts.append(Prompt(token_ids, echo))
+        prompts.append(RawPrompt(token_ids, echo))
     return prompts
 
 
-async def _infilled_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[Prompt]:
+async def _infilled_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[RawPrompt]:
     """Return prompts whose answers fill the gap between each text and the suffix."""
     for name in ("echo", "prompt_embeds", "truncate_prompt_tokens"):
         if getattr(body, name):
@@ -77,10 +77,10 @@ async def _infilled_prompts(body: CompletionBody, model: ServedModel, n: int) ->
     fill_in = fill_in_of(model)
     if not all(isinstance(source, str) for source in sources):
         raise InvalidType("A prompt with a suffix must be text.", "Got token ids.", param="prompt")
-    return [Prompt(await infill_token_ids(model, fill_in, str(source), body.suffix or ""), "") for source in sources]
+    return [RawPrompt(await infill_token_ids(model, fill_in, str(source), body.suffix or ""), "") for source in sources]
 
 
-async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[RawPrompt]:
     if body.prompt_embeds is None:
         return []
     given = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
@@ -94,7 +94,7 @@ async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Pr
         )
     reader = model.prompt_embeds_reader
     read = await off_loop(sum(map(len, given)), lambda: [reader.of_base64(each) for each in given])
-    return [Prompt((0,) * embeds.num_tokens, "", embeds) for embeds in read]
+    return [RawPrompt((0,) * embeds.num_tokens, "", embeds) for embeds in read]
 
 
 def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:

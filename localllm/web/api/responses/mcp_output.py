@@ -16,7 +16,7 @@ from localllm.text.answers.parts import Part, ToolCallStart
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.mcp_items import arguments_of
-from localllm.web.api.responses.mcp_tools import McpTool
+from localllm.web.api.responses.mcp_tools import OfferedTool
 from localllm.web.api.responses.output import NO_CALLS, OutputItems
 from localllm.web.shape import Shape
 
@@ -32,7 +32,7 @@ class _Asking:
 class McpOutput(OutputItems):
     def __init__(
         self,
-        tools: Mapping[str, McpTool],
+        tools: Mapping[str, OfferedTool],
         approval_id: Callable[[ServerTool, str], str],
         calls: Mapping[str, Item] = NO_CALLS,
     ) -> None:
@@ -100,7 +100,7 @@ class McpOutput(OutputItems):
             call["status"] = "incomplete"
         return b"".join([self._done(call) for call in calls])
 
-    def _begin(self, offered: McpTool) -> bytes:
+    def _begin(self, offered: OfferedTool) -> bytes:
         if not offered.asks:
             return self._start("mcp_call", server_label=offered.tool.server, name=offered.tool.name)
         self._asking = _Asking(offered.tool)

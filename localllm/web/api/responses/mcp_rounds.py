@@ -19,7 +19,7 @@ import msgspec
 
 from localllm.engine.outputs import ExplainedMiss, Timings, Usage, most_missed
 from localllm.mcp.servers import McpServers
-from localllm.mcp.values import Outcome, bounded, limit_for
+from localllm.mcp.values import ToolOutcome, bounded, limit_for
 from localllm.serving.answers.conversation import Tools
 from localllm.serving.answers.generation import Generation, Progress
 from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS
@@ -207,7 +207,7 @@ class McpRounds:
         await self._prepare(calls, results, last=last or (most is not None and self._num_calls >= most))
         return b"".join([self._output.finish(call) for call in calls])
 
-    async def _call(self, call: Item) -> Outcome:
+    async def _call(self, call: Item) -> ToolOutcome:
         """Run one call. A failure is a result as well: the model and the client read what happened."""
         label, name, arguments = call["server_label"], call["name"], arguments_of(call["arguments"])
         if arguments is None:
@@ -216,7 +216,7 @@ class McpRounds:
         assert offered is not None
         return await self._servers.outcome(label, name, offered.tool.digest, arguments)
 
-    async def _prepare(self, calls: Sequence[Item], results: Sequence[Outcome], *, last: bool) -> None:
+    async def _prepare(self, calls: Sequence[Item], results: Sequence[ToolOutcome], *, last: bool) -> None:
         """Set the prompt of the next reply. Results that do not fit into the context are cut to half their length, a
         few times; if they still do not fit, the response ends as incomplete.
         """
@@ -245,7 +245,7 @@ class McpRounds:
         self._events.cut = True
 
 
-def _fields(outcome: Outcome, limit: int) -> Item:
+def _fields(outcome: ToolOutcome, limit: int) -> Item:
     """Return the fields of a call's item, with at most `limit` characters of text."""
     text = bounded(outcome.text, limit)
     if not outcome.fails:
@@ -256,8 +256,8 @@ def _fields(outcome: Outcome, limit: int) -> Item:
     return {"output": None, "error": {"type": "mcp_protocol_error", "code": INTERNAL_ERROR, "message": text}}
 
 
-async def _failed(why: str) -> Outcome:
-    return Outcome(why, "call")
+async def _failed(why: str) -> ToolOutcome:
+    return ToolOutcome(why, "call")
 
 
 def _without_servers(tools: Tools, asked: Asked) -> Tools:

@@ -67,7 +67,7 @@ class McpEntry(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class McpTool:
+class OfferedTool:
     """A tool that is offered. `asks`: the client approves each call."""
 
     tool: ServerTool
@@ -78,7 +78,7 @@ class McpTool:
 class McpOffer:
     """The offered tools of all servers of a request, by the name that the model uses."""
 
-    by_name: Mapping[str, McpTool] = field(default_factory=dict)
+    by_name: Mapping[str, OfferedTool] = field(default_factory=dict)
     labels: Sequence[str] = ()
     warnings: Sequence[str] = ()
 
@@ -101,7 +101,7 @@ class McpOffer:
             })  # fmt: skip
         return found
 
-    def find(self, label: str, name: str) -> McpTool | None:
+    def find(self, label: str, name: str) -> OfferedTool | None:
         found = self.names_of(label, name)
         return self.by_name[found[0]] if found else None
 
@@ -145,7 +145,7 @@ async def mcp_offer(request: ApiRequest, tools: Sequence[Mapping[str, Any]], tak
     listings = await asyncio.gather(*(servers.tools(each.server.name) for each in terms))
     decisions: Decisions = request.app.state["tool_decisions"]
     of_admin, own = ConsentPolicy(await decisions("")), ConsentPolicy(await decisions(owner_of(request)))
-    found: list[McpTool] = []
+    found: list[OfferedTool] = []
     for each, listing in zip(terms, listings, strict=True):
         offered, left_out = _offered(each, listing, of_admin, own)
         found += offered
@@ -220,7 +220,7 @@ def _names(given: ToolFilter | None, param: str) -> list[str] | None:
 
 def _offered(
     terms: _Terms, listing: Listing, of_admin: ConsentPolicy, own: ConsentPolicy
-) -> tuple[list[McpTool], list[str]]:
+) -> tuple[list[OfferedTool], list[str]]:
     """Return the offered tools, and the names of the tools that are left out."""
     server = terms.server
     if missing := [name for name in terms.named if listing.find(name) is None]:
@@ -229,7 +229,7 @@ def _offered(
             f"Its tools: {', '.join(tool.name for tool in listing.tools) or 'none'}.",
             param=terms.where,
         )
-    offered, left_out = list[McpTool](), list[str]()
+    offered, left_out = list[OfferedTool](), list[str]()
     for tool in listing.tools:
         if terms.wanted is not None and tool.name not in terms.wanted:
             continue
@@ -237,7 +237,7 @@ def _offered(
         choice = of_admin.choice(*key)
         runs = server.api == "run" or choice == "always"
         if "never" not in (choice, own.choice(*key)) and (runs or (asks and server.api == "ask")):
-            offered.append(McpTool(tool, asks))
+            offered.append(OfferedTool(tool, asks))
         else:
             left_out.append(tool.name)
     refused = [name for name in left_out if name in terms.named] or ([] if offered else left_out)

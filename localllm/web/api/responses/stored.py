@@ -182,7 +182,8 @@ async def input_items(request: ApiRequest) -> ASGIResponse:
 
     These are the items of the response's own request; earlier items belong to previous_response_id.
     """
-    asked, warnings = _query(request)
+    warnings = QUERY_RULES.check(dict(request.query_params), ItemsQuery.__struct_fields__)
+    asked = read_query(request, ItemsQuery)
     items = store_of(request).get(owner_of(request), request.path_params["id"]).input
     if asked.order == "desc":
         items.reverse()
@@ -200,8 +201,3 @@ async def input_items(request: ApiRequest) -> ASGIResponse:
         has_more=len(items) > len(page),
     )
     return json_response(listed, warning_headers(warnings))
-
-
-def _query(request: ApiRequest) -> tuple[ItemsQuery, list[str]]:
-    warnings = QUERY_RULES.check(dict(request.query_params), ItemsQuery.__struct_fields__)
-    return read_query(request, ItemsQuery), warnings

@@ -28,7 +28,7 @@ from localllm.web.pages.dashboard.request_views import (
 )
 from localllm.web.pages.dashboard.shown import shown
 from localllm.web.pages.frame.errors import UnknownRequest
-from localllm.web.pages.frame.sampler import Sample
+from localllm.web.pages.frame.sampler import StatsSample
 from localllm.web.pages.frame.state import html, pages_state
 
 MOST_LIVE = 1000
@@ -64,13 +64,13 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/dashboard/minute.csv", sync_to_thread=False)
 def minute_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the samples of the last minute, as far as a page was open."""
-    return _csv(Sample, shown(request).sampler.tick().samples)
+    return _csv(StatsSample, shown(request).sampler.tick().samples)
 
 
 @get("/dashboard/hour.csv", sync_to_thread=False)
 def hour_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the five-second means of the last hour, oldest first."""
-    return _csv(Sample, shown(request).sampler.hour)
+    return _csv(StatsSample, shown(request).sampler.hour)
 
 
 @get("/dashboard/steps.csv", sync_to_thread=False)

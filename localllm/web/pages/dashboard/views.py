@@ -35,7 +35,7 @@ from localllm.web.pages.dashboard.request_views import (
     live_requests,
 )
 from localllm.web.pages.dashboard.shown import DashboardLink
-from localllm.web.pages.frame.sampler import Sample, Tick
+from localllm.web.pages.frame.sampler import StatsSample, Tick
 from localllm.web.pages.frame.views import Fact, Loading, Segment, Shell, View, stacked, view
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def dashboard(
     tick: Tick,
     served: ServedModel,
     machine: MachineReading,
-    past: Sequence[Sample],
+    past: Sequence[StatsSample],
     span: Span,
     viewer: Viewer,
 ) -> Dashboard:
@@ -255,11 +255,11 @@ def dashboard(
 
 
 def headlines(
-    stats: EngineStats, minute_ago: EngineStats | None, samples: Sequence[Sample], span: Span = MINUTE
+    stats: EngineStats, minute_ago: EngineStats | None, samples: Sequence[StatsSample], span: Span = MINUTE
 ) -> tuple[Headline, ...]:
     """Return the four main values, with their history. The time that people wait comes first."""
 
-    def history(read: Callable[[Sample], float]) -> list[tuple[float, float]]:
+    def history(read: Callable[[StatsSample], float]) -> list[tuple[float, float]]:
         return [(sample.taken_s, read(sample)) for sample in samples]
 
     plot = partial(sparkline, span=span)
@@ -308,7 +308,7 @@ def _waiting(stats: EngineStats, minute_ago: EngineStats | None, plot: Sparkline
     return Headline("waiting", "Time to first token", value, unit, note, plot)
 
 
-def _waits(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+def _waits(samples: Sequence[StatsSample]) -> list[tuple[float, float]]:
     """Return the mean time to first token of the requests that had theirs between two samples; until the next ones have
     theirs, that of the last ones.
     """
@@ -326,7 +326,7 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}"
 
 
-def kv_usage(stats: EngineStats, samples: Sequence[Sample] = (), span: Span = MINUTE) -> KVUsage:
+def kv_usage(stats: EngineStats, samples: Sequence[StatsSample] = (), span: Span = MINUTE) -> KVUsage:
     history = [(sample.taken_s, 100 * sample.kv_usage) for sample in samples]
     block, used, cached, free = stats.block_size, stats.used_blocks, stats.cached_blocks, stats.free_blocks
     colour_of = colours([request.request_id for request in stats.requests])

@@ -31,7 +31,7 @@ Cached = TypeVar("Cached")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StatsSample:
     """The statistics of one moment, as plotted by pages."""
 
     taken_s: float
@@ -50,7 +50,7 @@ class Tick:
 
     number: int
     stats: EngineStats | None  # None: no model is being served
-    samples: tuple[Sample, ...]
+    samples: tuple[StatsSample, ...]
     minute_ago: EngineStats | None  # the oldest snapshot of the last minute
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Sampler:
         """
         self._read, self._every_s = read, every_s
         self._minute: deque[EngineStats] = deque(maxlen=MINUTE_SAMPLES)
-        self._hour: deque[Sample] = deque(maxlen=HOUR_SAMPLES)
+        self._hour: deque[StatsSample] = deque(maxlen=HOUR_SAMPLES)
         self._averaged: EngineStats | None = None  # the snapshot that the next average begins with
         self._records = False
         self._followers = 0
@@ -85,7 +85,7 @@ class Sampler:
         self._number = 0
 
     @property
-    def hour(self) -> tuple[Sample, ...]:
+    def hour(self) -> tuple[StatsSample, ...]:
         """Averages of five seconds, oldest first. They use totals, so they include even the shortest burst."""
         return tuple(self._hour)
 
@@ -174,8 +174,8 @@ class Sampler:
                 self._restart()
 
 
-def _sample(stats: EngineStats) -> Sample:
-    return Sample(
+def _sample(stats: EngineStats) -> StatsSample:
+    return StatsSample(
         taken_s=stats.taken_s,
         decode_tokens_per_s=stats.decode_tokens_per_s,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
@@ -187,7 +187,7 @@ def _sample(stats: EngineStats) -> Sample:
     )
 
 
-def _average(before: EngineStats, now: EngineStats) -> Sample:
+def _average(before: EngineStats, now: EngineStats) -> StatsSample:
     """Return the average rates between two snapshots, and the other statistics of the later one."""
     passed_s = now.taken_s - before.taken_s
     return replace(

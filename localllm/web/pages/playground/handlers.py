@@ -86,7 +86,9 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
         elif is_scripted(request) and page.editor.streams:
             return EventStreamResponse(await _stream(request, tab, body, replace(known, prompt=prompt)))
         else:
-            whole = await _whole(request, tab, body)
+            asked = msgspec.json.encode({name: value for name, value in body.items() if name != "stream"})
+            answer = await ANSWERS[tab](request, asked)
+            whole = views.result(tab, msgspec.json.decode(answer.body), _warning(answer))
             result = replace(whole, prompt=whole.prompt or prompt, snippets=known.snippets)
     except LocalLLMError as error:
         result, status = replace(known, error=notice(error)), error.status
@@ -110,12 +112,6 @@ def _page(
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
     return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, views.EMPTY[tab])
-
-
-async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> Result:
-    sent = {name: value for name, value in body.items() if name != "stream"}
-    answer = await ANSWERS[tab](request, msgspec.json.encode(sent))
-    return views.result(tab, msgspec.json.decode(answer.body), _warning(answer))
 
 
 async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:

@@ -6,7 +6,6 @@ Does not know: how keys are stored (access/keys.py), which route needs which sco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -77,7 +76,8 @@ async def delete_key(request: Request[Any, Any, Any]) -> Response[Any]:
         given = bool(request.app.state.settings.server.api_keys)
         why = lockout_warning(found, [key for key in keys if key is not found], given=given, mine=found == mine)
         title = f"Removing {name} locks users out."
-        if not why and found.scope == "infer" and not _shares(found, keys):
+        others = [key for key in keys if key is not found and key.scope == "infer" and key.owner == found.owner]
+        if not why and found.scope == "infer" and not others:  # nobody else sees the same chats
             num_chats = 0
             with suppress(ChatsUnavailable):  # an unavailable store must not block the removal of a key
                 num_chats = await chat_state(request).store.call(Chats.count, found.owner)
@@ -89,11 +89,6 @@ async def delete_key(request: Request[Any, Any, Any]) -> Response[Any]:
             return html(RemoveKeyPage(shell, name, request.url.path, warning), 409)
     remove_key(ring.path, name)
     return Redirect("/settings#keys", status_code=303)
-
-
-def _shares(found: Key, keys: Sequence[Key]) -> bool:
-    """Return whether another key sees the same chats."""
-    return any(key is not found and key.scope == "infer" and key.owner == found.owner for key in keys)
 
 
 def lockout_warning(key: Key, others: list[Key], *, given: bool, mine: bool) -> str:

@@ -18,7 +18,7 @@ from localllm.serving.manager import ModelManager
 from localllm.serving.profiles import (
     Profile,
     ProfileKey,
-    Stored,
+    StoredProfile,
     from_profile,
     key_of,
     save_profile,
@@ -101,7 +101,7 @@ async def apply_profile(manager: ModelManager, entry: ModelEntry, profile: Profi
     await asyncio.to_thread(save_profile, profile, model)
 
 
-def profile_row(stored: Stored, keys: Sequence[ProfileKey]) -> ProfileRow:
+def profile_row(stored: StoredProfile, keys: Sequence[ProfileKey]) -> ProfileRow:
     profile = stored.profile
     state, fits = _fits(profile, keys)
     goal = GOALS.get(profile.goal)

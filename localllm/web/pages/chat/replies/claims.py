@@ -25,7 +25,7 @@ from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
 from localllm.web.pages.chat.replies.active import ActiveReply
-from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
+from localllm.web.pages.chat.replies.prompt import ReplyPrompt, prompt_of
 from localllm.web.pages.chat.replies.reply import Reply
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats
@@ -133,7 +133,7 @@ class Claim:
     cache_salt: str | None = None
     owner: str = ""
     offer: asyncio.Task[OfferedTools] | None = None  # the tools of servers, some of which may be starting
-    prompt: Prompt | None = None  # of the next reply, if the model was ready to count its tokens
+    prompt: ReplyPrompt | None = None  # of the next reply, if the model was ready to count its tokens
 
     @property
     def served(self) -> ServedModel | None:

@@ -60,7 +60,7 @@ class ChatFull(ContextTooLong):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ReplyPrompt:
     """A rendered and tokenised chat."""
 
     conversation: Conversation
@@ -76,7 +76,7 @@ class Prompt:
 
 async def prompt_of(
     served: ServedModel, messages: Sequence[Mapping[str, object]], settings: Mapping[str, str], *, goes_on: bool = False
-) -> Prompt:
+) -> ReplyPrompt:
     """Return the prompt of these messages. Raises `ChatFull`, and what the template and the settings raise."""
     params, tools = sampling_params(served.sampling_defaults, settings), read_tools(settings.get("tools", ""))
     if tools and not calls_tools(served):
@@ -94,7 +94,7 @@ async def prompt_of(
     room = reply_room(size, params.max_tokens)
     if len(token_ids) + room > size:
         raise ChatFull(served.name, len(token_ids) + room, room, size)
-    return Prompt(conversation, token_ids, within_context(params, len(token_ids), served))
+    return ReplyPrompt(conversation, token_ids, within_context(params, len(token_ids), served))
 
 
 def reply_room(context_tokens: int, max_tokens: int | None) -> int:

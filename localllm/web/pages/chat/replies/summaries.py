@@ -18,7 +18,7 @@ from localllm.serving.served import ServedModel
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.claims import Claim, reply_of, start_with
 from localllm.web.pages.chat.replies.messages import SUMMARY, SUMMARY_OF, failed_turns, files_of, is_summary, with_files
-from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
+from localllm.web.pages.chat.replies.prompt import ReplyPrompt, prompt_of
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 
@@ -92,7 +92,7 @@ def _said(message: StoredMessage) -> str:
     return f"{author}: {with_files(message.text, files_of(message.details))}"
 
 
-async def _last_prompt(writing: ActiveReply, claim: Claim, served: ServedModel, transcript: str) -> Prompt:
+async def _last_prompt(writing: ActiveReply, claim: Claim, served: ServedModel, transcript: str) -> ReplyPrompt:
     """Sum up all pieces but the last, and return the prompt for the summary of the whole."""
     most = min(SUMMARY_TOKENS, served.plan.max_model_len // 4)
     around = await _prompt(served, " ", "", most)
@@ -123,14 +123,14 @@ async def _pieces(served: ServedModel, text: str, piece_tokens: int) -> Sequence
     return await asyncio.to_thread(cut)
 
 
-async def _prompt(served: ServedModel, summary: str, piece: str, most_tokens: int) -> Prompt:
+async def _prompt(served: ServedModel, summary: str, piece: str, most_tokens: int) -> ReplyPrompt:
     before = f"{SUMMARY}\n{summary}\n\n" if summary else ""
     content = f"{ASK}\n\n{before}Conversation:\n{piece}"
     settings = {"max_tokens": str(most_tokens), "thinking": "off"}
     return await prompt_of(served, [{"role": "user", "content": content}], settings)
 
 
-async def _answer(request_id: str, claim: Claim, served: ServedModel, prompt: Prompt) -> str:
+async def _answer(request_id: str, claim: Claim, served: ServedModel, prompt: ReplyPrompt) -> str:
     """Return the content of the model's answer, without its reasoning."""
     async with prompt.generation(served, request_id, claim.options) as generation:
         [choice] = await collect(generation)

@@ -145,7 +145,9 @@ async def continue_reply(
             read = await _fit(state, owner, chat, messages, None, settings, claim, form, goes_on=True)
             read = await resumed(read, message.details, settings, claim)
             reply = reply_of(claim, message.id)
-            writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
+            names = {"prompt_tokens", "completion_tokens", "ttft_s", "edited"} & message.details.keys()
+            figures = {name: message.details[name] for name in names}
+            writing = ActiveReply(owner, chat.id, message, reply, figures)
             writing.kept = sources_of(message.details)
             said = message.details
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
@@ -273,12 +275,6 @@ def title_of(text: str) -> str:
     """Return a first title: the beginning of the first message."""
     first = " ".join(text.split())
     return first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1].rstrip() + "…"
-
-
-def _figures_only(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s", "edited") if name in details
-    }
 
 
 KEPT = ("model", "calls", SUMMARY_OF)
