@@ -48,7 +48,7 @@ class Engine:
         pool = StatePool(24) if spec.recurrent is not None else None
         self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
         model = load_model(path, spec, CPU, torch.float32)
-        kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, torch.float32)
+        kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, "float32")
         states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
         for layer in filter(None, kv.layers):
             for tensor in layer.tensors():

@@ -102,7 +102,7 @@ class TorchShare:
         """Return the KV cache. Raises `DoesNotFit` on all ranks if one of them has too little memory."""
         kv, refusal = None, DoesNotFit("Another rank does not have enough memory for its KV cache.")
         try:
-            kv = KVCache(self._spec, plan.num_blocks, plan.block_size, self._device, getattr(torch, plan.kv_dtype))
+            kv = KVCache(self._spec, plan.num_blocks, plan.block_size, self._device, plan.kv_dtype)
         except DoesNotFit as error:
             refusal = error
         ready = torch.full((1,), float(kv is not None), device=self._device)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from localllm.errors import DoesNotFit
+from localllm.kernels.kv_format import KVFormat, Plane, format_of
 from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState, state_of
 from localllm.kernels.paged_attention import KVReads, kv_cache_shape
 from localllm.models.fit import kv_cache_bytes
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import ModelSpec, kv_groups, state_group
+from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups, state_group
 from localllm.runner.batch import Ints
 from localllm.units import format_bytes
 
@@ -32,20 +33,19 @@ class KVCache:
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: tuple[int, ...], block_size: int, device: torch.device, dtype: torch.dtype
+        self, spec: ModelSpec, num_blocks: tuple[int, ...], block_size: int, device: torch.device, kv_dtype: str
     ) -> None:
-        """dtype: the model's, or float8_e4m3fn or int8 with the scales that kernels/layer_cache.py describes."""
+        """kv_dtype: a name of `KV_FORMATS`."""
         self.num_blocks, self.block_size = num_blocks, block_size
         groups = kv_groups(spec)
         try:
             kept = {
-                layer: _layer(kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), device, dtype,
-                              values_are_keys=group.values_are_keys)
+                layer: _layer(group, count, block_size, device, format_of(kv_dtype, group.window))
                 for group, count in zip(groups, num_blocks, strict=True)
                 for layer in group.layers
-            }  # fmt: skip
+            }
         except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            size = kv_cache_bytes(spec, num_blocks, block_size, str(dtype).removeprefix("torch."))
+            size = kv_cache_bytes(spec, num_blocks, block_size, kv_dtype)
             raise DoesNotFit(
                 "The KV cache could not be allocated.",
                 f"The allocation of {format_bytes(size)} on {device} failed: {str(error).splitlines()[0]}",
@@ -53,7 +53,7 @@ class KVCache:
             ) from error
         heads = spec.num_heads if spec.latent is None else heads_at_once(spec.num_heads)
         self.reads = tuple(
-            KVReads(heads, kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), dtype, group.window)
+            _reads(heads, group, kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), kv_dtype)
             for group, count in zip(groups, num_blocks, strict=True)
         )
         sources = spec.kv_source or range(spec.num_layers)
@@ -71,20 +71,27 @@ class KVCache:
         return sum(tensor.nbytes for layer in self._kept for tensor in layer.tensors() if tensor.dim() > 1)
 
 
-def _layer(
-    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, *, values_are_keys: bool
-) -> LayerKV:
-    k, k_scale = _part(shape, device, dtype)
-    v, v_scale = (k, k_scale) if values_are_keys else _part(shape, device, dtype)
+def _reads(heads: int, group: KVGroup, shape: tuple[int, int, int, int], kv_dtype: str) -> KVReads:
+    k, v = format_of(kv_dtype, group.window)[1:]
+    stored = (*shape[:3], k.stored_width(group.head_dim))
+    return KVReads(heads, stored, _dtype(k.stored), group.window, None if v.stored == k.stored else _dtype(v.stored))
+
+
+def _layer(group: KVGroup, num_blocks: int, block_size: int, device: torch.device, stored: KVFormat) -> LayerKV:
+    shape = kv_cache_shape(num_blocks, block_size, group.num_kv_heads, group.head_dim)
+    k, k_scale = _part(shape, device, stored.k)
+    v, v_scale = (k, k_scale) if group.values_are_keys else _part(shape, device, stored.v)
     return LayerKV(k, v, k_scale, v_scale)
 
 
-def _part(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _part(shape: tuple[int, int, int, int], device: torch.device, plane: Plane) -> tuple[Tensor, Tensor | None]:
     """Return K or V, and its scales."""
-    values = zeros(shape, device, dtype)
-    if dtype == torch.int8:
+    values = zeros((*shape[:3], plane.stored_width(shape[3])), device, _dtype(plane.stored))
+    if plane.bits == 4:
+        return values, zeros((*shape[:3], 2, plane.num_groups(shape[3])), device, torch.float16)
+    if values.dtype == torch.int8:
         return values, zeros(shape[:3], device, torch.float32)
-    return values, torch.ones(shape[0], device=device) if dtype == torch.float8_e4m3fn else None
+    return values, torch.ones(shape[0], device=device) if values.dtype == torch.float8_e4m3fn else None
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

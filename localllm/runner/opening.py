@@ -292,7 +292,7 @@ def measure(
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
     blocks = (num_blocks,) * len(plan.num_blocks)
-    kv = KVCache(spec, blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
+    kv = KVCache(spec, blocks, plan.block_size, device, plan.kv_dtype)
     states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
     opened = None if drafter is None else _with_cache(drafter, spec, plan, device, blocks)
     runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states, opened, encoder=encoder)
@@ -352,11 +352,11 @@ def _allocate(
 ) -> tuple[KVCache, StateCache, MemoryPlan]:
     """Return the KV cache, the recurrent states and their plan.
     On a GPU they may be smaller than planned, with a note, if another program took memory."""
-    kv_dtype, dtype = getattr(torch, plan.kv_dtype), getattr(torch, plan.dtype)
+    dtype = getattr(torch, plan.dtype)
     for left in reversed(range(TRIES)):
         try:
             states = StateCache(spec, plan.num_places, device, dtype)
-            return KVCache(spec, plan.num_blocks, plan.block_size, device, kv_dtype), states, plan
+            return KVCache(spec, plan.num_blocks, plan.block_size, device, plan.kv_dtype), states, plan
         except DoesNotFit:
             if device.type != "cuda" or not left:
                 raise
@@ -372,7 +372,7 @@ def _with_cache(
     assert spec.drafter is not None
     group = main_group(plan.windows)
     blocks = (num_blocks[group],) * len(kv_groups(drafter.spec))
-    cache = KVCache(drafter.spec, blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
+    cache = KVCache(drafter.spec, blocks, plan.block_size, device, plan.kv_dtype)
     return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
 
 

@@ -49,13 +49,13 @@ from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_drafts import Drafters, HostDrafts, Proposals
 from localllm.runner.host_steps import Drawn, Forward, HostSteps
-from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.pictures import PictureEncoder
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
+from localllm.runner.upload import to_device
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class TorchRunner:
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
             taps = drafter.drafter.taps if drafter is not None else ()
             self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps)
-        self._inputs, self._exchange = inputs, exchange_of(group, device)
+        self._inputs, self._exchange = inputs, None if group is None or group.size == 1 else _IdExchange(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
@@ -341,6 +341,26 @@ class TorchRunner:
     def _loaded(self) -> HostSteps | DeviceSteps:
         assert self._steps is not None, "the runner is closed"
         return self._steps
+
+
+class _IdExchange:
+    """Gives the ids that a tensor-parallel model's first shard has sampled to the others."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def send(self, drawn: Drawn) -> None:
+        """Send the ids of the S sampling rows."""
+        places = drawn.places
+        ids = drawn.token_ids
+        if places is not None:
+            ids = ids.index_select(0, to_device(np.array(places), self._device))
+        self._group.broadcast_(ids)
+
+    def receive(self, count: int) -> Drawn:
+        """Return the ids of the S sampling rows; the other fields are zeros."""
+        ids = torch.empty(count, dtype=torch.int64, device=self._device)
+        return Drawn(self._group.broadcast_(ids), torch.zeros(count, device=self._device))
 
 
 def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:

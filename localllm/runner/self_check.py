@@ -330,7 +330,7 @@ def _tensors(weight: object) -> Iterator[Tensor]:
 def small_cache(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> KVCache:
     """Return a cache for the requests of the whole model's check."""
     blocks = 1 + (1 + DECODES) * _blocks(plan)
-    return KVCache(spec, (blocks,) * len(plan.num_blocks), plan.block_size, device, getattr(torch, plan.kv_dtype))
+    return KVCache(spec, (blocks,) * len(plan.num_blocks), plan.block_size, device, plan.kv_dtype)
 
 
 def _blocks(plan: MemoryPlan) -> int:

@@ -156,12 +156,13 @@ class RandomEngine:
         )
         groups = kv_groups(spec)
         num_blocks = (o.num_blocks,) * len(groups)
-        kv = KVCache(spec, num_blocks, o.block_size, o.device, o.dtype)
+        kv_dtype = str(o.dtype).removeprefix("torch.")
+        kv = KVCache(spec, num_blocks, o.block_size, o.device, kv_dtype)
         states = StateCache(spec, o.num_places, o.device, o.dtype)
         opened = None
         if drafter is not None:
             blocks = (o.num_blocks,) * len(kv_groups(drafter.spec))
-            opened = OpenDrafter(drafter, KVCache(drafter.spec, blocks, o.block_size, o.device, o.dtype), num_drafts)
+            opened = OpenDrafter(drafter, KVCache(drafter.spec, blocks, o.block_size, o.device, kv_dtype), num_drafts)
         self.runner = TimedRunner(_runner(self.model, spec, kv, states, o, opened))
         started_s, free_bytes = time.perf_counter(), self._free_bytes()
         self.runner.warm_up()

@@ -172,7 +172,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_a_token_takes_what_the_cache_allocates(name: str, kv_dtype: str) -> None:
     """Windowed layers keep every token, too: blocks that have left the window are not given back."""
-    cache = KVCache(SPECS[name], of_each(SPECS[name], 5), 16, torch.device("cpu"), getattr(torch, kv_dtype))
+    cache = KVCache(SPECS[name], of_each(SPECS[name], 5), 16, torch.device("cpu"), kv_dtype)
     assert cache.allocated_bytes == 5 * 16 * kv_bytes_per_token(SPECS[name], kv_dtype)
 
 

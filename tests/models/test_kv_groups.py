@@ -41,7 +41,7 @@ def test_two_shapes_are_two_groups_and_shared_layers_are_in_none() -> None:
         ((0, 1), 6, 2, 8), ((2,), None, 1, 16),
     ]  # fmt: skip
     assert group_of_layers(spec) == (0, 0, 1, 0)
-    cache = KVCache(spec, (5, 9), 4, torch.device("cpu"), torch.float32)
+    cache = KVCache(spec, (5, 9), 4, torch.device("cpu"), "float32")
     assert cache.layers[3] is cache.layers[1]
     assert [tuple(layer.k.shape) for layer in cache.layers] == [(2, 5, 4, 8), (2, 5, 4, 8), (1, 9, 4, 16), (2, 5, 4, 8)]
     assert cache.allocated_bytes == kv_cache_bytes(spec, (5, 9), 4, "float32")
@@ -56,7 +56,7 @@ def test_a_stage_keeps_the_groups_of_the_whole_model() -> None:
         spec = local_spec(SMALL, shard)
         assert [group.layers for group in kv_groups(spec)] == held
         assert [group.window for group in kv_groups(spec)] == [6, None]
-        cache = KVCache(spec, (5, 9), 4, torch.device("cpu"), torch.float32)
+        cache = KVCache(spec, (5, 9), 4, torch.device("cpu"), "float32")
         assert [layer.k.shape[1] for layer in cache.layers] == [5, 5, 9][: len(layers)]
     first, _ = shards_of(SMALL, [1, 1])
     assert [group.num_kv_heads for group in kv_groups(local_spec(SMALL, first))] == [1, 1]

@@ -73,7 +73,7 @@ def opened(drafter: Drafter, caches: list[KVCache] | None = None) -> Callable[[i
     """Return what makes the drafter's KV cache, filled with NaN, for a number of blocks."""
 
     def make(num_blocks: int) -> OpenDrafter:
-        cache = KVCache(drafter.spec, (num_blocks,), BLOCK, CPU, torch.float32)
+        cache = KVCache(drafter.spec, (num_blocks,), BLOCK, CPU, "float32")
         for layer in cache.layers:
             assert layer is not None
             for tensor in layer.tensors():
@@ -197,7 +197,7 @@ def serve(
     num_places: int = 0,
     deterministic: bool = False,
     ledger: Ledger | None = None,
-    kv_dtype: torch.dtype = torch.float32,
+    kv_dtype: str = "float32",
     speculates: bool = False,
     drafter: Callable[[int], OpenDrafter] | None = None,
     then: Sequence[Request] = (),

@@ -38,7 +38,7 @@ class Served:
     shape: dict[str, Any] = field(default_factory=dict)  # fields of config.json; those left out are DENSE's
     weights: WeightFormat = "16-bit"
     dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype | None = None  # None: as dtype
+    kv_dtype: str = ""  # empty: as dtype
     arch: int = 90
     deterministic: bool = False
     adapters: bool = False
@@ -98,13 +98,13 @@ LATENT = {
 }  # fmt: skip
 SERVED = [
     Served("dense", samples_in_every_way=True, often=True),
-    Served("int4", weights="int4", kv_dtype=torch.int8, often=True),
-    Served("fp8", weights="fp8", kv_dtype=torch.float8_e4m3fn),
+    Served("int4", weights="int4", kv_dtype="int8", often=True),
+    Served("fp8", weights="fp8", kv_dtype="float8_e4m3fn"),
     Served("int8", weights="int8"),
     Served("mixture", MIXTURE, often=True),
     Served("mixture-int4", MIXTURE, "int4"),
     Served("windows", WINDOWS, often=True),
-    Served("windows-int8-cache", WINDOWS, kv_dtype=torch.int8),
+    Served("windows-int8-cache", WINDOWS, kv_dtype="int8"),
     Served("sinks", SINKS),
     Served("delta", DELTA, often=True),
     Served("delta-int4", DELTA, "int4"),
@@ -180,7 +180,8 @@ def runner_of(served: Served, capture: Capture | None) -> TorchRunner:
     model.lora = bank
     own = spec if shard is None else local_spec(spec, shard)
     options = LaunchOptions(deterministic=served.deterministic)
-    kv = KVCache(own, of_each(own, 2 * NUM_SEQS * (BUDGET // BLOCK)), BLOCK, CPU, served.kv_dtype or served.dtype)
+    kv_dtype = served.kv_dtype or str(served.dtype).removeprefix("torch.")
+    kv = KVCache(own, of_each(own, 2 * NUM_SEQS * (BUDGET // BLOCK)), BLOCK, CPU, kv_dtype)
     return TorchRunner(
         model, own, kv, max_num_seqs=served.num_seqs, max_num_batched_tokens=BUDGET, max_model_len=BUDGET,
         block_size=BLOCK, device=CPU, capture=capture, staged=True, launch_options=options,

@@ -29,7 +29,7 @@ class ShardRunner:
             TorchRunner(
                 model,
                 spec,
-                KVCache(spec, of_each(spec, num_blocks), block_size, cpu, torch.float32),
+                KVCache(spec, of_each(spec, num_blocks), block_size, cpu, "float32"),
                 block_size=block_size,
                 device=cpu,
                 group=member,

@@ -207,7 +207,7 @@ def test_a_rank_compiles_what_it_will_launch_and_exchanges_nothing(
         order = [key for kind, key, _ in gpu.events if kind == "compile"]
         assert not gpu.launched()
         assert reports == [f"compiling {len(order)} kernels for this GPU, once"]
-        kv = KVCache(local, (40,), plan.block_size, CPU, torch.float32)
+        kv = KVCache(local, (40,), plan.block_size, CPU, "float32")
         runner = Staged(model, local, kv, block_size=plan.block_size, device=CPU, group=group, **sizes)
         runner.warm_up()
         assert gpu.launched() == set(order)

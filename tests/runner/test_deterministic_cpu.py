@@ -61,7 +61,7 @@ class Served:
     def __init__(
         self, kind: str, *, num_blocks: int = 200, budget: int = 64, caching: bool = True, deterministic: bool = True
     ) -> None:
-        cache = KVCache(SPEC, of_each(SPEC, num_blocks), BLOCK, CPU, torch.float32)
+        cache = KVCache(SPEC, of_each(SPEC, num_blocks), BLOCK, CPU, "float32")
         sizes: dict[str, Any] = {
             "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": budget, "max_model_len": MAX_LEN, "block_size": BLOCK,
         }  # fmt: skip

@@ -121,7 +121,7 @@ def test_a_drafters_steps_have_its_width_and_few_graphs(
         return step
 
     drafter = opened(DraftModel(model, spec.vocab_size))(40)
-    cache = KVCache(spec, of_each(spec, 40), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 40), BLOCK, CPU, "float32")
     runner = TorchRunner(
         model, spec, cache, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=64, block_size=BLOCK,
         device=CPU, capture=record, drafter=replace(drafter, num_drafts=num_drafts),

@@ -132,7 +132,7 @@ def test_recorded_shapes_have_few_widths() -> None:
 
 
 def open_runner(model: Any, spec: ModelSpec, **options: Any) -> TorchRunner:
-    cache = KVCache(spec, of_each(spec, 40), 8, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 40), 8, CPU, "float32")
     return TorchRunner(
         model, spec, cache, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=8, device=CPU,
         **options,
@@ -313,7 +313,7 @@ def test_the_default_ladder_has_few_graphs(model: Any, spec: ModelSpec, budget: 
         recorded.append(step)
         return step
 
-    cache = KVCache(spec, of_each(spec, 40), 8, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 40), 8, CPU, "float32")
     runner = TorchRunner(
         model, spec, cache, max_num_seqs=256, max_num_batched_tokens=budget, max_model_len=64, block_size=8, device=CPU,
         capture=record,

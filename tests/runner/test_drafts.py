@@ -159,7 +159,7 @@ def place_of(slot: int, lengths: Sequence[int]) -> list[int]:
 
 
 def open_runner(model: Any, spec: ModelSpec) -> tuple[TorchRunner, KVCache]:
-    cache = KVCache(spec, of_each(spec, 40), 8, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 40), 8, CPU, "float32")
     runner = TorchRunner(model, spec, cache, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=8,
                          device=CPU)  # fmt: skip
     return runner, cache
@@ -206,7 +206,7 @@ def test_accepted_tokens_have_the_models_distribution(
     dice = torch.Generator().manual_seed(5)
     logits[:, 20:32] = torch.randn(4, 12, generator=dice)
     drafts = [int(row.argmax()) for row in logits[:3]]
-    cache = KVCache(spec, of_each(spec, 4), 8, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 4), 8, CPU, "float32")
     runner = TorchRunner(model, spec, cache, max_num_seqs=slots, max_num_batched_tokens=4 * slots, max_model_len=64,
                          block_size=8, device=CPU)  # fmt: skip
     monkeypatch.setattr(

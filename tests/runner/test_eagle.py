@@ -61,7 +61,7 @@ def spec(path: Path) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def model(path: Path, spec: ModelSpec) -> Any:
-    return load_model(path, spec, CPU, F32)
+    return load_model(path, spec, CPU, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def features_of(model: DecoderModel, tokens: Tensor, taps: tuple[int, ...]) -> T
     """Return the features [n, taps * hidden] of a whole text, computed at once."""
     count = len(tokens)
     blocks = -(-count // BLOCK)
-    cache = KVCache(model.spec, (1 + blocks,), BLOCK, CPU, F32)
+    cache = KVCache(model.spec, (1 + blocks,), BLOCK, CPU, "float32")
     inputs = ForwardInputs(
         token_ids=tokens,
         positions=torch.arange(count),

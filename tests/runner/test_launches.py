@@ -111,7 +111,7 @@ def nodes_of_a_step(
         nodes = Counter([*compiled.launched, *operations.names])
         return lambda: replayed.update(nodes)
 
-    kv = KVCache(spec, of_each(spec, 8), 64, CPU, torch.bfloat16)
+    kv = KVCache(spec, of_each(spec, 8), 64, CPU, "bfloat16")
     runner = TorchRunner(
         model, spec, kv, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=CONTEXT, block_size=64, device=CPU,
         capture=record, staged=True,

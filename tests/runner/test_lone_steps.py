@@ -56,7 +56,7 @@ def _no_library() -> None:
 
 
 def open_runner(model: Any, spec: ModelSpec, *, max_num_seqs: int = 12) -> TorchRunner:
-    cache = KVCache(spec, of_each(spec, 100), 8, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 100), 8, CPU, "float32")
     return TorchRunner(
         model, spec, cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=256, max_model_len=128, block_size=8,
         device=CPU,

@@ -69,7 +69,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def make_desk(spy: Spy, spec: ModelSpec, way: dict[str, Any]) -> Callable[..., Desk]:
     def make(**given: Any) -> Desk:
-        cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+        cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, "float32")
         runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                              block_size=BLOCK, device=CPU, **way, **given)  # fmt: skip
         while runner.use_idle_time():
@@ -134,7 +134,7 @@ def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[..., Des
 def test_a_runner_of_one_request_is_warmed_up_within_its_buffers(
     spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk]
 ) -> None:
-    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, "float32")
     runner = TorchRunner(spy, spec, cache, max_num_seqs=1, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                          block_size=BLOCK, device=CPU, staged=True)  # fmt: skip
     runner.warm_up()
@@ -147,7 +147,7 @@ def test_recording_graphs_between_requests_touches_nobody(
     spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk]
 ) -> None:
     """A shape runs once before it is recorded, over buffers that still name slots and blocks of the last step."""
-    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, "float32")
     runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                          block_size=BLOCK, device=CPU, capture=run_again)  # fmt: skip
     runner.warm_up()
@@ -172,7 +172,7 @@ def test_recording_graphs_between_two_steps_touches_nobody(
 ) -> None:
     """An engine that never rests records what its steps lack, with steps in flight."""
     monkeypatch.setattr(graphs, "STEPS_PER_CAPTURE", 2)
-    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, "float32")
     runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                          block_size=BLOCK, device=CPU, capture=run_again)  # fmt: skip
     desk = Desk(runner)
@@ -225,7 +225,7 @@ def test_fills_the_context_to_its_last_token(make_desk: Callable[..., Desk]) -> 
 
 def all_logits(model: Any, spec: ModelSpec, tokens: list[int]) -> Tensor:
     """Of every position, by one forward over the whole text."""
-    cache = KVCache(spec, of_each(spec, 40), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 40), BLOCK, CPU, "float32")
     n = len(tokens)
     blocks = -(-n // BLOCK)
     inputs = ForwardInputs(
@@ -503,9 +503,9 @@ def test_a_plan_without_rows_only_frees(desk: Desk, make_desk: Callable[..., Des
 
 def test_cache_holds_exactly_the_planned_bytes(spec: ModelSpec) -> None:
     """I28, in bytes that exist."""
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, dtype)
-        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * kv_numbers_per_token(spec) * dtype.itemsize
+    for kv_dtype, size in (("float32", 4), ("bfloat16", 2)):
+        cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, kv_dtype)
+        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * kv_numbers_per_token(spec) * size
         assert not any(tensor.any() for layer in cache.layers for tensor in layer.tensors())
 
 

@@ -52,7 +52,7 @@ def shard_desk(model: ShardedModel, **way: Any) -> Desk:
 
 
 def whole_desk(model: DecoderModel, spec: ModelSpec) -> Desk:
-    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, "float32")
     return Desk(TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, **SIZES))
 
 
@@ -156,7 +156,7 @@ def test_a_stage_that_does_not_sample(tiny_llama_path: Path) -> None:
     assert shards is not None
     model = ShardedModel(tiny_llama_path, shards, [*(even_shards(tiny_llama_path, 1, layers=range(1, 2)) or ())])
     (first,) = model.stages[0]
-    cache = KVCache(first.spec, of_each(first.spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    cache = KVCache(first.spec, of_each(first.spec, NUM_BLOCKS), BLOCK, CPU, "float32")
     for way in WAYS.values():
         runner = TorchRunner(first, first.spec, cache, block_size=BLOCK, device=CPU, samples=False, **SIZES, **way)
         runner.warm_up()
@@ -184,7 +184,7 @@ def test_a_rank_records_when_it_is_told_to(model: DecoderModel, spec: ModelSpec)
         recorded += 1
         return run_again(step)
 
-    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, "float32")
     desk = Desk(TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, capture=count, group=Alone(), **SIZES))
     desk.generate(desk.enter("a", 0, OTHER), 2)
     before = recorded

@@ -6,7 +6,7 @@ Lengths are read on the device, so a step can be recorded as a CUDA graph and re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -55,9 +55,24 @@ class KVReads(NamedTuple):
     """The cache of a KV group and what its layers read of it; fixed while serving."""
 
     num_heads: int
-    cache_shape: tuple[int, ...]
-    cache_dtype: torch.dtype
+    cache_shape: tuple[int, ...]  # of the keys
+    cache_dtype: torch.dtype  # of the keys; uint8: two numbers of 4 bits
     window: int | None  # tokens that a query sees, including its own; None: all previous ones
+    value_dtype: torch.dtype | None = None  # None: as the keys'
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of a number of the keys."""
+        return 4 if self.cache_dtype == torch.uint8 else self.cache_dtype.itemsize * 8
+
+    @property
+    def least_bits(self) -> int:
+        """Return the bits of a number of the keys or the values, whichever has fewer."""
+        return 4 if self.value_dtype == torch.uint8 else self.bits
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache_shape[3] * (2 if self.bits == 4 else 1)
 
 
 class Splitting(NamedTuple):
@@ -167,9 +182,9 @@ def plan_on_device(
 
     In deterministic mode there are none: every row uses the prefill kernel, whose sums do not depend on other rows.
     """
-    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    num_kv_heads, _, block_size, _ = reads.cache_shape
     device = block_table.device
-    key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, reads.num_heads // num_kv_heads, block_size)
+    key = (_arch(device), reads.head_dim, reads.bits, reads.num_heads // num_kv_heads, block_size)
     prefill = settings_for("prefill_attention", key, prefill_launch)
     num_decodes = num_decodes if splits_decodes() else 0
     splits = None
@@ -192,7 +207,7 @@ def splits_decodes() -> bool:
 def takes_raw_heads(plan: DevicePlan, heads: RawHeads, kv: LayerKV) -> bool:
     """Return whether the decode kernel rotates and stores these heads: in a step where every row is a decode row of one
     token, and each token has a key and a value."""
-    num_kv_heads, _, _, head_dim = kv.k.shape
+    num_kv_heads, head_dim = kv.k.shape[0], kv.head_dim
     num_tokens, width = heads.qkv.shape
     norm_rows = 0 if heads.norm_weight is None else len(heads.norm_weight)
     return (
@@ -202,6 +217,7 @@ def takes_raw_heads(plan: DevicePlan, heads: RawHeads, kv: LayerKV) -> bool:
         and uses("decode rotation")
         and runs_triton(heads.qkv, "rotation")
         and not kv.values_are_keys
+        and kv.v.dtype != torch.uint8
         and head_dim <= MATRIX_D
         and not 0 < _arch(heads.qkv.device) < 80  # without matrix units registers hold nothing more
         and norm_rows <= width // head_dim - num_kv_heads  # values are not normed
@@ -232,6 +248,8 @@ def attend_on_device(
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     assert k_cache.itemsize > 1 or (k_scale is not None and v_scale is not None), "a cache in 8 bits has scales"
+    if v_cache.dtype == torch.uint8:  # bytes of two numbers are loaded through pointers
+        plan = replace(plan, decode=plan.decode._replace(tma=False), prefill=plan.prefill._replace(tma=False))
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     call = _Call(q, out, k_cache, v_cache, plan, scale, softcap or 0.0, sinks, alibi_slopes, k_scale, v_scale, raw)
     if plan.splits is not None:
@@ -246,10 +264,10 @@ def attend_on_device(
 
 def splitting(reads: KVReads, queries: int, max_blocks: int, device: torch.device) -> Splitting:
     """Return how rows of `queries` queries are split. max_blocks: of a block table."""
-    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    (num_kv_heads, _, block_size, _), head_dim = reads.cache_shape, reads.head_dim
     group_size, window = reads.num_heads // num_kv_heads, reads.window or 0
     at_once = tile_queries(group_size, head_dim, queries)
-    key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, group_size * at_once, num_kv_heads)
+    key = (_arch(device), head_dim, reads.bits, group_size * at_once, num_kv_heads)
     launch, tile = settings_for("decode_splits", key, split_launch), _decode_launch(reads, queries, device).tile
     min_tiles = cdiv(launch.min_tokens, tile)
     # Both bounds hold for any lengths: parts have equal length, and no part is shorter than min_tiles.
@@ -261,15 +279,15 @@ def splitting(reads: KVReads, queries: int, max_blocks: int, device: torch.devic
 
 
 def _decode_launch(reads: KVReads, queries: int, device: torch.device) -> AttentionLaunch:
-    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    (num_kv_heads, _, block_size, _), head_dim = reads.cache_shape, reads.head_dim
     group_size = reads.num_heads // num_kv_heads
     rows = group_size * tile_queries(group_size, head_dim, queries)
-    key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, rows, block_size)
+    key = (_arch(device), head_dim, reads.bits, rows, block_size)
     return settings_for("decode_attention", key, decode_launch)
 
 
 def _plan_splits(reads: KVReads, work: WorkList) -> SplitPlan:
-    head_dim, device = reads.cache_shape[3], work.items.device
+    head_dim, device = reads.head_dim, work.items.device
     parts = (len(work.items), work.splitting.queries, reads.num_heads)
     return SplitPlan(
         items=work.items,
@@ -413,13 +431,14 @@ class _Call(NamedTuple):
     @property
     def format(self) -> str:
         """Return how the kernels read the cache: "plain"; "fp8", or "fp8_bits" if the GPU cannot convert; "int8", or
-        "int8_ptx" for the same in NVIDIA's assembler."""
+        "int8_ptx" for the same in NVIDIA's assembler; "k8v4" and "k8v4_ptx" likewise with values of 4 bits; "int4"."""
         dtype, arch = self.k_cache.dtype, _arch(self.q.device)
         if dtype == torch.float8_e4m3fn:
             return "fp8" if arch >= 89 else "fp8_bits"
         if dtype == torch.int8:
-            return "int8" if arch == 0 or torch.version.hip is not None else "int8_ptx"
-        return "plain"
+            name = "int8" if self.v_cache.dtype == torch.int8 else "k8v4"
+            return name if arch == 0 or torch.version.hip is not None else f"{name}_ptx"
+        return "int4" if dtype == torch.uint8 else "plain"
 
     def cache(self, tensor: Tensor, launch: AttentionLaunch) -> Any:
         """Return the cache as a kernel argument: a pointer, or a descriptor of tiles of [tile, head_dim]."""
@@ -433,7 +452,7 @@ class _Call(NamedTuple):
 
     def constants(self, launch: AttentionLaunch) -> dict[str, Any]:
         """Return the keyword arguments of both kernels."""
-        num_kv_heads, _, block_size, head_dim = self.k_cache.shape
+        (num_kv_heads, _, block_size, _), head_dim = self.k_cache.shape, self.q.shape[2]
         return {
             "GROUP_SIZE": self.q.shape[1] // num_kv_heads,
             "HEAD_DIM": head_dim,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from localllm.kernels.kv_format import format_of
 from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups, kv_shape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -321,12 +322,9 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
 
 
 def group_token_bytes(group: KVGroup, kv_dtype: str) -> int:
-    """Return the bytes of one token position over a group's layers; int8 adds an fp32 scale per head for K and for
-    V."""
-    if kv_dtype in DTYPE_BYTES:
-        return group.numbers_per_token * DTYPE_BYTES[kv_dtype]
-    numbers = group.numbers_per_token
-    return numbers + (numbers // group.head_dim * 4 if kv_dtype == "int8" else 0)
+    """Return the bytes of one token position over a group's layers, scales included."""
+    head = format_of(kv_dtype, group.window).token_bytes(group.head_dim, values_are_keys=group.values_are_keys)
+    return len(group.layers) * group.num_kv_heads * head
 
 
 def block_bytes(spec: ModelSpec, block_size: int, kv_dtype: str) -> tuple[int, ...]:
