@@ -18,9 +18,10 @@ from torch import Tensor
 class LayerKV(NamedTuple):
     """k and v of the shape paged_attention.kv_cache_shape; key = k * k_scale, value = v * v_scale.
 
-    Scales are fp32. A float8_e4m3fn cache has one per head, [num_kv_heads], fixed before the first token. An int8 cache
-    has one per token and head, [num_kv_heads, num_blocks, block_size], written with the token. Other caches have none.
-    If attention reads one latent as key and value, v is k itself and v_scale is k_scale.
+    A float8_e4m3fn cache has an fp32 scale per head, [num_kv_heads], fixed before the first token. int8 has one per
+    token and head, [num_kv_heads, num_blocks, block_size], written with the token. 4 bits are uint8, half as wide, with
+    scales and zero points [num_kv_heads, num_blocks, block_size, 2, groups] fp16; such keys are rotated (kv_format.py).
+    Other caches have none. If attention reads one latent as key and value, v is k itself and v_scale is k_scale.
     """
 
     k: Tensor
@@ -32,10 +33,24 @@ class LayerKV(NamedTuple):
     def values_are_keys(self) -> bool:
         return self.v is self.k
 
+    @property
+    def head_dim(self) -> int:
+        return numbers_in(self.k)
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Return whether keys and queries are rotated (`hadamard` of rotary_store_kv.py)."""
+        return self.k.dtype == torch.uint8
+
     def tensors(self) -> list[Tensor]:
         """Return the existing tensors, each once."""
         kept = (self.k, self.k_scale) if self.values_are_keys else self
         return [tensor for tensor in kept if tensor is not None]
+
+
+def numbers_in(cache: Tensor) -> int:
+    """Return the numbers of a head in K or V: twice as many as bytes if these have 4 bits."""
+    return cache.shape[-1] * (2 if cache.dtype == torch.uint8 else 1)
 
 
 class LayerState(NamedTuple):

@@ -1,6 +1,7 @@
 """Quantise each row to 8 bits with its own scale: fp8 e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) or int8.
 
     values, scale = quantize(x, torch.float8_e4m3fn)      x is about values * scale
+    quantize_nibbles, dequantize_nibbles                  4 bits with a scale and a zero point for each group
 
 The result is the input of an 8-bit GEMM. rotary_store_kv.py quantises rows of the KV cache in the same way, with
 `encode` and the functions for scales below. A row with NaN or infinity dequantises to non-finite values, a row of zeros
@@ -19,6 +20,8 @@ from localllm.kernels.launch import INTERPRETED, early_launch, next_power_of_2, 
 
 SMALLEST = 1e-20
 """Lower bound of a row's largest magnitude, so that a row of zeros has a valid scale."""
+LEAST_STEP = 2.0**-24
+"""Lower bound of the scale of 4 bits: the smallest number of fp16."""
 
 
 class Quantized(NamedTuple):
@@ -64,6 +67,35 @@ def largest(dtype: torch.dtype) -> float:
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 
+class Nibbles(NamedTuple):
+    """Numbers of 4 bits: zero + (code - 8) * scale. G: groups of a row."""
+
+    codes: Tensor  # [..., H / 2] uint8: columns 2 j and 2 j + 1 in the low and the high half of byte j
+    scales: Tensor  # [..., 2, G] fp16: scales, then zero points
+
+
+def quantize_nibbles(x: Tensor, num_groups: int) -> Nibbles:
+    """Round x [..., H] to 16 evenly spaced values, from the least to the largest of each group of columns.
+
+    A group with NaN, infinity or numbers beyond fp16 dequantises to numbers that are not finite.
+    """
+    groups = x.float().unflatten(-1, (num_groups, -1))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / 15).clamp_(min=LEAST_STEP).half()
+    zero = (low + 8 * scale.float()).half()
+    steps = ((groups - zero.float()) / scale.float()).round_().clamp_(-8, 7)
+    codes = steps.nan_to_num_(0.0).add_(8).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2))
+    return Nibbles(codes[..., 0] | codes[..., 1] << 4, torch.stack((scale, zero), dim=-3).flatten(-2))
+
+
+def dequantize_nibbles(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return [..., H] fp32 from `Nibbles`."""
+    steps = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float().sub_(8)
+    scale, zero = scales.float().unsqueeze(-1).unbind(dim=-3)
+    grouped: Tensor = steps.unflatten(-1, (scales.shape[-1], -1))
+    return grouped.mul_(scale).add_(zero).flatten(-2)
+
+
 # Helpers for the launches of other kernel files.
 
 
@@ -73,8 +105,8 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 def encoding(dtype: torch.dtype) -> str:
-    """Return a kernel's TO: "fp8" or "int8" for quantised types, "" for others."""
-    return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(dtype, "")
+    """Return a kernel's TO: "fp8", "int8" or (of uint8) "int4" for quantised types, "" for others."""
+    return {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}.get(dtype, "")
 
 
 @cache

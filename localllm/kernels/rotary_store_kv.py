@@ -6,7 +6,8 @@
 RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3; Hunyuan after the rotation), and of v (Gemma 4),
 rotary embedding of q and k (Su et al. 2021, arXiv:2104.09864) with the angles from an fp32 table (half-split or
 interleaved; all dimensions of a head, some or none), then conversion to the cache's type: 16 or 32 bits, fp8 with a
-scale per head, int8 with a scale per head and token. All computation between load and store is in fp32.
+scale per head, int8 with a scale per head and token, 4 bits with scales and zero points. Before keys of 4 bits are
+stored, q and k rotate once more, by a Hadamard matrix. All computation between load and store is in fp32.
 
 Dimension i of the leading rotary_dim rotates with i + rotary_dim / 2 (half-split, as in Llama), or with its neighbour
 (interleaved, as in GPT-J). Dimensions past rotary_dim are unchanged.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.fused_epilogue import Unfinished, whole
+from localllm.kernels.kv_format import UNIT
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.quantize import (
@@ -34,12 +36,15 @@ from localllm.kernels.quantize import (
     inverse_of,
     magnitude,
     native_fp8,
+    quantize_nibbles,
     quantize_reference,
     round_to,
     scale_for,
 )
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.tuned import settings_for
+
+VALUE_GROUP = tl.constexpr(UNIT)
 
 
 def rotary_angles(table: Tensor, positions: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -69,6 +74,27 @@ def _rotary_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Te
     return torch.mul(x, cos).addcmul_(turned.float(), sin).to(x.dtype)
 
 
+def rotation_size(head_dim: int) -> int:
+    """Return the dimensions that a Hadamard matrix rotates together: the largest power of two that divides head_dim."""
+    return head_dim & -head_dim
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate x [..., head_dim] by a Hadamard matrix -> the same shape, fp32. No channel is much larger than the others
+    then (QuIP#, Tseng et al. 2024, arXiv:2402.04396; QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
+
+    The matrix is symmetric and orthonormal: it leaves products of two heads unchanged, and is its own inverse. Its
+    entries are +-1 / sqrt(n), with the sign of the parity of i & j (Sylvester's order). If head_dim is not a power of
+    two, several such matrices are along the diagonal: 96 dimensions rotate as three times 32.
+    """
+    size, step = rotation_size(x.shape[-1]), 1
+    turned: Tensor = x.float()
+    while step < size:  # sums and differences, in an order that does not depend on the rows beside a row
+        a, b = turned.unflatten(-1, (-1, 2, step)).unbind(-2)
+        turned, step = torch.stack((a + b, a - b), -2).flatten(-3), 2 * step
+    return turned * size**-0.5
+
+
 def store_kv(
     k: Tensor,
     v: Tensor | None,
@@ -81,7 +107,7 @@ def store_kv(
     all_valid: bool = False,
 ) -> None:
     """Write k and v [T, num_kv_heads, head_dim] to the slots [T] int64; v None if values are keys;
-    caches and scales as in a LayerKV.
+    caches and scales as in a LayerKV. k is rotated already where the cache's keys are.
 
     Slot -1 is not written. `all_valid` promises that there is none, which saves a check of the slots in each layer.
     """
@@ -102,6 +128,10 @@ def store_kv(
 def _quantized(rows: Tensor, cache: Tensor, scale: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows [kv_heads, T, head_dim] in the cache's type, and the cache, both viewed as bytes: torch cannot copy
     fp8 by index. Writes per-token scales."""
+    if cache.dtype == torch.uint8:
+        codes, scales = quantize_nibbles(rows, scale.shape[-1])
+        scale.flatten(1, 2).index_copy_(1, slot_mapping, scales)
+        return codes, cache
     if cache.dtype == torch.int8:
         values, scales = quantize_reference(rows, torch.int8)
         scale.view(scale.shape[0], -1).index_copy_(1, slot_mapping, scales.squeeze(-1))
@@ -148,7 +178,7 @@ def rotary_store_kv(
     made: Heads = "qkv",
     all_valid: bool = False,
 ) -> Tensor:
-    """Return q [T, num_heads, head_dim] in qkv's dtype; write k and v.
+    """Return q [T, num_heads, head_dim] in qkv's dtype, rotated as the cache's keys are; write k and v.
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v if the cache's values are its keys,
     and without the heads that `made` leaves out; slot_mapping [T] int64, -1: not written; rotation None: no positions
@@ -170,7 +200,7 @@ def rotary_store_kv(
             made=made,
             all_valid=all_valid,
         )
-    num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
+    (num_kv_heads, num_blocks, block_size, _), head_dim = kv.k.shape, kv.head_dim
     num_heads = count_query_heads(qkv.shape[1] // head_dim, kv, made)
     stored = 0 if made == "q" else 1 if kv.values_are_keys else 2
     num_tokens, num_slots = qkv.shape[0], num_blocks * block_size
@@ -178,11 +208,12 @@ def rotary_store_kv(
     assert kv.k.is_contiguous()
     assert kv.v.is_contiguous()
     assert head_dim % 2 == 0, head_dim
-    to = encoding(kv.k.dtype)
+    to, values_to = encoding(kv.k.dtype), encoding(kv.v.dtype)
     assert not to or (kv.k_scale is not None and kv.v_scale is not None), "a cache in 8 bits has scales"
     k, v = (as_bytes(kv.k), as_bytes(kv.v)) if to else (kv.k, kv.v)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    block_heads, block_pairs, num_warps = settings_for("rotary_store_kv", (num_heads, head_dim), rotary_launch)
+    launch = settings_for("rotary_store_kv", (num_heads, head_dim), rotary_launch)
+    block_heads, block_pairs, num_warps = launch.for_products() if kv.rotates_keys else launch
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
     _rotary_store_kv_kernel[(num_tokens * (q_parts + stored * kv_parts),)](
         qkv, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,
@@ -193,7 +224,8 @@ def rotary_store_kv(
         INTERLEAVED=rotation is not None and rotation.interleaved,
         FIRST_VALUE=num_heads + (num_kv_heads if made == "qkv" else 0),
         NORMS_VALUES=norm_weight is not None and norm_weight.shape[0] > num_heads + num_kv_heads,
-        NORM_LAST=norm_last, TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
+        NORM_LAST=norm_last, TO=to, VALUES_TO=values_to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
+        TURN_SIZE=rotation_size(head_dim) if kv.rotates_keys else 0,
         BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps,
         **early_launch(qkv.device),
     )  # fmt: skip
@@ -213,7 +245,7 @@ def rotary_store_kv_reference(
     all_valid: bool = False,
 ) -> Tensor:
     """The plain-torch twin: q and k are normed and rotated together, each in one call."""
-    num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
+    num_kv_heads, head_dim = kv.k.shape[0], kv.head_dim
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     qk = heads[:, :-num_kv_heads] if made == "qkv" and not kv.values_are_keys else heads
     v = None if made == "q" or kv.values_are_keys else heads[:, -num_kv_heads:]
@@ -228,11 +260,13 @@ def rotary_store_kv_reference(
         qk = rotary(qk, cos, sin, interleaved=interleaved)
     if norm_weight is not None and norm_last:
         qk = rms_norm_reference(qk, norm_weight[:turning], norm_eps)
+    if kv.rotates_keys:
+        qk = hadamard(qk)
     if made == "q":
-        return qk
+        return qk.to(qkv.dtype)
     q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
     store_kv(k, v, kv.k, kv.v, slot_mapping, kv.k_scale, kv.v_scale, all_valid=all_valid)
-    return q
+    return q.to(qkv.dtype)
 
 
 def count_query_heads(total: int, kv: LayerKV, made: Heads) -> int:
@@ -245,6 +279,11 @@ class RotaryLaunch(NamedTuple):
     block_heads: int
     block_pairs: int
     num_warps: int
+
+    def for_products(self) -> RotaryLaunch:
+        """Return the settings with enough heads for a matrix product, and few of its factors in a thread."""
+        heads, pairs = max(16, self.block_heads), max(16, self.block_pairs)
+        return RotaryLaunch(heads, pairs, 4 if pairs <= 32 else 8)
 
 
 def rotary_launch(num_heads: int, head_dim: int) -> RotaryLaunch:
@@ -260,12 +299,13 @@ def _rotary_store_kv_kernel(
     eps, qkv_stride, num_slots,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, FIRST_VALUE: tl.constexpr, NORMS_VALUES: tl.constexpr, NORM_LAST: tl.constexpr,
-    TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    TO: tl.constexpr, VALUES_TO: tl.constexpr, NATIVE_FP8: tl.constexpr, TURN_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Pointers to an unused rotation or
     norm table are None, and so are v_ptr if no values are stored, and k_ptr if no keys are. FIRST_VALUE: the head of
-    the projection that becomes the first value."""
+    the projection that becomes the first value. TURN_SIZE: dimensions of q and k that a Hadamard matrix rotates
+    together; 0: none."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     PARTS: tl.constexpr = Q_PARTS + (0 if k_ptr is None else 1 if v_ptr is None else 2) * KV_PARTS
@@ -288,7 +328,13 @@ def _rotary_store_kv_kernel(
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         base = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
         type: tl.constexpr = q_ptr.dtype.element_ty
-        _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        if TURN_SIZE > 0:
+            from_a, from_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            to_a, to_b = _pairs(HEAD_DIM, 0, False, BLOCK_PAIRS)
+            a, b = _hadamard_pairs(a, b, from_a, from_b, to_a, to_b, TURN_SIZE, type)
+            _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, 0, False, BLOCK_PAIRS)
+        else:
+            _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
     elif part < Q_PARTS + KV_PARTS:
         if k_ptr is not None:
             head += (part - Q_PARTS) * BLOCK_HEADS
@@ -303,22 +349,39 @@ def _rotary_store_kv_kernel(
                 )
             if norm_ptr is not None and NORM_LAST:
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-            _store_in_cache(
-                a, b, k_ptr, k_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
-                NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
-            )  # fmt: skip
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+            if TO == "int4":
+                from_a, from_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+                to_a, to_b = _pairs(HEAD_DIM, 0, True, BLOCK_PAIRS)
+                a, b = _hadamard_pairs(a, b, from_a, from_b, to_a, to_b, TURN_SIZE, q_ptr.dtype.element_ty)
+                _store_nibbles(a, b, k_ptr, k_scale_ptr, slot, num_slots, head, NUM_KV_HEADS, HEAD_DIM, 1, BLOCK_PAIRS)
+            else:
+                _store_in_cache(
+                    a, b, k_ptr, k_scale_ptr, slot, num_slots, head,
+                    NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
+                )  # fmt: skip
     else:
         if v_ptr is not None:
             head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
             keep = head < NUM_KV_HEADS
-            a, b = _load_pairs(row_ptr, FIRST_VALUE + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            # Values do not rotate: of 4 bits the pairs are the two numbers of a byte.
+            VALUES_TURN: tl.constexpr = 0 if VALUES_TO == "int4" else ROTARY_DIM
+            NEIGHBOURS: tl.constexpr = VALUES_TO == "int4" or INTERLEAVED
+            a, b = _load_pairs(row_ptr, FIRST_VALUE + head, keep, HEAD_DIM, VALUES_TURN, NEIGHBOURS, BLOCK_PAIRS)
             if NORMS_VALUES:
                 row = NUM_HEADS + NUM_KV_HEADS + head
-                a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-            _store_in_cache(
-                a, b, v_ptr, v_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
-                NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
-            )  # fmt: skip
+                a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, VALUES_TURN, NEIGHBOURS, BLOCK_PAIRS)
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+            if VALUES_TO == "int4":
+                _store_nibbles(
+                    a, b, v_ptr, v_scale_ptr, slot, num_slots, head, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM // VALUE_GROUP,
+                    BLOCK_PAIRS,
+                )  # fmt: skip
+            else:
+                _store_in_cache(
+                    a, b, v_ptr, v_scale_ptr, slot, num_slots, head,
+                    NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, VALUES_TO, NATIVE_FP8, BLOCK_PAIRS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -405,3 +468,74 @@ def _store_in_cache(
         inverse = inverse_of(scale)[:, None]
         a, b = encode(a, inverse, TO, NATIVE_FP8), encode(b, inverse, TO, NATIVE_FP8)
     _store_pairs(cache_ptr + place * HEAD_DIM, a, b, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+
+
+@triton.jit
+def _store_nibbles(
+    a, b, cache_ptr, scale_ptr, slot, num_slots, head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Store heads whose dimensions 2 j and 2 j + 1 are a and b to one slot, in 4 bits with a scale and a zero point for
+    each of GROUPS groups of dimensions; nothing if the slot is negative."""
+    PAIRS: tl.constexpr = BLOCK_PAIRS if GROUPS == 1 else HEAD_DIM // 2 // GROUPS  # of a group, padding included
+    PARTS: tl.constexpr = BLOCK_PAIRS // PAIRS
+    HEADS: tl.constexpr = a.shape[0]
+    keep = (head < tl.where(slot < 0, 0, NUM_KV_HEADS))[:, None]
+    place = (head.to(tl.int64) * num_slots + slot)[:, None]
+    pairs = tl.arange(0, BLOCK_PAIRS)[None, :]
+    inside = pairs < HEAD_DIM // 2
+    lower, upper = tl.where(inside, tl.minimum(a, b), float("inf")), tl.where(inside, tl.maximum(a, b), float("-inf"))
+    low = tl.min(tl.reshape(lower, [HEADS, PARTS, PAIRS]), 2)
+    high = tl.max(tl.reshape(upper, [HEADS, PARTS, PAIRS]), 2)
+    # Infinity and NaN times zero are NaN, which a minimum would ignore.
+    poison = tl.sum(tl.reshape((a + b) * 0.0, [HEADS, PARTS, PAIRS]), 2)
+    scale = (tl.maximum(tl.div_rn(high - low, 15.0), 5.9604644775390625e-8) + poison).to(tl.float16)
+    zero = (low + 8.0 * scale.to(tl.float32)).to(tl.float16)
+    part = tl.arange(0, PARTS)[None, :]
+    scales = scale_ptr + place * (2 * GROUPS) + part
+    tl.store(scales, scale, mask=keep & (part < GROUPS))
+    tl.store(scales + GROUPS, zero, mask=keep & (part < GROUPS))
+    inverse = inverse_of(scale.to(tl.float32))[:, :, None]
+    offset = zero.to(tl.float32)[:, :, None]
+    first = _nibble((tl.reshape(a, [HEADS, PARTS, PAIRS]) - offset) * inverse)
+    second = _nibble((tl.reshape(b, [HEADS, PARTS, PAIRS]) - offset) * inverse)
+    codes = tl.reshape(first | second << 4, [HEADS, BLOCK_PAIRS])
+    tl.store(cache_ptr + place * (HEAD_DIM // 2) + pairs, codes.to(tl.uint8), mask=keep & inside)
+
+
+@triton.jit
+def _nibble(steps):
+    """Return the code of a number of steps from the zero point: nearest, ties to even, from 0 to 15."""
+    limited = tl.minimum(tl.maximum(steps, -8.0), 7.0)
+    return (limited + 12582920.0).to(tl.int32, bitcast=True) & 15  # 1.5 * 2^23 + 8: the sum is rounded
+
+
+@triton.jit
+def _signs(i, j, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the matrix's entries in rows i and columns j, +-1, or 0 for dimensions that do not rotate together."""
+    parity = i & j & (SIZE - 1)
+    parity ^= parity >> 8
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    signs = tl.where((parity & 1) == 1, -1.0, 1.0)
+    return tl.where(i // SIZE == j // SIZE, signs, 0.0).to(DTYPE)
+
+
+@triton.jit
+def _hadamard_pairs(
+    a, b, from_a, from_b, to_a, to_b, SIZE: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Rotate heads whose dimensions from_a and from_b are in a and b, fp32 [heads, pairs], at least 16 heads. Return
+    the dimensions to_a and to_b. All dimensions are [1, pairs]; a and b are 0 past the last pair of a head.
+
+    DTYPE: of the factors, the model's, as a cache of its type would have rounded them; sums are fp32.
+    """
+    rows_a, rows_b = tl.trans(from_a), tl.trans(from_b)
+    x, y = a.to(DTYPE), b.to(DTYPE)
+    first = tl.dot(x, _signs(rows_a, to_a, SIZE, DTYPE), input_precision="ieee")
+    first = tl.dot(y, _signs(rows_b, to_a, SIZE, DTYPE), first, input_precision="ieee")
+    second = tl.dot(x, _signs(rows_a, to_b, SIZE, DTYPE), input_precision="ieee")
+    second = tl.dot(y, _signs(rows_b, to_b, SIZE, DTYPE), second, input_precision="ieee")
+    factor = 1.0 / tl.sqrt(SIZE + 0.0)
+    return first * factor, second * factor

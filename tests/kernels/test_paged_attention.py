@@ -33,7 +33,7 @@ from tests.kernels.conftest import DTYPES
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 BY_KERNEL = INTERPRETED or DEVICE.type == "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8, INT8, NIBBLES = torch.float8_e4m3fn, torch.int8, torch.uint8
 
 twin_only = pytest.mark.skipif(BY_KERNEL, reason="looks into the twin's plan")
 kernel_only = pytest.mark.skipif(not BY_KERNEL, reason="looks at what only kernels do")
@@ -51,7 +51,8 @@ class Batch:
     block_size: int = 4
     in_order: bool = False
     dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype | None = None  # None: as dtype
+    cache_dtype: torch.dtype | None = None  # None: as dtype; uint8: 4 bits
+    value_dtype: torch.dtype | None = None  # None: as cache_dtype
     padding_tokens: int = 0  # behind the last request
     decode_queries: int = 1
     padding_queries: tuple[int, ...] = ()  # of each of the first rows: so many at the end are padding
@@ -67,7 +68,8 @@ class Batch:
         if not self.in_order:
             random.Random(0).shuffle(ids)
         shape = kv_cache_shape(len(ids) + 1, self.block_size, self.num_kv_heads, self.head_dim)
-        self.kv = _poisoned_cache(shape, self.cache_dtype or self.dtype)
+        cache_dtype = self.cache_dtype or self.dtype
+        self.kv = _poisoned_cache(shape, cache_dtype, self.value_dtype or cache_dtype)
         table = torch.zeros((len(counts), max(counts) + 2), dtype=torch.int32)
         for row, (count, length) in enumerate(zip(counts, self.context_lens, strict=True)):
             blocks, ids = ids[:count], ids[count:]
@@ -160,22 +162,31 @@ class Batch:
         return out.flatten(1)
 
 
-def _poisoned_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerKV:
+def _poisoned_cache(shape: tuple[int, ...], key_dtype: torch.dtype, value_dtype: torch.dtype) -> LayerKV:
     """What nobody stored is NaN, or wrong where a number cannot be NaN: then its scale is."""
-    heads, blocks, size, _ = shape
+    k, k_scale = _poisoned(shape, key_dtype, 1)
+    v, v_scale = _poisoned(shape, value_dtype, shape[3] // 32)
+    return LayerKV(k, v, k_scale, v_scale)
+
+
+def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor | None]:
+    heads, blocks, size, dim = shape
+    if dtype == NIBBLES:
+        scales = torch.full((heads, blocks, size, 2, groups), torch.nan, dtype=torch.float16)
+        return torch.full((heads, blocks, size, dim // 2), 0x5F, dtype=NIBBLES), scales
     if dtype == INT8:
-        k, v = torch.full(shape, -77, dtype=INT8), torch.full(shape, 99, dtype=INT8)
-        return LayerKV(k, v, *(torch.full((heads, blocks, size), torch.nan) for _ in range(2)))
-    k, v = (torch.full(shape, torch.nan, dtype=torch.float32).to(dtype) for _ in range(2))
-    if dtype == FP8:
-        return LayerKV(k, v, torch.rand(heads) / 50 + 0.01, torch.rand(heads) / 50 + 0.01)
-    return LayerKV(k, v)
+        return torch.full(shape, -77, dtype=INT8), torch.full((heads, blocks, size), torch.nan)
+    values = torch.full(shape, torch.nan, dtype=torch.float32).to(dtype)
+    return values, torch.rand(heads) / 50 + 0.01 if dtype == FP8 else None
 
 
 def _store(cache: Tensor, scale: Tensor | None, slots: list[int], new: Tensor) -> Tensor:
     """Writes new [n, heads, dim] and gives it back as a reader finds it, fp64."""
     heads, blocks, size, _ = cache.shape
     stored = new.transpose(0, 1)  # [heads, n, dim]
+    if cache.dtype == NIBBLES:
+        assert scale is not None
+        return _store_nibbles(cache, scale, slots, stored.double()).transpose(0, 1)
     factor = torch.ones(1)
     if cache.dtype == FP8:
         assert scale is not None
@@ -188,6 +199,19 @@ def _store(cache: Tensor, scale: Tensor | None, slots: list[int], new: Tensor) -
     stored = (stored.round() if cache.dtype == INT8 else stored).to(cache.dtype)
     cache.view(torch.uint8).view(heads, blocks * size, -1)[:, slots] = stored.contiguous().view(torch.uint8)
     return (stored.double() * factor.double()).transpose(0, 1)
+
+
+def _store_nibbles(cache: Tensor, scale: Tensor, slots: list[int], stored: Tensor) -> Tensor:
+    """Write stored [heads, n, dim] in 4 bits, and return it as a reader finds it."""
+    groups = stored.unflatten(-1, (scale.shape[-1], -1))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / 15).half().double()
+    zero = (low + 8 * step).half().double()
+    codes = ((groups - zero) / step).round().clamp(-8, 7)
+    scale.flatten(1, 2)[:, slots] = torch.stack((step, zero), -3).squeeze(-1).half()
+    pairs = (codes + 8).flatten(-2).to(NIBBLES).unflatten(-1, (-1, 2))
+    cache.flatten(1, 2)[:, slots] = pairs[..., 0] + 16 * pairs[..., 1]
+    return (zero + codes * step).flatten(-2)
 
 
 def assert_matches(batch: Batch, tolerance: float | None = None, **terms: Any) -> None:
@@ -349,6 +373,33 @@ def test_what_a_layer_may_add_to_the_scores(
         assert_matches(batch, tolerance, alibi_slopes=slopes)
         assert_matches(batch, tolerance, window=20, softcap=3.0)
         assert_matches(Batch([1], [21], 6, 2, 16, block_size, True, dtype, cache_dtype), tolerance)
+
+
+FOUR_BITS: dict[str, dict[str, Any]] = {
+    "k8v4": {"cache_dtype": INT8, "value_dtype": NIBBLES, "head_dim": 64},
+    "int4": {"cache_dtype": NIBBLES, "head_dim": 64},
+    "int4, 96 numbers a head": {"cache_dtype": NIBBLES, "head_dim": 96},
+    "k8v4, blocks of 4": {"cache_dtype": INT8, "value_dtype": NIBBLES, "head_dim": 32, "block_size": 4},
+    "int4, blocks of 4": {"cache_dtype": NIBBLES, "head_dim": 32, "block_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES)
+def test_caches_of_four_bits(kind: str, dtype: torch.dtype) -> None:
+    """Rows of one query, of drafts and of many, beside padding, with what a layer may add to the scores."""
+    given = {"block_size": 16, "dtype": dtype, **FOUR_BITS[kind]}
+    batch = Batch([1, 1, 1, 9], [70, 0, 33, 20], 6, 2, **given)
+    tolerance = max(TOLERANCE[dtype], 6e-3) if BY_KERNEL else None
+    assert_matches(batch, tolerance, sinks=torch.linspace(-2, 3, 6), softcap=3.0)
+    assert_matches(batch, tolerance, window=20)
+    drafts = Batch([4, 4], [70, 21], 6, 2, decode_queries=4, padding_queries=(1, 0), **given)
+    assert_matches(drafts, tolerance)
+    if not BY_KERNEL:
+        assert_matches(Batch([1], [45], 6, 2, in_order=True, **given))
+        return
+    with launching_with(LaunchOptions(deterministic=True)):
+        assert_matches(batch, tolerance)
 
 
 @pytest.mark.parametrize("decodes", [1, 3])

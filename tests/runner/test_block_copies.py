@@ -18,13 +18,16 @@ def out(group: int, blocks: Sequence[int]) -> Move:
 
 
 def layer(dtype: torch.dtype) -> LayerKV:
-    k, v = ((torch.randn(HEADS, BLOCKS, SIZE, DIM) * 10).to(dtype) for _ in range(2))
+    k, v = ((torch.rand(HEADS, BLOCKS, SIZE, DIM) * 100).to(dtype) for _ in range(2))
     if dtype == torch.int8:
         return LayerKV(k, v, torch.rand(HEADS, BLOCKS, SIZE), torch.rand(HEADS, BLOCKS, SIZE))
+    if dtype == torch.uint8:  # 4 bits, with a scale and a zero point for each group of numbers
+        k_scale, v_scale = (torch.rand(HEADS, BLOCKS, SIZE, 2, groups).half() for groups in (1, 2))
+        return LayerKV(k, v, k_scale, v_scale)
     return LayerKV(k, v)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8])
 def test_a_round_trip_is_equal_to_the_bit(dtype: torch.dtype) -> None:
     """Two groups of two layers; blocks come back to other places, and no other block changes."""
     groups = [[tensor for _ in range(2) for tensor in layer(dtype).tensors()] for _ in range(2)]

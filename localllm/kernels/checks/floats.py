@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localllm.kernels.checks.case import Case, CheckedProduct, Subject, close_to
 from localllm.kernels.gated import gated, gated_reference
+from localllm.kernels.kv_format import UNIT
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import (
     AttentionPlan,
@@ -26,7 +27,7 @@ from localllm.kernels.paged_attention import (
     rotates_heads,
 )
 from localllm.kernels.paged_attention.device import MATRIX_D
-from localllm.kernels.quantize import quantize_reference, round_to
+from localllm.kernels.quantize import dequantize_nibbles, quantize_nibbles, quantize_reference, round_to
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
 
@@ -40,8 +41,8 @@ CONTEXTS = (1, 63, 64, 65, 300)
 DRAFT_QUERIES = 4
 PROMPT = 70
 TOKENS = 5
-ROTATED_SHARES = {4: 1e-5, 2: 0.01, 1: 0.06}
-"""Allowed error of rotated and stored numbers by the cache's bytes: kernel and twin may round to neighbours."""
+ROTATED_SHARES = {32: 1e-5, 16: 0.01, 8: 0.06, 4: 0.3}
+"""Allowed error of rotated and stored numbers by the cache's bits: kernel and twin may round to neighbours."""
 
 
 def product_cases(subject: Subject) -> Iterator[Case]:
@@ -84,12 +85,13 @@ def prefill_cases(subject: Subject) -> Iterator[Case]:
 def rotating_decode_cases(subject: Subject) -> Iterator[Case]:
     """Yield attention of rows of one token that rotates and stores that token itself, and what it has stored."""
     for reads in subject.attention:
-        if reads.cache_shape[3] <= MATRIX_D:  # wider heads are rotated by a kernel of their own
+        # Wider heads, and keys and values of 4 bits, are rotated and stored by a kernel of their own.
+        if reads.head_dim <= MATRIX_D and reads.least_bits > 4:
             yield from _rotating_decode_cases(subject, reads)
 
 
 def _rotating_decode_cases(subject: Subject, reads: KVReads) -> Iterator[Case]:
-    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    (num_kv_heads, _, block_size, _), head_dim = reads.cache_shape, reads.head_dim
     contexts = _contexts(subject, 1)
     kv, table = _cache(subject, reads, contexts)
     qkv = subject.random(len(contexts), (reads.num_heads + 2 * num_kv_heads) * head_dim)
@@ -112,7 +114,7 @@ def _rotating_decode_cases(subject: Subject, reads: KVReads) -> Iterator[Case]:
     named = f"{_kind_of_reads(reads)}, rotated"
     right = close_to(lambda: attend(_in_fp32(kv), qkv.float())[0], lambda: attend(kv, qkv)[0], _in_16_bits(reads))
     yield Case(named, lambda: [attend(kv, qkv)[0]], right)
-    as_stored = close_to(lambda: attend(kv, qkv)[1], share=ROTATED_SHARES[reads.cache_dtype.itemsize])
+    as_stored = close_to(lambda: attend(kv, qkv)[1], share=ROTATED_SHARES[reads.bits])
     yield Case(f"{named}, as stored", lambda: [attend(kv, qkv)[1]], as_stored)
 
 
@@ -125,7 +127,7 @@ def _attention_case(subject: Subject, reads: KVReads, queries: int) -> Case:
     """queries: of each row; 0: rows are prompts of different lengths."""
     contexts = _contexts(subject, queries)
     lengths = [queries or min(context, PROMPT) for context in contexts]
-    head_dim = reads.cache_shape[3]
+    head_dim = reads.head_dim
     kv, table = _cache(subject, reads, contexts)
     q = subject.random(sum(lengths), reads.num_heads, head_dim)
 
@@ -157,21 +159,27 @@ def _plan(
 
 
 def _kind_of_reads(reads: KVReads) -> str:
-    num_kv_heads, _, block_size, head_dim = reads.cache_shape
-    dtype = str(reads.cache_dtype).removeprefix("torch.")
+    num_kv_heads, _, block_size, _ = reads.cache_shape
     window = "" if reads.window is None else f", window {reads.window}"
-    return f"{reads.num_heads} heads over {num_kv_heads} of {head_dim}, {dtype} in blocks of {block_size}{window}"
+    shape = f"{reads.num_heads} heads over {num_kv_heads} of {reads.head_dim}"
+    return f"{shape}, {_stored_as(reads)} in blocks of {block_size}{window}"
+
+
+def _stored_as(reads: KVReads) -> str:
+    if reads.least_bits > 4:
+        return str(reads.cache_dtype).removeprefix("torch.")
+    return "int4" if reads.bits == 4 else "k8v4"
 
 
 def _in_16_bits(reads: KVReads) -> float:
-    """Return the error of a cache of 8 bits: kernels multiply its keys and values as float16."""
-    return 2.0**-9 if reads.cache_dtype.itemsize == 1 else 0.0
+    """Return the error of a cache of 8 or 4 bits: kernels multiply its keys and values as float16."""
+    return 2.0**-9 if reads.bits <= 8 else 0.0
 
 
 def _cache(subject: Subject, reads: KVReads, contexts: list[int]) -> tuple[LayerKV, Tensor]:
     """Return a cache with random keys and values of each context, in the order of the blocks reversed, and the block
     table. What no token uses is NaN, or NaN times the scale."""
-    num_kv_heads, _, size, head_dim = reads.cache_shape
+    (num_kv_heads, _, size, _), head_dim = reads.cache_shape, reads.head_dim
     counts = [-(-context // size) for context in contexts]
     total = 1 + sum(counts)
     table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
@@ -187,14 +195,18 @@ def _cache(subject: Subject, reads: KVReads, contexts: list[int]) -> tuple[Layer
     sides[1] = sides[1].flip(-1)
     scales: list[Tensor | None] = [None, None]
     for side, values in enumerate(sides):
-        if reads.cache_dtype == torch.int8:
+        dtype = reads.cache_dtype if side == 0 else reads.value_dtype or reads.cache_dtype
+        if dtype == torch.uint8:
+            values, scale = quantize_nibbles(values, 1 if side == 0 else head_dim // UNIT)
+            scales[side] = scale.masked_fill(unused[..., None, None], torch.nan)
+        elif dtype == torch.int8:
             values, scale = quantize_reference(values, torch.int8)
             scales[side] = scale.squeeze(-1).masked_fill(unused, torch.nan)
-        elif reads.cache_dtype.itemsize == 1:
+        elif dtype.itemsize == 1:
             scales[side] = torch.full((num_kv_heads,), 0.02, device=subject.device)
-            values = round_to(values.masked_fill(unused[..., None], torch.nan) / 0.02, reads.cache_dtype)
+            values = round_to(values.masked_fill(unused[..., None], torch.nan) / 0.02, dtype)
         else:
-            values = values.masked_fill(unused[..., None], torch.nan).to(reads.cache_dtype)
+            values = values.masked_fill(unused[..., None], torch.nan).to(dtype)
         sides[side] = values.contiguous()
     return LayerKV(sides[0], sides[1], scales[0], scales[1]), table.to(subject.device)
 
@@ -203,6 +215,9 @@ def _in_fp32(kv: LayerKV) -> LayerKV:
     """Return the same keys and values in fp32, without scales."""
     wide = []
     for values, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+        if values.dtype == torch.uint8 and scale is not None:
+            wide.append(dequantize_nibbles(values, scale))
+            continue
         factor = 1.0 if scale is None else scale[:, None, None, None] if scale.ndim == 1 else scale[..., None]
         wide.append(values.float() * factor)
     return LayerKV(wide[0], wide[1])
@@ -243,24 +258,23 @@ def activation_cases(subject: Subject) -> Iterator[Case]:
 def rotation_cases(subject: Subject) -> Iterator[Case]:
     """Yield the rotation of q and k with the store of k and v, into each cache of the model."""
     for reads in subject.attention:
-        num_kv_heads, _, _, head_dim = reads.cache_shape
+        num_kv_heads, head_dim = reads.cache_shape[0], reads.head_dim
         if head_dim > 256:
             continue  # one latent for all heads has another layout; the check of the whole model covers it
         qkv = subject.random(TOKENS, (reads.num_heads + 2 * num_kv_heads) * head_dim)
-        dtype = str(reads.cache_dtype).removeprefix("torch.")
         yield Case(
-            f"rotation of {reads.num_heads} heads of {head_dim}, {dtype}",
+            f"rotation of {reads.num_heads} heads of {head_dim}, {_stored_as(reads)}",
             lambda reads=reads, qkv=qkv: [_rotated(subject, reads, qkv)],  # type: ignore[misc]
             close_to(
                 lambda reads=reads, qkv=qkv: _rotated(subject, reads, qkv),  # type: ignore[misc]
-                share=ROTATED_SHARES[reads.cache_dtype.itemsize],
+                share=ROTATED_SHARES[reads.least_bits],
             ),
         )  # fmt: skip
 
 
 def _rotated(subject: Subject, reads: KVReads, qkv: Tensor) -> Tensor:
     """Return q, the stored k and v, and what was stored where nothing should be, all in fp32."""
-    num_kv_heads, _, size, head_dim = reads.cache_shape
+    (num_kv_heads, _, size, _), head_dim = reads.cache_shape, reads.head_dim
     kv = _empty_cache(subject, reads)
     table = _angles(head_dim, 64).to(subject.device)
     slots = torch.tensor([size, -1, size + 1, 2 * size, 3], device=subject.device)
@@ -283,13 +297,21 @@ def _angles(head_dim: int, positions: int) -> Tensor:
 
 def _empty_cache(subject: Subject, reads: KVReads) -> LayerKV:
     """Return a zeroed cache of a few blocks."""
-    num_kv_heads, _, size, head_dim = reads.cache_shape
+    (num_kv_heads, _, size, _), head_dim = reads.cache_shape, reads.head_dim
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=subject.device)
 
-    k, v = (zeros(num_kv_heads, 4, size, head_dim, dtype=reads.cache_dtype) for _ in range(2))
-    if reads.cache_dtype.itemsize > 1:
-        return LayerKV(k, v)
-    shape = (num_kv_heads, 4, size) if reads.cache_dtype == torch.int8 else (num_kv_heads,)
-    return LayerKV(k, v, zeros(*shape) + 0.02, zeros(*shape) + 0.02)
+    def side(dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor | None]:
+        if dtype == torch.uint8:
+            codes = zeros(num_kv_heads, 4, size, head_dim // 2, dtype=dtype)
+            return codes, zeros(num_kv_heads, 4, size, 2, groups, dtype=torch.float16)
+        shape = (num_kv_heads, 4, size) if dtype == torch.int8 else (num_kv_heads,)
+        scale = zeros(*shape) + 0.02 if dtype.itemsize == 1 else None
+        return zeros(num_kv_heads, 4, size, head_dim, dtype=dtype), scale
+
+    (k, k_scale), (v, v_scale) = (
+        side(reads.cache_dtype, 1),
+        side(reads.value_dtype or reads.cache_dtype, head_dim // UNIT),
+    )
+    return LayerKV(k, v, k_scale, v_scale)

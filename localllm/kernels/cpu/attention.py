@@ -15,14 +15,27 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import Library, Pool
 from localllm.kernels.cpu.native.structures import CacheType, NativeAttention
 from localllm.kernels.cpu.recurrent import STATE_TYPES
-from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.layer_cache import LayerKV, numbers_in
 
-CACHE_TYPES = {**STATE_TYPES, torch.int8: CacheType.I8}
+CACHE_TYPES = {**STATE_TYPES, torch.int8: CacheType.I8, torch.uint8: CacheType.I4}
 
 
 def reads_cache(kv: LayerKV) -> bool:
     """Return whether the native library reads a cache of these types and shapes."""
-    return kv.k.dtype in CACHE_TYPES and kv.k.shape == kv.v.shape and kv.k.is_contiguous() and kv.v.is_contiguous()
+    types, is_whole = {kv.k.dtype, kv.v.dtype}, kv.k.is_contiguous() and kv.v.is_contiguous()
+    return types <= CACHE_TYPES.keys() and kv.head_dim == numbers_in(kv.v) and is_whole
+
+
+def cache_fields(kv: LayerKV) -> dict[str, int | None]:
+    """Return the fields of `NativeAttention` that describe a cache, which is kept."""
+    kv_heads, num_blocks, block_size, _ = kv.k.shape
+    fields: dict[str, int | None] = {"num_blocks": num_blocks, "block_size": block_size, "kv_heads": kv_heads}
+    for side, name, cache, scale in (("k", "key", kv.k, kv.k_scale), ("v", "value", kv.v, kv.v_scale)):
+        fields |= {side: cache.data_ptr(), f"{side}_scales": None if scale is None else scale.data_ptr()}
+        fields[f"{name}_type"] = CACHE_TYPES[cache.dtype]
+        if cache.dtype == torch.uint8 and scale is not None:
+            fields[f"{name}_group"] = kv.head_dim // scale.shape[-1]
+    return {**fields, "head_dim": kv.head_dim}
 
 
 def rows_of(block_table: Tensor, context_lens: Sequence[int]) -> Tensor:
@@ -53,14 +66,12 @@ def attend_decodes(
     rows: of `rows_of`, whose block table is kept. window: tokens that a query sees, its own included; None: all. sinks,
     slopes: [heads]. Raises MemoryError.
     """
-    (count, heads, dim), (kv_heads, num_blocks, block_size, _) = q.shape, kv.k.shape
+    count, heads, dim = q.shape
     queries, wide = q.float().reshape(count, heads * dim), out.float()  # out itself if it is fp32
-    extras = [None if each is None else each.float().contiguous() for each in (kv.k_scale, kv.v_scale, sinks, slopes)]
-    k_scales, v_scales, sink_scores, tilts = (None if each is None else each.data_ptr() for each in extras)
+    extras = [None if each is None else each.float().contiguous() for each in (sinks, slopes)]
+    sink_scores, tilts = (None if each is None else each.data_ptr() for each in extras)
     attention = NativeAttention(
-        k=kv.k.data_ptr(), v=kv.v.data_ptr(), k_scales=k_scales, v_scales=v_scales,
-        cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size, heads=heads,
-        kv_heads=kv_heads, head_dim=dim, window=window or 0, scale=scale, softcap=softcap or 0.0, sinks=sink_scores,
+        **cache_fields(kv), heads=heads, window=window or 0, scale=scale, softcap=softcap or 0.0, sinks=sink_scores,
         slopes=tilts, growth_period=1,
     )  # fmt: skip
     library.attend(attention, rows, queries, wide)

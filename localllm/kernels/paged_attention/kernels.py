@@ -12,10 +12,12 @@ zero (0 * NaN is NaN). A row that has seen no key yet keeps a maximum of -inf th
 
 from __future__ import annotations
 
+from localllm.kernels.kv_format import UNIT
 from localllm.kernels.launch import is_last_program, tl, triton, wait_for_inputs
 from localllm.kernels.paged_attention.newest import rotated_heads, store_newest
 
 LOG2E = tl.constexpr(1.4426950408889634)
+VALUE_GROUP = tl.constexpr(UNIT)
 FP8_SHIFT = tl.constexpr(256.0)
 """e4m3 bits placed in an fp16's fields represent 2^-8 of their value (the two exponents' biases differ by 8)."""
 
@@ -51,6 +53,42 @@ def _halves(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _load_nibbles(cache, rows, seen, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load a tile of 4 bits: rows of the cache as codes - 8, fp16 [TILE, BLOCK_D]. MASKED: only those that are seen."""
+    pairs = tl.arange(0, BLOCK_D // 2)
+    places = rows[:, None] * (HEAD_DIM // 2) + pairs[None, :]
+    if MASKED:
+        x = tl.load(cache + places, mask=seen[:, None] & (pairs < HEAD_DIM // 2)[None, :], other=0)
+    elif HEAD_DIM == BLOCK_D:
+        x = tl.load(cache + places)
+    else:
+        x = tl.load(cache + places, mask=(pairs < HEAD_DIM // 2)[None, :], other=0)
+    low = ((x & 15).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    high = ((x >> 4).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def _scale_groups(steps, scales, rows, seen, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the numbers of a tile, fp16, from their steps [TILE, BLOCK_D], with a scale and a zero point for each
+    group of a row; 0 in rows that are not seen if MASKED."""
+    GROUPS: tl.constexpr = HEAD_DIM // VALUE_GROUP
+    PARTS: tl.constexpr = steps.shape[1] // VALUE_GROUP  # padding included
+    parts = tl.arange(0, PARTS)
+    places = scales + rows[:, None] * (2 * GROUPS) + parts[None, :]
+    if MASKED:
+        present = seen[:, None] & (parts < GROUPS)[None, :]
+        scale, zero = tl.load(places, mask=present, other=0.0), tl.load(places + GROUPS, mask=present, other=0.0)
+    elif PARTS == GROUPS:
+        scale, zero = tl.load(places), tl.load(places + GROUPS)
+    else:
+        present = (parts < GROUPS)[None, :]
+        scale, zero = tl.load(places, mask=present, other=0.0), tl.load(places + GROUPS, mask=present, other=0.0)
+    grouped = tl.reshape(steps, [steps.shape[0], PARTS, VALUE_GROUP]) * scale[:, :, None] + zero[:, :, None]
+    return tl.reshape(grouped, steps.shape)
+
+
+@triton.jit
 def _capped(scores, scale, SOFTCAP: tl.constexpr):
     """Return softcap * tanh(score / softcap) as powers of two. scale: from scores to powers of two."""
     # tanh(x) = 1 - 2 / (e^2x + 1): overflow is harmless at both ends
@@ -72,7 +110,10 @@ def _attend_tile(
     """
     BLOCK_D: tl.constexpr = acc.shape[1]
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
-    PER_TOKEN: tl.constexpr = FORMAT == "int8" or FORMAT == "int8_ptx"  # scales
+    K_FORMAT: tl.constexpr = "int8" if FORMAT == "k8v4" else "int8_ptx" if FORMAT == "k8v4_ptx" else FORMAT
+    KEY_SCALES: tl.constexpr = K_FORMAT == "int8" or K_FORMAT == "int8_ptx"  # of each token
+    VALUE_SCALES: tl.constexpr = FORMAT == "int8" or FORMAT == "int8_ptx"
+    NIBBLES: tl.constexpr = FORMAT == "int4" or K_FORMAT != FORMAT  # values of 4 bits
     offsets = tl.arange(0, TILE)
     dims = tl.arange(0, BLOCK_D)
     positions = tile * TILE + offsets
@@ -86,6 +127,8 @@ def _attend_tile(
         cache_rows = (head_blocks + blocks) * BLOCK_SIZE + positions % BLOCK_SIZE
     if TMA:
         k = k_cache.load([cache_row.to(tl.int32), 0])
+    elif FORMAT == "int4":
+        k = _load_nibbles(k_cache, cache_rows, seen, MASKED, HEAD_DIM, BLOCK_D)
     else:
         places = cache_rows[:, None] * HEAD_DIM + dims[None, :]
         if MASKED:
@@ -95,10 +138,15 @@ def _attend_tile(
             k = tl.load(k_cache + places)
         else:
             k = tl.load(k_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    scores = tl.dot(q, tl.trans(_halves(k, FORMAT, q.dtype)), input_precision="ieee")
-    if PER_TOKEN:
+    scores = tl.dot(q, tl.trans(_halves(k, K_FORMAT, q.dtype)), input_precision="ieee")
+    if KEY_SCALES:
         k_scales = tl.load(k_scale + cache_rows, mask=seen if MASKED else None, other=0.0 if MASKED else None)
         scores = scores * k_scales[None, :]
+    elif FORMAT == "int4":
+        k_scales = tl.load(k_scale + cache_rows * 2, mask=seen if MASKED else None, other=0.0 if MASKED else None)
+        zeros = tl.load(k_scale + cache_rows * 2 + 1, mask=seen if MASKED else None, other=0.0 if MASKED else None)
+        scores = scores * k_scales.to(tl.float32)[None, :]
+        scores += tl.sum(q.to(tl.float32), 1)[:, None] * zeros.to(tl.float32)[None, :]
 
     # From scores to powers of two. Without cap and slopes the factor is applied in the exponent's subtraction.
     factor = scale
@@ -131,6 +179,9 @@ def _attend_tile(
 
     if TMA:
         v = v_cache.load([cache_row.to(tl.int32), 0])
+    elif NIBBLES:
+        v = _load_nibbles(v_cache, cache_rows, seen, MASKED, HEAD_DIM, BLOCK_D)
+        v = _scale_groups(v, v_scale, cache_rows, seen, MASKED, HEAD_DIM)
     elif MASKED:
         v = tl.load(v_cache + places, mask=present, other=0.0)
     elif HEAD_DIM == BLOCK_D:
@@ -140,7 +191,7 @@ def _attend_tile(
     v = _halves(v, FORMAT, q.dtype)
     if TMA and MASKED:
         v = tl.where(seen[:, None], v, 0.0)
-    if PER_TOKEN:
+    if VALUE_SCALES:
         v_scales = tl.load(v_scale + cache_rows, mask=seen if MASKED else None, other=0.0 if MASKED else None)
         # Scale the weights, not the values, each row relative to its largest: fp16's range then loses nothing, and a
         # row does not depend on keys that are hidden from it.

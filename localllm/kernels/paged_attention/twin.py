@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.attention import rows_of
-from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.layer_cache import LayerKV, numbers_in
+from localllm.kernels.quantize import dequantize_nibbles
 
 GROUP_WASTE_TOKENS = 512  # padding at which a decode group costs more than another matmul call
 CPU_CHUNK = 128  # query rows per SDPA call on a CPU, each with only its visible keys: 30 % less time at 512 rows
@@ -352,8 +353,11 @@ def _gather(cache: Tensor, scale: Tensor | None, block_index: Tensor) -> Tensor:
     """Gather [kv_heads * n] blocks of a cache [kv_heads, num_blocks, size, dim] -> [kv_heads * n * size, dim];
     fp32 if scaled."""
     heads, blocks, size, dim = cache.shape
-    if scale is None:
-        return cache.view(heads * blocks, size * dim).index_select(0, block_index).view(-1, dim)
+    if scale is None or cache.dtype == torch.uint8:
+        rows = cache.view(heads * blocks, size * dim).index_select(0, block_index).view(-1, dim)
+        if scale is None:
+            return rows
+        return dequantize_nibbles(rows, scale.flatten(0, 1).index_select(0, block_index).flatten(0, 1))
     rows = cache.view(torch.int8).view(heads * blocks, size * dim).index_select(0, block_index)
     tokens = rows.view(cache.dtype).to(torch.float32)
     if scale.ndim == 1:
@@ -363,20 +367,22 @@ def _gather(cache: Tensor, scale: Tensor | None, block_index: Tensor) -> Tensor:
 
 def _read_group(cache: Tensor, scale: Tensor | None, group: DecodeGroup) -> Tensor:
     """Return the group's keys or values, [kv_heads * b, L, dim]; a view of the cache if the tokens are consecutive."""
-    heads, _, _, dim = cache.shape
+    heads = cache.shape[0]
     if group.block_index is None:
-        tokens = cache.view(heads, -1, dim)[:, group.first_slot : group.first_slot + group.length]
+        tokens = cache.flatten(1, 2)[:, group.first_slot : group.first_slot + group.length]
         return tokens if scale is None else _scaled(tokens, scale, group)
     tokens = _gather(cache, scale, group.block_index)
     if group.hidden is not None:
         tokens.index_fill_(0, group.hidden, 0.0)
-    return tokens.view(heads * group.num_rows, -1, dim)[:, group.offset : group.offset + group.length]
+    return tokens.view(heads * group.num_rows, -1, numbers_in(cache))[:, group.offset : group.offset + group.length]
 
 
 def _scaled(tokens: Tensor, scale: Tensor, group: DecodeGroup) -> Tensor:
     """Return tokens [kv_heads, L, dim], consecutive in the cache, scaled in fp32."""
     if scale.ndim > 1:
-        scale = scale.flatten(1)[:, group.first_slot : group.first_slot + group.length]
+        scale = scale.flatten(1, 2)[:, group.first_slot : group.first_slot + group.length]
+    if tokens.dtype == torch.uint8:
+        return dequantize_nibbles(tokens, scale)
     return tokens.float() * scale.view(len(scale), -1, 1)
 
 
@@ -425,7 +431,7 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
 
 def _prefill(q: Tensor, kv: LayerKV, row: PrefillRow, scoring: Scoring, out: Tensor) -> None:
     """Compute the row's part of out [T, heads * dim] from q [T, heads, dim]."""
-    heads, _, _, dim = kv.k.shape
+    heads, dim = kv.k.shape[0], kv.head_dim
     keys = _gather(kv.k, kv.k_scale, row.block_index).view(heads, -1, dim)
     values = _gather(kv.v, kv.v_scale, row.block_index).view(heads, -1, dim)
     for chunk in row.chunks:

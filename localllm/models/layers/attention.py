@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.attention import CACHE_TYPES
+from localllm.kernels.cpu.attention import cache_fields, reads_cache
 from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention, Op
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.rotary_store_kv import Heads, Rotation, count_query_heads, rotary_store_kv
+from localllm.kernels.rotary_store_kv import Heads, Rotation, count_query_heads, rotary_store_kv, rotation_size
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
@@ -269,8 +269,8 @@ class Attention:
         writer.linear(self.out, writer.attended, target, factor=factor)
 
     def _described(self, writer: Writer, kind: Any, kv: LayerKV) -> NativeAttention:
-        spec, (kv_heads, num_blocks, block_size, head_dim) = writer.spec, kv.k.shape
-        if kv.k.dtype not in CACHE_TYPES:
+        spec, head_dim = writer.spec, kv.head_dim
+        if not reads_cache(kv):
             raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         table = writer.rope_table(kind)
         window = kv_groups(spec)[writer.group].window
@@ -282,12 +282,8 @@ class Attention:
             changes |= {"head_norm": head_norm, "head_norm_weight": writer.address(self.qk_norm.weight)}
             changes["head_norm_eps"] = self.qk_norm.eps
         return NativeAttention(
-            k=kv.k.data_ptr(), v=kv.v.data_ptr(),
-            k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
-            v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
-            cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
+            **cache_fields(kv), hadamard_size=rotation_size(head_dim) if kv.rotates_keys else 0,
             heads=count_query_heads((self.qkv.weight.shape[0] - self.gate_size) // head_dim, kv, self.made),
-            kv_heads=kv_heads, head_dim=head_dim,
             angles=writer.address(table), rotary_dim=0 if table is None else table.shape[1],
             window=window or 0, group=writer.group, scale=self.scale, softcap=self.softcap or 0.0,
             sinks=writer.address(self.sinks), slopes=writer.address(self.alibi_slopes),

@@ -136,10 +136,10 @@ def _kv_of(step: Step, layer: int, k: Tensor) -> LayerKV:
             f"{step.spec.architecture} is not supported.",
             f"Layer {layer} attends, which its config does not say.",
         )
-    if kv.k.shape[0] != k.shape[1] or kv.k.shape[-1] != k.shape[-1]:
+    if kv.k.shape[0] != k.shape[1] or kv.head_dim != k.shape[-1]:
         raise UnsupportedModel(
             f"{step.spec.architecture} is not supported: layer {layer} has {k.shape[1]} key heads of {k.shape[-1]}.",
-            f"Its config says {kv.k.shape[0]} of {kv.k.shape[-1]} in this layer.",
+            f"Its config says {kv.k.shape[0]} of {kv.head_dim} in this layer.",
         )
     return kv
 

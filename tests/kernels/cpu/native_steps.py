@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import cache_fields
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
-    CacheType,
     Kind,
     NativeAttention,
     NativeMatrix,
@@ -21,13 +21,6 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.layer_cache import LayerKV
-
-CACHE_TYPES = {
-    torch.float32: CacheType.F32,
-    torch.bfloat16: CacheType.BF16,
-    torch.float16: CacheType.F16,
-    torch.int8: CacheType.I8,
-}
 
 
 class Builder:
@@ -67,13 +60,9 @@ class Builder:
 
     def attention(self, kv: LayerKV, heads: int, **fields: Any) -> NativeAttention:
         """Describe attention over a cache; tensors among the fields are passed by their address."""
-        kv_heads, num_blocks, block_size, head_dim = kv.k.shape
+        self.kept.append(kv)
         fields = {name: self.address(value) if isinstance(value, Tensor) else value for name, value in fields.items()}
-        return NativeAttention(
-            k=self.address(kv.k), v=self.address(kv.v), k_scales=self.address(kv.k_scale),
-            v_scales=self.address(kv.v_scale), cache_type=CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks,
-            block_size=block_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **fields,
-        )  # fmt: skip
+        return NativeAttention(**cache_fields(kv), heads=heads, **fields)
 
     def rows(self, tables: Tensor, positions: Sequence[int], block_size: int) -> ctypes.Array[NativeRow]:
         """tables [rows, blocks] int32."""

@@ -32,8 +32,9 @@ from localllm.kernels.moe.grouped_gemm import act_reference
 from localllm.kernels.moe.route import route
 from localllm.kernels.paged_attention import paged_attention_reference, plan_attention
 from localllm.kernels.paged_attention.twin import HostPlan, plan_on_host
+from localllm.kernels.quantize import Nibbles, quantize_nibbles
 from localllm.kernels.rms_norm import rms_norm_reference
-from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.kernels.rotary_store_kv import hadamard, plan_rotation, rotary_store_kv, rotation_size
 from localllm.models.layers.attention import Clip, HeadLayerNorm
 from localllm.models.layers.mlp import UNGATED
 from tests.kernels.cpu.native_steps import Builder, listed, no_rows
@@ -191,8 +192,9 @@ class Case:
 
     def __init__(
         self, positions: list[int], *, heads: int = 6, kv_heads: int = 2, head_dim: int = 64, block_size: int = 16,
-        rotary_dim: int | None = None, dtype: torch.dtype = torch.float32, **fields: Any,
+        rotary_dim: int | None = None, dtype: torch.dtype = torch.float32, four_bits: str = "", **fields: Any,
     ) -> None:  # fmt: skip
+        """four_bits: the format of the cache, k8v4 or int4."""
         torch.manual_seed(sum(positions) + head_dim)
         self.positions, self.heads, self.fields = positions, heads, fields
         self.block_size, self.rotary_dim = block_size, head_dim if rotary_dim is None else rotary_dim
@@ -208,6 +210,12 @@ class Case:
         if dtype == torch.int8:
             scales = [torch.rand(shape[:3]) / 50 for _ in range(2)]
             self.kv = LayerKV(self.kv.k, self.kv.v, scales[0], scales[1])
+        if four_bits:
+            values = quantize_nibbles(torch.randn(shape), head_dim // 32)
+            keys = quantize_nibbles(torch.randn(shape), 1)
+            if four_bits == "k8v4":
+                keys = Nibbles(self._filled(shape, torch.int8), torch.rand(shape[:3]) / 50)
+            self.kv = LayerKV(keys.codes, values.codes, keys.scales, values.scales)
         self.table = torch.rand(max(positions) + 1, self.rotary_dim) * 2 - 1
 
     @staticmethod
@@ -225,7 +233,9 @@ class Case:
         """Return the result [rows, heads * head_dim]; writes the cache."""
         build = Builder()
         angles = {"angles": self.table, "rotary_dim": self.rotary_dim} if self.rotary_dim else {}
-        attention = build.attention(self.kv, self.heads, **{"scale": 0.2, **angles, **self.fields, **fields})
+        turned = {"hadamard_size": rotation_size(self.kv.head_dim)} if self.kv.rotates_keys else {}
+        given = {"scale": 0.2, **angles, **turned, **self.fields, **fields}
+        attention = build.attention(self.kv, self.heads, **given)
         operation = build.operation(Op.ATTEND, self.x, self.y, attention=attention)
         rows = build.rows(self.tables, self.positions, self.block_size)
         pool.run_step(listed(operation), rows, len(self.positions))
@@ -294,6 +304,8 @@ class Case:
 
     @staticmethod
     def _compare_cache(new: Tensor, twins: Tensor) -> None:
+        if new.dtype == torch.uint8:
+            new, twins = (torch.stack((each & 15, each >> 4)).to(torch.int8) for each in (new, twins))
         step = {torch.int8: 1.0, torch.bfloat16: 0.04, torch.float16: 0.004}.get(new.dtype, 2e-5)
         difference = (new.float() - twins.float()).abs()
         assert difference.max() <= step
@@ -308,6 +320,12 @@ CONTEXTS = [[0], [15, 16, 17], [511, 512, 513], [1500, 3, 700]]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_attend(pool: Pool, positions: list[int], dtype: torch.dtype) -> None:
     Case(positions, dtype=dtype).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize("positions", CONTEXTS)
+@pytest.mark.parametrize(("four_bits", "head_dim"), [("k8v4", 64), ("int4", 64), ("int4", 96), ("int4", 128)])
+def test_attend_to_four_bits(pool: Pool, positions: list[int], four_bits: str, head_dim: int) -> None:
+    Case(positions, four_bits=four_bits, head_dim=head_dim).compare(pool, {}, {})
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (7, 1), (14, 2), (9, 3)])
@@ -350,8 +368,19 @@ def test_attention_of_any_number_of_rows(pool: Pool, dtype: torch.dtype, scoring
     close(case.attended(pool, **scoring), expected, 5e-5)
 
 
-def test_a_row_has_the_bits_that_it_has_alone_and_in_a_step(pool: Pool) -> None:
-    case = Case([1500, 3, 700, 0, 511, 512, 90, 31], rotary_dim=0)
+@pytest.mark.parametrize("four_bits", ["k8v4", "int4"])
+def test_attention_of_any_number_of_rows_to_four_bits(pool: Pool, four_bits: str) -> None:
+    case = Case(MANY, four_bits=four_bits, rotary_dim=0)
+    expected = case.twin()
+    if four_bits == "int4":  # the queries that `attended` reads are rotated by what stores the keys
+        width = case.y.shape[1]
+        case.x[: len(MANY), :width] = hadamard(case.x[: len(MANY), :width].unflatten(1, (6, 64))).flatten(1)
+    close(case.attended(pool), expected, 5e-5)
+
+
+@pytest.mark.parametrize("four_bits", ["", "k8v4"])
+def test_a_row_has_the_bits_that_it_has_alone_and_in_a_step(pool: Pool, four_bits: str) -> None:
+    case = Case([1500, 3, 700, 0, 511, 512, 90, 31], rotary_dim=0, four_bits=four_bits)
     steps = case.native(pool).clone()
     assert torch.equal(case.attended(pool), steps)
     for row in range(len(case.positions)):
@@ -406,8 +435,9 @@ def test_clip_and_growth_of_queries(pool: Pool) -> None:
     Case([600, 20]).compare(pool, {"query_growth": 0.3, "growth_period": 100}, {"query_scale": scale})
 
 
-def test_values_that_are_not_finite_in_an_int8_cache(pool: Pool) -> None:
-    case = Case([10, 11], dtype=torch.int8)
+@pytest.mark.parametrize("given", [{"dtype": torch.int8}, {"four_bits": "k8v4"}, {"four_bits": "int4"}])
+def test_values_that_are_not_finite_in_a_narrow_cache(pool: Pool, given: dict[str, Any]) -> None:
+    case = Case([10, 11], **given)
     case.x[0, -3] = math.inf
     result = case.native(pool)
     assert not result[0].isfinite().all()

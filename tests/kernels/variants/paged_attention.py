@@ -6,7 +6,11 @@ from localllm.kernels.paged_attention import device, kernels
 from tests.kernels.ahead_of_time import MEMORY, Variant
 
 STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
-CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
+CACHE_TYPES = {
+    "plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8", "k8v4_ptx": "i8", "int4": "u8",
+}  # fmt: skip
+"""Of the keys by the format. Values are the same, or of 4 bits."""
+FOUR_BITS = ("k8v4_ptx", "int4")
 POINTERS = {
     "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",
     "cu_seqlens_q": "*i32", "key_limits": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32",
@@ -30,9 +34,10 @@ def attention(
         "prefill": (kernels.prefill_kernel, device.prefill_launch),
     }[entry]
     cache_type = CACHE_TYPES[format].format(dtype)
-    bits = 8 if format != "plain" else 32 if dtype == "fp32" else 16
+    bits = {"plain": 32 if dtype == "fp32" else 16, "int4": 4}.get(format, 8)
     at_once = device.tile_queries(group_size, head_dim, queries)
     launch = choose(archs[0], head_dim, bits, group_size * at_once, block_size)
+    launch = launch._replace(tma=launch.tma and format not in FOUR_BITS)
     merge_rows, merge_parts = device.merge_tile(group_size * at_once, head_dim, launch.num_warps)
     block_d = device._block_d(head_dim)
     constants: dict[str, Any] = {
@@ -62,6 +67,8 @@ def attention(
     constants = {name: value for name, value in constants.items() if name in names}
     cache = f"tensordesc<{cache_type}[{launch.tile},{block_d}]>" if launch.tma else f"*{cache_type}"
     types = {name: kind.format(dtype) for name, kind in POINTERS.items()} | {"k_cache": cache, "v_cache": cache}
+    if format in FOUR_BITS:
+        types |= {"v_cache": "*u8", "v_scale": "*fp16"} | ({"k_scale": "*fp16"} if format == "int4" else {})
     types |= dict.fromkeys(("k_store", "v_store"), "*u8" if format != "plain" else f"*{dtype}")
     signature = {
         name: types.get(name, "fp32" if name in ("scale", "eps") else "i32") for name in names if name not in constants
@@ -117,6 +124,15 @@ VARIANTS = [
         "decode", "8B, int8 cache", 4, 128, 90, format="int8_ptx", max_registers=144, mma="HMMA",
         forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.2,
     ),
+    attention(
+        "decode", "8B, values in 4 bits", 4, 128, 90, format="k8v4_ptx", mma="HMMA", forbidden=("F2F", "I2F"),
+        elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.8,
+    ),
+    attention(
+        "decode", "8B, 4 bits", 4, 128, 90, format="int4", mma="HMMA", forbidden=("F2F", "I2F"),
+        elements_per_loop=2 * 64 * 128, max_instructions_per_element=8.0,
+    ),
+    attention("decode", "8B, 4 bits, before Hopper", 4, 128, 80, 89, format="int4"),
     attention(
         "decode", "8B, rotates and stores", 4, 128, 90, raw=True, max_registers=128, mma="HMMA", min_shared=2 * 2 * 16,
     ),
@@ -187,6 +203,12 @@ VARIANTS = [
     *_pair("8B, fp8 cache, small shared memory", 4, 128, 120, format="fp8"),
     *_pair("8B, int8 cache, small shared memory", 4, 128, 120, format="int8_ptx", max_spills=64),
     *_pair("8B, int8 cache, RTX 40", 4, 128, 89, 86, format="int8_ptx", max_spills=16),
+    *_pair("8B, 4 bits, small shared memory", 4, 128, 120, format="int4"),
+    *_pair("8B, values in 4 bits, RTX 40", 4, 128, 89, 86, format="k8v4_ptx"),
+    *_pair("Qwen2.5 0.5B, 4 bits", 7, 64, 90, 100, format="int4"),
+    attention("prefill", "8B, 4 bits", 4, 128, 90, 100, format="int4", often=False),
+    attention("prefill", "8B, values in 4 bits", 4, 128, 90, 100, format="k8v4_ptx", often=False),
+    attention("decode", "8B, 4 bits, 8 queries", 4, 128, 90, format="int4", queries=8, often=False),
     *_pair("Gemma 2 9B, small shared memory", 2, 256, 120, window=4096, softcap=50.0, min_shared=32),
     *_pair("Gemma 2 9B, RTX 40", 2, 256, 89, 86, window=4096, softcap=50.0),
     *_pair("Gemma 4 31B, small shared memory", 8, 512, 89, 120),

@@ -1,4 +1,4 @@
-// Attention of one token over its request's paged cache, in fp32 whatever the type of the cache.
+// Attention of one token over its request's paged cache, in fp32 whatever the types of the cache.
 //
 // The positions that a query sees are cut into pieces at multiples of PIECE, so that the order of all sums depends on
 // the position alone. The result of a piece is, for each query head: the largest score, the sum of exp(score - largest),
@@ -87,6 +87,22 @@ static void rotate_head(const Attention* a, int64_t position, float* x) {
   }
 }
 
+// Multiply by the Hadamard matrix of rotary_store_kv.py, with its order of sums.
+static void turn_head(const Attention* a, float* x) {
+  const int64_t size = a->hadamard_size;
+  const float factor = 1.0f / sqrtf((float)size);
+  for (int64_t step = 1; step < size; step *= 2) {
+    for (int64_t start = 0; start < a->head_dim; start += 2 * step) {
+      for (int64_t i = start; i < start + step; i++) {
+        float first = x[i], second = x[i + step];
+        x[i] = first + second;
+        x[i + step] = first - second;
+      }
+    }
+  }
+  for (int64_t i = 0; i < a->head_dim; i++) x[i] *= factor;
+}
+
 // Write head number `head` of q's heads, then k's, as attention reads it.
 static void prepare_head(const Attention* a, const float* x, int64_t head, int64_t position, float* out) {
   clip_head(a, x + head * a->head_dim, out);
@@ -94,6 +110,7 @@ static void prepare_head(const Attention* a, const float* x, int64_t head, int64
   if (a->head_norm != HEAD_NORM_NONE && !is_last) norm_head(a, x, head, out);
   if (a->angles) rotate_head(a, position, out);
   if (is_last) norm_head(a, x, head, out);
+  if (a->hadamard_size) turn_head(a, out);
 }
 
 static float query_growth(const Attention* a, int64_t position) {
@@ -129,9 +146,39 @@ static float store_codes(const float* x, int64_t n, int8_t* codes) {
   return scale + poison;
 }
 
-static void store_head(const Attention* a, const float* x, void* cache, float* scales, int64_t token) {
+// As quantize_nibbles of quantize.py.
+static void store_nibbles(const float* x, int64_t n, int64_t group, uint8_t* codes, _Float16* scales) {
+  for (int64_t g = 0; g < n / group; g++) {
+    const float* y = x + g * group;
+    float low = y[0], high = y[0], poison = 0;
+    for (int64_t i = 0; i < group; i++) {
+      low = y[i] < low ? y[i] : low;
+      high = y[i] > high ? y[i] : high;
+      poison += y[i] * 0.0f;
+    }
+    const float step = (high - low) / 15.0f, least = 0x1p-24f;
+    const _Float16 scale = (_Float16)((step > least ? step : least) + poison);
+    const _Float16 zero = (_Float16)(low + 8.0f * (float)scale);
+    scales[g] = scale;
+    scales[n / group + g] = zero;
+    for (int64_t i = 0; i < group; i += 2) {
+      int pair[2];
+      for (int j = 0; j < 2; j++) {
+        float code = rintf((y[i + j] - (float)zero) / (float)scale);
+        pair[j] = (int)(code > 7 ? 7 : code > -8 ? code : -8) + 8;
+      }
+      codes[(g * group + i) / 2] = (uint8_t)(pair[0] | pair[1] << 4);
+    }
+  }
+}
+
+static int64_t groups_of(const Attention* a, int64_t group) { return a->head_dim / (group ? group : a->head_dim); }
+
+// type, group: of the keys or of the values.
+static void store_head(
+    const Attention* a, int64_t type, int64_t group, const float* x, void* cache, void* scales, int64_t token) {
   const int64_t n = a->head_dim;
-  switch (a->cache_type) {
+  switch (type) {
     case CACHE_F32: memcpy((float*)cache + token * n, x, (size_t)n * sizeof(float)); break;
     case CACHE_BF16: {
       for (int64_t i = 0; i < n; i++) ((uint16_t*)cache)[token * n + i] = to_bf16(x[i]);
@@ -141,7 +188,12 @@ static void store_head(const Attention* a, const float* x, void* cache, float* s
       for (int64_t i = 0; i < n; i++) ((_Float16*)cache)[token * n + i] = (_Float16)x[i];
       break;
     }
-    case CACHE_I8: scales[token] = store_codes(x, n, (int8_t*)cache + token * n); break;
+    case CACHE_I8: ((float*)scales)[token] = store_codes(x, n, (int8_t*)cache + token * n); break;
+    case CACHE_I4: {
+      _Float16* own = (_Float16*)scales + token * 2 * groups_of(a, group);
+      store_nibbles(x, n, n / groups_of(a, group), (uint8_t*)cache + token * n / 2, own);
+      break;
+    }
   }
 }
 
@@ -150,15 +202,25 @@ static void store_keys_and_values(const Attention* a, const StepRow* row, const 
   const int64_t first_value = a->heads + (a->made == MADE_QK ? 0 : a->kv_heads);
   if (a->made == MADE_Q) return;
   prepare_head(a, x, a->heads + head, row->turn, memory);
-  store_head(a, memory, a->k, a->k_scales, token);
+  store_head(a, a->key_type, a->key_group, memory, a->k, a->k_scales, token);
   clip_head(a, x + (first_value + head) * a->head_dim, memory);
   if (a->norms_values) norm_head(a, x, a->heads + a->kv_heads + head, memory);
-  store_head(a, memory, a->v, a->v_scales, token);
+  store_head(a, a->value_type, a->value_group, memory, a->v, a->v_scales, token);
 }
 
-static void widen(const Attention* a, const void* cache, const float* scales, int64_t token, float* out) {
+static void widen_nibbles(const uint8_t* codes, const _Float16* scales, int64_t n, int64_t group, float* out) {
+  for (int64_t g = 0; g < n / group; g++) {
+    const v16f scale = all_lanes((float)scales[g]), zero = all_lanes((float)scales[n / group + g]);
+    for (int64_t i = g * group; i < (g + 1) * group; i += WIDTH) {
+      store16(out + i, (nibbles16(codes + i / 2) - all_lanes(8)) * scale + zero);
+    }
+  }
+}
+
+static void widen(
+    const Attention* a, int64_t type, int64_t group, const void* cache, const void* scales, int64_t token, float* out) {
   const int64_t n = a->head_dim;
-  switch (a->cache_type) {
+  switch (type) {
     case CACHE_F32: memcpy(out, (const float*)cache + token * n, (size_t)n * sizeof(float)); break;
     case CACHE_BF16: {
       for (int64_t i = 0; i < n; i++) out[i] = from_bf16(((const uint16_t*)cache)[token * n + i]);
@@ -169,7 +231,13 @@ static void widen(const Attention* a, const void* cache, const float* scales, in
       break;
     }
     case CACHE_I8: {
-      for (int64_t i = 0; i < n; i++) out[i] = (float)((const int8_t*)cache)[token * n + i] * scales[token];
+      const float scale = ((const float*)scales)[token];
+      for (int64_t i = 0; i < n; i++) out[i] = (float)((const int8_t*)cache)[token * n + i] * scale;
+      break;
+    }
+    case CACHE_I4: {
+      const _Float16* own = (const _Float16*)scales + token * 2 * groups_of(a, group);
+      widen_nibbles((const uint8_t*)cache + token * n / 2, own, n, n / groups_of(a, group), out);
       break;
     }
   }
@@ -178,10 +246,11 @@ static void widen(const Attention* a, const void* cache, const float* scales, in
 
 // Return `count` tokens as rows of padded(head_dim) floats: the cache itself where its rows are that.
 static const float* load_tile(
-    const Attention* a, const void* cache, const float* scales, int64_t token, int64_t count, float* tile) {
+    const Attention* a, int64_t type, int64_t group, const void* cache, const void* scales, int64_t token,
+    int64_t count, float* tile) {
   const int64_t width = padded(a->head_dim);
-  if (a->cache_type == CACHE_F32 && width == a->head_dim) return (const float*)cache + token * width;
-  for (int64_t j = 0; j < count; j++) widen(a, cache, scales, token + j, tile + j * width);
+  if (type == CACHE_F32 && width == a->head_dim) return (const float*)cache + token * width;
+  for (int64_t j = 0; j < count; j++) widen(a, type, group, cache, scales, token + j, tile + j * width);
   return tile;
 }
 
@@ -307,7 +376,7 @@ static void score_piece(const Piece* p) {
   int64_t token, count;
   for (int64_t position = p->first; position < p->end; position += count) {
     count = tile_at(p, position, &token);
-    const float* keys = load_tile(a, a->k, a->k_scales, token, count, p->tile);
+    const float* keys = load_tile(a, a->key_type, a->key_group, a->k, a->k_scales, token, count, p->tile);
     score_group(p->queries, keys, width, group, position - p->first, count, p->scores);
   }
 }
@@ -319,7 +388,7 @@ static void weigh_values(const Piece* p, float* sums) {
   memset(sums, 0, (size_t)(group * width) * sizeof(float));
   for (int64_t position = p->first; position < p->end; position += count) {
     count = tile_at(p, position, &token);
-    const float* values = load_tile(a, a->v, a->v_scales, token, count, p->tile);
+    const float* values = load_tile(a, a->value_type, a->value_group, a->v, a->v_scales, token, count, p->tile);
     add_values(p->scores + position - p->first, values, width, count, group, sums);
   }
 }

@@ -8,6 +8,7 @@
 
 typedef float v16f __attribute__((vector_size(64), aligned(4)));
 typedef int32_t v16i __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t v16u __attribute__((vector_size(64), aligned(4)));
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline, unused))
 
@@ -19,6 +20,16 @@ ALWAYS_INLINE v16f choose(v16i condition, v16f yes, v16f no) {
 }
 ALWAYS_INLINE v16f max16(v16f a, v16f b) { return choose(a > b, a, b); }
 ALWAYS_INLINE v16f abs16(v16f a) { return (v16f)((v16i)a & ((v16i){0} + 0x7fffffff)); }
+
+// The 16 numbers of 4 bits in 8 bytes, the low half of a byte first.
+ALWAYS_INLINE v16f nibbles16(const uint8_t* p) {
+  const v16u shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+  uint32_t a, b;
+  memcpy(&a, p, sizeof a);
+  memcpy(&b, p + 4, sizeof b);
+  v16i codes = (v16i)((v16u){a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b} >> shifts) & 15;
+  return __builtin_convertvector(codes, v16f);
+}
 
 ALWAYS_INLINE float sum_lanes(v16f a) {
   float s[8];

@@ -49,7 +49,7 @@ enum Activation {
   ACT_SWIGLU_CLAMPED  // of gate and up (gpt-oss): g = min(gate, 7), u = clamp(up, -7, 7): (u + 1) * g * sigmoid(1.702 g)
 };
 
-enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8 };
+enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8, CACHE_I4 };
 
 enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE, HEAD_NORM_RMS_LAST };
 
@@ -57,9 +57,11 @@ enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE,
 enum HeadsMade { MADE_QKV, MADE_QK, MADE_Q };
 
 typedef struct {
-  void *k, *v;                // [kv_heads, blocks, block_size, head_dim] of cache_type
-  float *k_scales, *v_scales;  // [kv_heads, blocks, block_size] CACHE_I8
-  int64_t cache_type, num_blocks, block_size;
+  void *k, *v;                // [kv_heads, blocks, block_size, head_dim] of their types; CACHE_I4 half as many bytes
+  void *k_scales, *v_scales;  // [kv_heads, blocks, block_size] float CACHE_I8; [.., 2, groups] _Float16 CACHE_I4
+  int64_t key_type, value_type, num_blocks, block_size;
+  int64_t key_group, value_group;  // numbers with a scale of their own, CACHE_I4: a multiple of 16
+  int64_t hadamard_size;           // dimensions of q and k that rotate together once more, for keys CACHE_I4; 0: none
   int64_t heads, kv_heads, head_dim;
   const float* angles;         // [positions, rotary_dim]: cosines, then sines; NULL: no rotation
   int64_t rotary_dim;          // dimension i rotates with i + rotary_dim / 2

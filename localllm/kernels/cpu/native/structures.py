@@ -82,6 +82,7 @@ class CacheType(IntEnum):
     BF16 = 1
     F16 = 2
     I8 = 3
+    I4 = 4
 
 
 class HeadNorm(IntEnum):
@@ -122,9 +123,13 @@ class NativeAttention(ctypes.Structure):
         ("v", c_void_p),
         ("k_scales", c_void_p),
         ("v_scales", c_void_p),
-        ("cache_type", c_int64),
+        ("key_type", c_int64),
+        ("value_type", c_int64),
         ("num_blocks", c_int64),
         ("block_size", c_int64),
+        ("key_group", c_int64),
+        ("value_group", c_int64),
+        ("hadamard_size", c_int64),
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
