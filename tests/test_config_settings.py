@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import build_parser, main
+from localllm.cli import build_parser, main, parse
+from localllm.config.flags import settings_from
 from localllm.config.resolve import resolve, unknown_variables
 from localllm.config.settings import SETTINGS, EngineConfig, ServerConfig
 from localllm.errors import ConfigError
@@ -206,3 +207,32 @@ def test_config_show_warns_of_a_variable_that_nothing_reads(
     monkeypatch.setenv("LOCALLLM_PROT", "90")
     assert main(["config", "show"]) == 0
     assert "Did you mean LOCALLLM_PORT?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "kv_cache_dtype"),
+    [
+        ("-ctk f16 -ctv f16", "auto"),
+        ("-ctk q8_0 -ctv q8_0", "int8"),
+        ("--cache-type-k q8_0 --cache-type-v q4_0", "k8v4"),
+        ("-ctk q4_0 -ctv q4_0", "int4"),
+        ("--kv-cache-dtype int4_per_token_head", "int4_per_token_head"),
+    ],
+)
+def test_types_of_keys_and_values_have_the_names_of_other_servers(words: str, kv_cache_dtype: str) -> None:
+    options = parse(["serve", "demo", *words.split()])
+    assert settings_from(options, {}).engine.kv_cache_dtype == kv_cache_dtype
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("-ctk q8_0", "-ctk q8_0 with -ctv f16 is not supported"),
+        ("-ctk q4_0 -ctv q8_0", "Supported pairs: -ctk f16 -ctv f16, "),
+        ("-ctk q8_0 -ctv q8_0 --kv-cache-dtype int8", "cannot be combined with --kv-cache-dtype"),
+    ],
+)
+def test_other_pairs_of_types_are_refused(words: str, error: str) -> None:
+    options = parse(["serve", "demo", *words.split()])
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        settings_from(options, {})

@@ -24,6 +24,13 @@ _ENGINE = tuple(SETTINGS[each.name] for each in fields(EngineConfig) if SETTINGS
 _SERVER = tuple(SETTINGS[each.name] for each in fields(ServerConfig))
 FLAGS = (*_ENGINE, *_SERVER)
 """The settings that have a flag."""
+CACHE_TYPES = {
+    ("f16", "f16"): "auto",
+    ("q8_0", "q8_0"): "int8",
+    ("q8_0", "q4_0"): "k8v4",
+    ("q4_0", "q4_0"): "int4",
+}
+"""llama.cpp's types of keys and values that have a format here, with the value of kv_cache_dtype. f16: as without."""
 ADAPTER_FLAGS = tuple(spec.name for spec in _ENGINE if spec.group == ADAPTERS)
 
 
@@ -45,7 +52,23 @@ def add_server_flags(
 def settings_from(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings: the given flags, then the environment, the config file and the defaults."""
     given = {name: value for name, value in vars(options).items() if name in SETTINGS and value is not None}
+    types = tuple(getattr(options, name, None) for name in ("cache_type_k", "cache_type_v"))
+    if any(types):
+        if "kv_cache_dtype" in given:
+            raise ConfigError(
+                "-ctk and -ctv cannot be combined with --kv-cache-dtype.", "Both set the KV cache's type."
+            )
+        given["kv_cache_dtype"] = _kv_cache_dtype(*(each or "f16" for each in types))
     return resolve(given, environ, options.config)
+
+
+def _kv_cache_dtype(keys: str, values: str) -> str:
+    """Return the setting for llama.cpp's types of keys and values."""
+    if (keys, values) not in CACHE_TYPES:
+        pairs = ", ".join(f"-ctk {k} -ctv {v}" for k, v in CACHE_TYPES)
+        what, why = f"-ctk {keys} with -ctv {values} is not supported.", f"Supported pairs: {pairs}."
+        raise UnsupportedOption(what, why, "--kv-cache-dtype int8 is the first choice of less memory", param="-ctk")
+    return CACHE_TYPES[keys, values]
 
 
 def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> NoReturn:
@@ -86,6 +109,9 @@ def _kind(spec: SettingSpec) -> dict[str, Any]:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
+    for flag, side in (("-ctk", "keys"), ("-ctv", "values")):
+        help = f"type of the KV cache's {side}, as llama.cpp names it: f16, q8_0 or q4_0; --kv-cache-dtype sets both"
+        parser.add_argument(flag, f"--cache-type-{flag[-1]}", metavar="TYPE", help=help)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings (or LOCALLLM_CONFIG)")
     # Prefill is always chunked: the flag is accepted without effect, and its negation is refused as unsupported.
     parser.add_argument("--enable-chunked-prefill", action="store_true", help="no effect: prefill is always chunked")

@@ -1,4 +1,4 @@
-"""How the KV cache stores keys and values: bits of a number, scales, zero points, rotation.
+"""Formats of the KV cache: bits of a number, scales, zero points, rotation.
 
     format_of("k8v4", window).token_bytes(128)     bytes of K and V of one token position and KV head
 
@@ -23,7 +23,7 @@ UNIT = 32  # numbers of a head that 4 bits need a multiple of: a group of values
 
 
 class Plane(NamedTuple):
-    """How K or V of a token and head are stored."""
+    """The stored form of K or V of a token and head."""
 
     stored: str  # torch's name of the type; uint8: two numbers of 4 bits
     bits: int

@@ -12,6 +12,7 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
+from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from tests.draws import draws
@@ -75,12 +76,38 @@ def test_weights_are_what_the_loader_will_hold_where_it_can_tell() -> None:
 
 def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:
     tokens = {
-        dtype: plan(LLAMA_8B, gpu_machine(23), kv_cache_dtype=dtype).num_kv_tokens for dtype in ("auto", "fp8", "int8")
+        dtype: plan(LLAMA_8B, gpu_machine(23), kv_cache_dtype=dtype).num_kv_tokens
+        for dtype in ("auto", "fp8", "int8", "k8v4", "int4")
     }
     assert 1.9 < tokens["fp8"] / tokens["auto"] <= 2.1
-    assert tokens["auto"] < tokens["int8"] < tokens["fp8"]
+    assert tokens["auto"] < tokens["int8"] < tokens["fp8"] < tokens["k8v4"] < tokens["int4"]
+    assert 3.3 < tokens["int4"] / tokens["auto"] < 3.6
     assert kv_bytes_per_token(LLAMA_8B, "int8") == 2 * 32 * 8 * (128 + 4)
     assert kv_bytes_per_token(LLAMA_8B, "bfloat16") == 2 * 32 * 8 * 128 * 2
+    assert kv_bytes_per_token(LLAMA_8B, "int4") == 32 * 8 * (64 + 4 + 64 + 4 * 4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["k8v4", "int4", "int4_per_token_head"])
+def test_four_bits_are_refused_by_name_where_heads_do_not_fit(kv_dtype: str) -> None:
+    latent = LatentSpec(latent_size=32, rope_size=16, nope_size=16, value_size=24)
+    unfit = {
+        "heads of 80": replace(QWEN_05B, head_dim=80),
+        "latent": replace(QWEN_05B, num_kv_heads=1, head_dim=latent.cached_size, latent=latent),
+        "window": replace(QWEN_05B, sliding_window=128, layer_is_windowed=(True,) * QWEN_05B.num_layers),
+    }
+    for why, spec in unfit.items():
+        with pytest.raises(UnsupportedOption, match=why) as caught:
+            plan_memory(EngineConfig(kv_cache_dtype=kv_dtype), spec, GIB, NO_GPU)
+        assert caught.value.param == "kv_cache_dtype"
+        assert plan_memory(EngineConfig(kv_cache_dtype="int8"), spec, GIB, NO_GPU).kv_dtype == "int8"
+
+
+def test_layers_with_a_window_keep_eight_bits() -> None:
+    layers = QWEN_05B.num_layers
+    spec = replace(QWEN_05B, sliding_window=128, layer_is_windowed=(True,) * (layers - 1) + (False,))
+    made = plan_memory(EngineConfig(kv_cache_dtype="int4"), spec, GIB, NO_GPU)
+    assert any("8 bits" in note for note in made.notes)
+    assert kv_bytes_per_token(spec, "int4") == 2 * (layers - 1) * 2 * (64 + 4) + 2 * (32 + 4 + 32 + 2 * 4)
 
 
 def test_a_context_beyond_the_cache_that_was_asked_for_is_told_so() -> None:

@@ -30,6 +30,7 @@ from localllm.models.fit import (
 )
 from localllm.models.fit.activation_bytes import StepMemory
 from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.options import FOUR_BITS
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -69,7 +70,7 @@ MACHINES = st.one_of(
     seqs=st.sampled_from([1, 64, 512]),
     length=st.sampled_from([None, 4096, 32_768]),
     kv_bytes=st.sampled_from([None, 200 * MIB, 2 * GIB]),
-    kv_dtype=st.sampled_from(["auto", "int8"]),
+    kv_dtype=st.sampled_from(["auto", "int8", "k8v4"]),
 )
 def test_options_fit_and_give_more(
     machine: Hardware, spec: ModelSpec, seqs: int, length: int | None, kv_bytes: int | None, kv_dtype: str
@@ -125,6 +126,19 @@ def test_a_cache_in_8_bits_is_offered_where_it_holds_what_was_asked() -> None:
     assert found["--kv-cache-dtype fp8"].concurrency >= 1
 
 
+def test_four_bits_are_offered_behind_eight_and_the_narrowest_last() -> None:
+    """Where 8 bits are not enough, or are asked for."""
+    length = 4 * plan(LLAMA_8B, gpu_machine(21), EngineConfig()).max_model_len - 2048
+    for asked, offered in (("auto", ["fp8", "int8", "k8v4", "int4"]), ("int8", ["k8v4", "int4"]), ("k8v4", ["int4"])):
+        config = EngineConfig(max_model_len=length, kv_cache_dtype=asked)
+        with pytest.raises(DoesNotFit) as caught:
+            plan(LLAMA_8B, gpu_machine(21), config)
+        alone = [
+            each.changes for each in caught.value.options if set(each.changes) <= {"kv_cache_dtype", "max_model_len"}
+        ]
+        assert [each["kv_cache_dtype"] for each in alone if "kv_cache_dtype" in each] == offered
+
+
 def estimates(machine: Hardware, spec: ModelSpec = LLAMA_8B, **asked: Any) -> list[Estimate]:
     return estimate(EngineConfig(**asked), spec, WEIGHTS[spec.architecture], machine, resident(spec))
 
@@ -168,10 +182,12 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_token_takes_what_the_cache_allocates(name: str, kv_dtype: str) -> None:
     """Windowed layers keep every token, too: blocks that have left the window are not given back."""
+    if name == "latent" and kv_dtype in FOUR_BITS:
+        pytest.skip("4 bits are not supported for latents")
     cache = KVCache(SPECS[name], of_each(SPECS[name], 5), 16, torch.device("cpu"), kv_dtype)
     assert cache.allocated_bytes == 5 * 16 * kv_bytes_per_token(SPECS[name], kv_dtype)
 

@@ -32,7 +32,7 @@ def small_plan(spec: ModelSpec, **asked: Any) -> MemoryPlan:
     return plan_memory(EngineConfig(max_num_seqs=4, **asked), spec, 10_000_000, MACHINE)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8", "k8v4"])
 def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype: str) -> None:
     plan = small_plan(spec, max_model_len=128, kv_cache_dtype=kv_dtype)
     runner, kept = open_runner(model, spec, EngineConfig(), plan, MACHINE, lambda text: None)
@@ -85,7 +85,7 @@ def test_without_kernels_every_operation_uses_its_twin(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("tokens", "block_size"), [(128, 16), (100, 8), (1, 16)])
 def test_the_largest_steps_are_whole_and_run(model: Any, spec: ModelSpec, tokens: int, block_size: int) -> None:
     plan = small_plan(spec, max_model_len=128, block_size=block_size)
-    kv = KVCache(spec, of_each(spec, 2 + max(-(-tokens // block_size), 4)), block_size, CPU, torch.float32)
+    kv = KVCache(spec, of_each(spec, 2 + max(-(-tokens // block_size), 4)), block_size, CPU, "float32")
     runner = TorchRunner(model, spec, kv, max_num_seqs=4, max_num_batched_tokens=plan.max_num_batched_tokens,
                          max_model_len=128, block_size=block_size, device=CPU)  # fmt: skip
     steps = largest_steps(plan, tokens)

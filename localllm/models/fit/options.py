@@ -1,8 +1,9 @@
 """Alternatives when a model does not fit: other flags for the same model, each with the context that it would get.
 
 They are ordered by what a user loses. Fewer requests and smaller steps only cost speed under load; an 8-bit cache and
-a shorter context cost little; quantised weights cost more, and another device most. Every alternative was planned by
-the function that also plans a start. One that gives no longer context than the user's settings is left out.
+a shorter context cost little; a cache of 4 bits and quantised weights cost more, and another device most. Every
+alternative was planned by the function that also plans a start. One that gives no longer context than the user's
+settings is left out.
 Does not know: torch, files.
 """
 
@@ -25,6 +26,7 @@ SEQS = (32, 16, 8, 4, 2, 1)
 TOKENS = (1024, 512, 256, 128)
 UTILIZATIONS = (0.95, 0.98)
 QUANTIZATIONS = ("int8", "fp8", "int4")
+FOUR_BITS = {"k8v4": "keys in 8 bits, values in 4", "int4": "keys and values in 4 bits"}
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 """Both at once, for when neither alone is enough."""
 
@@ -132,6 +134,9 @@ class _OptionSearch:
         if eight_bits:
             yield [eight_bits], "keys and values in 8 bits"
             yield [{"kv_cache_dtype": "int8"}], "keys and values in 8 bits, a scale for each head and token"
+        for name, cost in FOUR_BITS.items():
+            if config.kv_cache_dtype not in (name, "int4", "int4_per_token_head"):
+                yield [{"kv_cache_dtype": name}], f"{cost}; refused at load if the model's answers change"
         if small and eight_bits:
             yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
         if config.dtype in ("auto", "float32"):

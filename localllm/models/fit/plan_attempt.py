@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.kernels.kv_format import KV_FORMATS, UNIT
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.balance import SplitDevice
@@ -48,7 +49,11 @@ from localllm.models.spec.shard import Shard
 from localllm.models.vision.families import family_of
 from localllm.units import format_bytes, format_count
 
-KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
+KV_DTYPES = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8", "int8_per_token_head": "int8",
+    "k8v4": "k8v4", "int4": "int4", "int4_per_token_head": "int4",
+}  # fmt: skip
+"""The names of kernels/kv_format.py by the values of the setting; others mean the model's type."""
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
 TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
 LEAST_RAM_BYTES, MOST_RAM_BYTES = 8 * 2**30, 8 * 2**30
@@ -88,6 +93,8 @@ class PlanAttempt:
         self._refuse_latents()
         self._refuse_prompt_embeds()
         kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        if KV_FORMATS[kv_dtype].has_four_bits:
+            self._require_four_bits(kv_dtype)
         if spec.drafter is not None:
             self.notes.append(drafter_note(spec.drafter, self.dtype, kv_dtype))
         batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
@@ -317,6 +324,24 @@ class PlanAttempt:
                 "--dtype bfloat16",
                 param="dtype",
             )
+
+    def _require_four_bits(self, kv_dtype: str) -> None:
+        """Refuse a KV cache of 4 bits where heads do not fit, and note layers that keep 8 bits."""
+        groups = [*kv_groups(self.spec), *(kv_groups(self.spec.drafter.spec) if self.spec.drafter else ())]
+        full = [group for group in groups if group.window is None]
+        unfit = next((group.head_dim for group in full if group.head_dim % UNIT), 0)
+        why = ""
+        if self.spec.latent is not None:
+            why = "Its cache holds one latent for keys and values: rotating the keys would rotate the values too."
+        elif unfit:
+            why = f"Heads must be a multiple of {UNIT} numbers; this model has heads of {unfit}."
+        elif not full:
+            why = "All its layers see a window of tokens, and such layers keep 8 bits."
+        if why:
+            what = f"--kv-cache-dtype {kv_dtype} is not supported for {self.spec.architecture}."
+            raise UnsupportedOption(what, why, "--kv-cache-dtype int8", param="kv_cache_dtype")
+        if len(full) < len(groups):
+            self.notes.append("Layers with a window keep keys and values in 8 bits: they hold few tokens.")
 
     def _refuse_prompt_embeds(self) -> None:
         if self.config.enable_prompt_embeds and self.spec.per_layer_input is not None:
