@@ -141,8 +141,8 @@ def summary(result: TuningResult, out: TextIO) -> None:
         f"of {result.grid_size} combinations",
         file=out,
     )
-    if result.agreement is not None:
-        print(f"KV cache in 8 bits: {result.agreement}", file=out)
+    for value, agreement in result.agreements.items():
+        print(f"KV cache in {value}: {agreement}", file=out)
     if result.pick is None:
         return
     print(f"\nPick    {result.pick.flags or 'the defaults'}\n        {gain_in_words(result)}", file=out)

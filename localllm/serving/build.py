@@ -12,9 +12,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,7 +92,9 @@ def build_engine(
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
         undo.callback(executor.close)
         with report_phase("memory", on_phase) as report:
+            warning = _check_kv_cache(executor, config, plan, found.path, spec, hardware, tokenizer, report)
             runner, plan = executor.open_runner(config, plan, hardware, report)
+            plan = replace(plan, notes=(*plan.notes, warning)) if warning else plan
             report(f"blocks: {plan.blocks_in_words}")
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
@@ -318,6 +322,56 @@ def _executor(
     from localllm.runner.executor import LocalExecutor
 
     return LocalExecutor.load(path, spec, config, plan, progress)
+
+
+def plan_again(
+    executor: Executor, spec: ModelSpec, plan: MemoryPlan, config: EngineConfig, hardware: Hardware
+) -> MemoryPlan:
+    """Plan another engine on weights that are loaded, which were laid out for `plan`'s devices and dtype. `hardware`
+    must count the weights as free memory. Raises `DoesNotFit`."""
+    from localllm.models.fit import plan_memory
+
+    config = replace(config, device=plan.device, dtype=plan.dtype)
+    return plan_memory(
+        config, spec, executor.weights_bytes, hardware, resident_bytes=executor.resident_bytes, ranks=plan.ranks
+    )
+
+
+def _check_kv_cache(
+    executor: Executor, config: EngineConfig, plan: MemoryPlan, path: Path, spec: ModelSpec, hardware: Hardware,
+    tokenizer: Tokenizer, report: PhaseReporter,
+) -> str:  # fmt: skip
+    """Compare the model's answers with a KV cache of 4 bits and with its own, in two small engines one after the other.
+    Return a warning; empty: the answers are the same, or the cache has more bits. Raises `UnsupportedOption`."""
+    from localllm.kernels.kv_format import KV_FORMATS
+    from localllm.serving.guard import ANSWER_LEN, agreement, guard_config, questions, require_agreement
+
+    if not KV_FORMATS[plan.kv_dtype].has_four_bits:
+        return ""
+    report(f"comparing answers with a KV cache in {plan.kv_dtype}")
+
+    @asynccontextmanager
+    async def opened(kv_cache_dtype: str) -> AsyncIterator[EngineClient]:
+        small = guard_config(config, plan, kv_cache_dtype)
+        runner, kept = executor.open_runner(
+            small, plan_again(executor, spec, plan, small, hardware), hardware, lambda text: None
+        )
+        loop, _, client = engine_parts(small, kept, path, spec, tokenizer, None, runner)
+        try:
+            await client.start()
+            yield client
+        finally:
+            await client.stop()
+            loop.runner.close()
+
+    with ThreadPoolExecutor(1, "localllm-guard") as thread:  # this one may have an event loop
+        compared = thread.submit(
+            agreement, partial(opened, "auto"), partial(opened, plan.kv_dtype), questions(tokenizer, plan), ANSWER_LEN
+        )
+        found = compared.result()
+    warning = require_agreement(found, plan.kv_dtype)
+    log.log(logging.WARNING if warning else logging.INFO, "kv cache dtype=%s agreement: %s", plan.kv_dtype, found)
+    return warning
 
 
 def _log_memory(memory: MemoryReport) -> MemoryReport:

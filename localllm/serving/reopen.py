@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.config.settings import EngineConfig
-from localllm.serving.build import capacity, engine_parts, require_context
+from localllm.serving.build import capacity, engine_parts, plan_again, require_context
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
@@ -44,13 +44,8 @@ class BareModel:
 
         Device and dtype stay as before, since the weights are laid out for them.
         """
-        from localllm.models.fit import plan_memory
-
-        served, resident = self.served, self.executor.resident_bytes
-        config = replace(config, device=served.plan.device, dtype=served.plan.dtype)
-        plan = plan_memory(
-            config, served.spec, self.weights_bytes, hardware, resident_bytes=resident, ranks=served.plan.ranks
-        )
+        served = self.served
+        plan = plan_again(self.executor, served.spec, served.plan, config, hardware)
         return replace(plan, notes=served.plan.notes)
 
     def close(self) -> None:

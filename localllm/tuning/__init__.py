@@ -3,6 +3,6 @@
 bench.py load_client.py report.py workload.py   measure a server or an engine under a known load
 goals.py space.py                               what to optimise, and which settings may change
 trial.py drive.py figures.py                    one trial of settings, on weights that stay loaded
-search.py agreement.py soak.py                  which settings to try next; checks that a pick has to pass
+search.py soak.py                               which settings to try next; a check that a pick has to pass
 run.py profile.py words.py                      the whole run; the saved profile; the printed texts
 """

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from localllm.errors import DeviceLost, LocalLLMError
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
-from localllm.tuning.agreement import Agreement, agreement
+from localllm.serving.guard import Agreement
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
@@ -107,7 +107,7 @@ class TuningResult:
     gain: float | None  # relative gain of the pick over the start; None: not both were measured in full
     is_clear: bool  # the gain is more than repeated measurements differ
     soak: SoakReport | None
-    agreement: Agreement | None  # result of the 8-bit KV cache check, if one ran
+    agreements: Mapping[str, Agreement]  # of the checked values of kv_cache_dtype
     grid_size: int
     seconds: float
     was_cancelled: bool = False
@@ -143,7 +143,7 @@ class TuningRun:
     events: list[Event] = field(default_factory=list)
     result: TuningResult | None = None
     trials: list[Trial] = field(default_factory=list)
-    agreement: Agreement | None = None
+    agreements: dict[str, Agreement] = field(default_factory=dict)
     searched: Space | None = None  # the search space, without what the guard removed
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -203,24 +203,25 @@ class TuningRun:
             self.goal = self.goal.scaled_to(round_s, self.options.trial_s)
 
     def _without_lossy_cache(self, space: Space, start: Mapping[str, Any]) -> Space:
-        """Remove the 8-bit KV cache from the space if it changes answers. Checked once, before the search."""
+        """Remove the KV caches from the space that change answers. Checked once, before the search."""
         axis = next((axis for axis in space.axes if axis.name == "kv_cache_dtype"), None)
         if axis is None:
             return space
-        self._emit(PhaseBegan("guard", f"does a KV cache in {axis.values[1]} give the same output?"))
-        try:
-            self.agreement = agreement(
-                self.runner, {**start, "kv_cache_dtype": "auto"}, {**start, "kv_cache_dtype": axis.values[1]}
-            )
-        except DeviceLost:
-            raise
-        except (LocalLLMError, MemoryError, RuntimeError) as error:  # the guess fails; the search will report it
-            clear_tracebacks(error)
-        finally:
-            release_cached_memory()
-        if self.agreement is not None and self.agreement.is_enough:
-            return space
-        return Space(tuple(each for each in space.axes if each is not axis))
+        kept = [axis.values[0]]
+        for value in axis.values[1:]:
+            self._emit(PhaseBegan("guard", f"does a KV cache in {value} give the same output?"))
+            try:
+                found = self.runner.agreement({**start, axis.name: "auto"}, {**start, axis.name: value})
+                self.agreements[value] = found
+                kept += [value] if found.is_enough else []
+            except DeviceLost:
+                raise
+            except (LocalLLMError, MemoryError, RuntimeError) as error:  # the guess fails; the search will report it
+                clear_tracebacks(error)
+            finally:
+                release_cached_memory()
+        left = (replace(axis, values=tuple(kept)),) if len(kept) > 1 else ()
+        return Space((*(each for each in space.axes if each is not axis), *left))
 
     def _search(self, space: Space, start: Mapping[str, Any], before_s: float) -> SearchRanking:
         floor = self.floor(space)
@@ -330,7 +331,7 @@ class TuningRun:
             gain=found.gain if found is not None and is_first else None,
             is_clear=found is not None and is_first and found.is_clear,
             soak=soaked,
-            agreement=self.agreement,
+            agreements=self.agreements,
             grid_size=space.size,
             seconds=seconds,
             was_cancelled=self.is_cancelled,

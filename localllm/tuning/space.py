@@ -36,7 +36,7 @@ def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collecti
     """Return the space. plan: the planner's plan for `config`. fixed: fields that the user has set."""
     kind = "cpu" if plan.device == "cpu" else "cuda"
     axes = [_seqs(goal, kind), Axis("max_num_batched_tokens", TOKENS_CPU if kind == "cpu" else TOKENS_GPU)]
-    axes.append(Axis("kv_cache_dtype", ("auto", EIGHT_BITS[kind])))
+    axes.append(Axis("kv_cache_dtype", ("auto", EIGHT_BITS[kind], "k8v4")))
     if kind == "cuda":
         axes += [Axis("gpu_memory_utilization", UTILIZATIONS), Axis("enforce_eager", (False, True))]
     elif _is_tight(goal, plan, max_position):

@@ -11,26 +11,30 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from localllm.config.settings import EngineConfig, Settings
+from localllm.engine.client import EngineClient
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed, UnsupportedOption
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
 from localllm.serving.build import build_engine
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
+from localllm.serving.guard import Agreement, agreement
 from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import ServedModel
 from localllm.tuning.drive import Cancelled, DeadlineExceeded, LoadMonitor, MemoryRanLow, drive, running
 from localllm.tuning.figures import Fate, LoadMetrics, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
-from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest, own_text
+from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, PromptSource, Workload, WorkloadRequest, own_text
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
 
+GUARD_PROMPTS, GUARD_PROMPT_LEN, GUARD_ANSWER_LEN = 6, 48, 24
 WARM_UP = WorkloadRequest(tuple(range(1, 9)), 4)
 
 Stop = Callable[[], bool]
@@ -69,6 +73,13 @@ class TrialRunner:
     def open(self, settings: Mapping[str, Any]) -> ServedModel:
         """Open an engine with these settings; the caller drives it and calls `close_engine`. Raises as `plan` does."""
         return open_engine(self.bare, replace(self.config, **settings))
+
+    def agreement(self, base: Mapping[str, Any], changed: Mapping[str, Any], seed: int = 0) -> Agreement:
+        """Compare the answers under two settings. Raises what opening either engine raises."""
+        source = PromptSource(seed, self.vocab_size)
+        prompts = [source.prompt(GUARD_PROMPT_LEN) for _ in range(GUARD_PROMPTS)]
+        ours, theirs = (partial(_running_with, self, settings) for settings in (base, changed))
+        return agreement(ours, theirs, prompts, GUARD_ANSWER_LEN)
 
     def refusal(self, settings: Mapping[str, Any], goal: Goal, floor: int) -> tuple[Predicted | None, Fate | None, str]:
         """Return a trial's prediction, and the fate and reason if arithmetic already rules the trial out."""
@@ -134,6 +145,10 @@ class TrialRunner:
             return figures
         grown_bytes = figures.peak_bytes - held_bytes  # during the trial: the interpreter and libraries do not count
         return replace(figures, peak_bytes=self.bare.weights_bytes + grown_bytes)
+
+
+def _running_with(runner: TrialRunner, settings: Mapping[str, Any]) -> AbstractAsyncContextManager[EngineClient]:
+    return running(runner.open(settings))
 
 
 def _load(settings: Settings, on_phase: OnPhase) -> BareModel:

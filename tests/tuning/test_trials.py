@@ -14,7 +14,6 @@ from localllm.engine.client import EngineClient
 from localllm.runner.runner import TorchRunner
 from localllm.serving.served import ServedModel, WrongTask
 from localllm.tuning import drive, run
-from localllm.tuning.agreement import agreement
 from localllm.tuning.figures import LoadMetrics, Trial, pareto
 from localllm.tuning.goals import GoalLimits, goal_of
 from localllm.tuning.run import (
@@ -159,10 +158,10 @@ def test_a_limit_that_is_broken_is_told_with_its_figures(runner: TrialRunner) ->
 
 
 def test_a_cache_that_says_the_same_agrees_wholly(runner: TrialRunner, opened: list[TorchRunner]) -> None:
-    same = agreement(runner, {}, {"max_num_batched_tokens": 64})
+    same = runner.agreement({}, {"max_num_batched_tokens": 64})
     assert same.share == 1.0
     assert same.is_enough
-    assert 0.0 <= agreement(runner, {}, {"kv_cache_dtype": "fp8"}).share <= 1.0
+    assert 0.0 <= runner.agreement({}, {"kv_cache_dtype": "fp8"}).share <= 1.0
 
 
 def test_a_soak_fills_the_context_and_loses_nothing(runner: TrialRunner, opened: list[TorchRunner]) -> None:

@@ -107,7 +107,7 @@ def job(*, with_pick: bool = True) -> Job:
     soaked = SoakReport(20.0, 61, 12, 0, 40960, 6 * GIB, 3)
     pick = trials[11] if with_pick else None
     made.result = TuningResult(
-        goal, pick, trials[0], tuple(trials), (), 0.02, 0.31, True, soaked, None, 96, 83.0, was_cancelled=False
+        goal, pick, trials[0], tuple(trials), (), 0.02, 0.31, True, soaked, {}, 96, 83.0, was_cancelled=False
     )
     if with_pick:
         key = ProfileKey("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")

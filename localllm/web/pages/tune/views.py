@@ -424,8 +424,7 @@ def notes(job: Job) -> tuple[str, ...]:
     if result is None:
         return ()
     found = [f"Measured with requests of {result.goal.lengths}."] if not result.goal.fills_context else []
-    if result.agreement is not None:
-        found.append(f"8-bit KV cache: {result.agreement}.")
+    found += [f"KV cache in {value}: {agreement}." for value, agreement in result.agreements.items()]
     return tuple(found)
 
 
