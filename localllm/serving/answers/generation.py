@@ -20,7 +20,7 @@ from msgspec import structs
 
 from localllm.engine.acceptance import DraftCounts
 from localllm.engine.admission import child_id
-from localllm.engine.beam_client import beam_batches
+from localllm.engine.beam_search import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import ExplainedMiss, GenerationEvent, Timings, Usage, most_missed
 from localllm.engine.params import SamplingParams
