@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from localllm.engine.media import EncoderStore
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import Hit
-from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.preemption import OutputReserve
 from localllm.engine.prompt_history import OFF, PromptHistory
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State

@@ -3,7 +3,7 @@
 One token budget per step covers everything. The work of a request is the difference of its counters (request.py), so
 there is no prefill mode and no decode mode. Decodes are scheduled first, one token each, so that a long prompt never
 stalls running streams; prompts share the rest of the budget (prefill.py). A waiting request is admitted when its
-*whole* prompt fits in addition to the expected needs of the running ones (output_reserve.py). If a running request
+*whole* prompt fits in addition to the expected needs of the running ones (preemption.py). If a running request
 cannot grow, the youngest request is preempted: it frees its blocks and waits again.
 If the model runs in pipeline stages, the requests form cohorts: a request is in one sampling step at a time, and a step
 takes an equal share of the requests that decode. Chunks of a prompt follow each other through the stages at once.
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, fits, plus
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.preemption import Preemption
 from localllm.engine.prefill import PromptPace, chunk_length, prefill_shares, whole_chunks
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import BACKGROUND_PRIORITY, Request, State
@@ -95,7 +96,7 @@ class Scheduler:
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._prefilled: Sequence[Request] = ()  # requests of the last step that may hold a chunk before their windows
         self._num_cohorts = config.num_cohorts
-        self._reserve = self.table.reserve
+        self._preemption = Preemption(cache, self.table.reserve, self.running, support.lookahead)
         self._pace = PromptPace(config.target_step_s)
         self._step_id = 0
 
@@ -152,7 +153,7 @@ class Scheduler:
         """Plan the next step. Return None if there is nothing to launch now."""
         started_s = now_s()
         step = _StepBuilder(self.config.max_num_batched_tokens, encoder_budget=self.config.encoder_budget)
-        self._reserve.on_step()
+        self.table.reserve.on_step()
         self.cache.begin_step()
         for request in self._prefilled:
             self.cache.drop_unread(request)
@@ -179,45 +180,11 @@ class Scheduler:
         return plan
 
     def _make_room_for_an_urgent_request(self, step: _StepBuilder) -> None:
-        """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken. Background
-        requests are also preempted for their blocks, as many as it takes, but only if that is enough."""
-        head = self._head()
-        if head is None or head.num_in_flight_tokens or not self.running:
-            return
-        victim = self._victim()
-        if head.priority >= victim.priority:
-            return
-        is_background, ledger = victim.priority == BACKGROUND_PRIORITY, self.ledger
-        if self.table.free_slots and not is_background:
-            return
-        hit = self.cache.find(head)
-        if self.cache.is_being_computed(head, hit, self.running):
-            return
-        # A request enters with room for its expected output, and without it where it runs alone.
-        wanted: list[tuple[int, int | None]] = [(head.num_tokens, None)]
-        if is_background:
-            wanted.insert(0, (self._reserve.num_tokens(head), head.priority))
-        for num_tokens, priority in wanted:
-            need = plus(ledger.needs(self._end_of_blocks(head, num_tokens)), ledger.taken_by_hit(hit))
-            victims = self._victims_for(head, need, self._spare_blocks(priority))
-            if victims is not None:
-                for each in victims:
-                    self._preempt(each, step)
-                step.preempted = False  # no row is planned yet, so the waiting request may enter in this step
-                return
-
-    def _victims_for(self, head: Request, need: Counts, room: Counts) -> list[Request] | None:
-        """Return the requests whose slot and blocks a waiting request takes: one for its slot, and as many background
-        requests as it needs blocks. None: they would not be enough. room: blocks that are free already."""
-        victims = list[Request]()
-        for each in sorted(self.running, key=lambda one: (one.priority, one.sequence), reverse=True):
-            if (self.table.free_slots or victims) and fits(need, room):
-                break
-            if each.priority <= head.priority or (victims and each.priority != BACKGROUND_PRIORITY):
-                break
-            room = plus(room, each.num_held_blocks)
-            victims.append(each)
-        return victims if fits(need, room) else None
+        """Preempt running requests for a more urgent waiting one (preemption.py)."""
+        if (head := self._head()) is not None:
+            for victim in self._preemption.victims_for(head, has_free_slot=bool(self.table.free_slots)):
+                self._preempt(victim, step)
+            step.preempted = False  # no row is planned yet, so the waiting request may enter in this step
 
     def _set_num_drafts(self, speculation: Speculation) -> None:
         """Set how many drafts each request that decodes in this step has."""
@@ -355,7 +322,7 @@ class Scheduler:
                 return 0
         if count > 1:
             count = cache.end_of_row(request, start + count) - start
-        end_of_blocks = self._end_of_blocks(request, start + count)
+        end_of_blocks = self._preemption.end_of_blocks(request, start + count)
         blocks = cache.grow(request, end_of_blocks)
         if not blocks:
             if blocks is None:
@@ -407,7 +374,7 @@ class Scheduler:
         """Preempt requests until a running one has blocks up to position `end`, and return its new blocks.
         None: it was itself preempted, or ended."""
         while (blocks := self.cache.grow(request, end)) is None:
-            victim = self._victim()
+            victim = self._preemption.victim()
             if victim is request and len(self.running) == 1:
                 self.fail(request, self._exhausted(request))
                 return None
@@ -416,13 +383,6 @@ class Scheduler:
                 return None
         return blocks
 
-    def _end_of_blocks(self, request: Request, end: int) -> int:
-        """Return the position up to which a request needs blocks for a row that ends at `end`: a drafter also keeps
-        keys and values of the token behind it, unless the request ends there."""
-        if not self._lookahead:
-            return end
-        return max(end, min(end + 1, request.prompt_len + request.max_output_tokens - 1))
-
     def _grow_ahead(self, request: Request, count: int) -> BlockIds:
         """Return new blocks for the positions that a drafter writes to behind the tokens of a decoding request; none if
         others may need the free blocks."""
@@ -430,10 +390,6 @@ class Scheduler:
             return ()
         end = request.num_computed_tokens + count + self._lookahead
         return self.cache.grow(request, min(end, request.prompt_len + request.max_output_tokens)) or ()
-
-    def _victim(self) -> Request:
-        """Return the request to preempt: the youngest of the least urgent ones."""
-        return max(self.running, key=lambda request: (request.priority, request.sequence))
 
     def _preempt(self, request: Request, step: _StepBuilder) -> None:
         """Preempt a running request, and take its row out of the step under construction.
@@ -458,7 +414,7 @@ class Scheduler:
         """
         found: list[_Prefill] = []
         filled, num_beyond, num_hit_blocks = sum(each.wanted for each in running), 0, 0
-        ledger = self.ledger
+        ledger, preemption = self.ledger, self._preemption
         entering = (0,) * len(ledger.pools)  # blocks of the found requests, including the reserve for their outputs
         spare: dict[int, Counts] = {}  # blocks by priority: nothing here changes them
         for request in tuple(self.waiting):
@@ -477,17 +433,15 @@ class Scheduler:
                 break
             if self.cache.is_being_computed(request, hit, self.running):
                 continue
-            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running or self.cache.is_loading)
-            end = self._end_of_blocks(request, request.num_tokens)
-            least, most = (plus(taken, ledger.needs(max(end, n))) for n in (end, self._reserve.num_tokens(request)))
-            alone = plus(taken, ledger.needs_alone(end))
+            least, most, alone = preemption.needs(request, hit)
+            is_alone = not (found or self.running or self.cache.is_loading)
             if is_alone and not self.launched and not fits(alone, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
             if request.priority not in spare:
-                spare[request.priority] = self._spare_blocks(request.priority)
+                spare[request.priority] = preemption.spare_blocks(request.priority)
             if not fits(plus(entering, least if is_alone else most), spare[request.priority]):
-                if found or not self._enters_on_trial(request, least):
+                if found or not preemption.enters_on_trial(request, least):
                     break
                 most = ledger.capacity  # no other request may be admitted with it
             if self.cache.loads(request, hit, begins=not found):
@@ -498,26 +452,6 @@ class Scheduler:
             entering = plus(entering, most)
             filled += wanted
         return found
-
-    def _enters_on_trial(self, request: Request, blocks: Counts) -> bool:
-        """Return whether a request without room for its expected output may be admitted nevertheless."""
-        if not self._reserve.allows_trial or not fits(blocks, self._spare_blocks(None)):
-            return False
-        self._reserve.on_trial(request, len(self.running))
-        return True
-
-    def _spare_blocks(self, priority: int | None) -> Counts:
-        """Return the free blocks that running requests will not need for their prompts or, as expected, their outputs.
-
-        priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
-        outputs count.
-        """
-        ends = list[tuple[Request, int]]()
-        for request in self.running:
-            counts = priority is not None and request.priority <= priority
-            end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            ends.append((request, self._end_of_blocks(request, end)))
-        return self.cache.free_beside(ends)
 
     def _enter(self, request: Request, hit: Hit, limit: int, step: _StepBuilder) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
@@ -534,7 +468,9 @@ class Scheduler:
             count = self._end_within_media(request, start, start + count, step) - start
             if not count:
                 return 0
-        if not self.ledger.can_enter(hit, self.ledger.blocks_for(self._end_of_blocks(request, start + count))):
+        if not self.ledger.can_enter(
+            hit, self.ledger.blocks_for(self._preemption.end_of_blocks(request, start + count))
+        ):
             self.table.encoded.release_all(request.request_id)
             return 0  # a windowed group is short of blocks until its windows have moved on
         new = self.table.admit(request, hit)
