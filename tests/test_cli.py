@@ -167,9 +167,9 @@ def test_help_needs_nothing_heavy() -> None:
         ),
         ("up --no-browser", 2, "Unknown flag --no-browser.\nDid you mean --no-open-browser?"),
         (
-            "up --swap-space 4",
+            "up --num-gpu-blocks-override 4",
             2,
-            "--swap-space is not supported.\nUse kv_offloading_size: ",
+            "--num-gpu-blocks-override is not supported.\nUse kv_cache_memory_bytes ",
         ),
         ("serve demo --kv-transfer-config={}", 2, "--kv-transfer-config is not supported."),
         ("up --speculative mtpp", 2, "--speculative mtpp is out of range."),

@@ -349,7 +349,7 @@ def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
     [
         ({"max_modl_len": 8}, ConfigError, "LLM has no argument 'max_modl_len'. Did you mean max_model_len?"),
         ({"kv_cache_dtype": "fp4"}, ConfigError, "kv-cache-dtype fp4 is out of range"),
-        ({"swap_space": 4}, UnsupportedOption, "swap_space is not supported."),
+        ({"cpu_offload_gb": 4}, UnsupportedOption, "cpu_offload_gb is not supported."),
         ({"enable_chunked_prefill": False}, UnsupportedOption, "enable_chunked_prefill=False is not supported."),
         ({"max_num_seqs": 0}, ConfigError, "max-num-seqs 0 is out of range"),
         ({"dtype": "float8"}, ConfigError, "dtype"),

@@ -13,7 +13,7 @@ import time
 
 from localllm.cli.server import add_server
 from localllm.cli.server_stats import ModelStats, ServerStats, StatsPoller, last_words, shown
-from localllm.units import format_count, format_rate, format_seconds
+from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
 EVERY_S = 0.5
 LINES_EVERY_S = 2.0
@@ -80,11 +80,13 @@ def line_of(model: ModelStats) -> str:
     drafts = "drafts=off"
     if seen.is_on:
         drafts = f"tokens_per_step={seen.tokens_per_row:.2f} drafts_accepted={seen.acceptance:.0%}"
+    stores = stats.tiers.stores
+    kept = "".join([f" kv_{store.name}={format_bytes(store.used_bytes).replace(' ', '')}" for store in stores])
     ranks_up = f" ranks_up={sum(rank.is_up for rank in ranks)}/{len(ranks)}" if ranks else ""
     return (
         f"{model.state} running={stats.num_running} waiting={stats.num_waiting} "
         f"generation={format_rate(stats.decode_tokens_per_s, '').strip()} "
         f"prompt={format_rate(stats.prefill_tokens_per_s, '').strip()} "
-        f"kv={stats.kv_usage:.0%} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles} {drafts} "
+        f"kv={stats.kv_usage:.0%}{kept} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles} {drafts} "
         f"generated={format_count(stats.generation_tokens).replace(',', '')}{ranks_up}"
     )

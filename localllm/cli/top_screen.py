@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from localllm.cli.server_stats import LATENCIES, ModelStats, ServerStats, StatsPoller, last_words, shown
-from localllm.engine.stats import EngineStats, SpeculationStats
+from localllm.engine.stats import EngineStats, SpeculationStats, TierStats
 from localllm.engine.step import RankStats, RunnerStats
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -72,7 +72,7 @@ def _model(model: ModelStats) -> list[RenderableType]:
     if stats is None:
         return [head]
     head.append(f" · up {format_seconds(stats.uptime_s)}", style="dim")
-    parts = [head, _figures(stats), _kv(stats), _drafts(stats.speculation), _latency(model)]
+    parts = [head, _figures(stats), _kv(stats), *_stores(stats.tiers), _drafts(stats.speculation), _latency(model)]
     if stats.runner.ranks:
         parts += _ranks(stats.runner)
     return [*parts, _requests(stats)] if stats.requests else parts
@@ -103,6 +103,23 @@ def _kv(stats: EngineStats) -> Text:
     bar.append("·" * max(0, BAR - used - cached), style="dim")
     counts = f"{format_count(stats.used_blocks)} of {format_count(stats.total_blocks)} blocks"
     return bar.append(f"  {stats.kv_usage:.0%}  {counts}, {format_count(stats.cached_blocks)} reusable")
+
+
+def _stores(tiers: TierStats) -> list[Text]:
+    """Draw a bar of each tier: blocks of preempted requests, other blocks, and what is free."""
+    lines = []
+    for store in tiers.stores:
+        total, held = store.capacity_bytes or 1, tiers.held_bytes if store.name == "ram" else 0
+        used, own = round(BAR * min(1, store.used_bytes / total)), round(BAR * min(held, store.used_bytes) / total)
+        line = Text({"ram": "KV in RAM ", "disk": "KV on disk"}[store.name])
+        line.append("█" * own, style="green").append("▒" * (used - own), style="cyan")
+        line.append("·" * (BAR - used), style="dim")
+        sizes = f"{format_bytes(store.used_bytes)} of {format_bytes(store.capacity_bytes)}"
+        swaps = (
+            f", {format_count(tiers.num_swapped_out)} swapped" if tiers.num_swapped_out and store.name == "ram" else ""
+        )
+        lines.append(line.append(f"  {sizes}, {format_count(store.hit_tokens)} tokens read{swaps}"))
+    return lines
 
 
 def _drafts(seen: SpeculationStats) -> Text:

@@ -214,6 +214,9 @@ class EngineConfig:
         None, MEMORY, "RAM for KV blocks that have left the cache, in GiB", unit="GiB", low=0,
         aliases=("--kv-offload-gib",), unset="an eighth of the free RAM up to 8 on a GPU, 0 on a CPU",
         note="they come back when a prompt begins alike, and after a preemption")
+    swap_space: float | None = setting(
+        None, MEMORY, "of that RAM, what preempted requests may hold until they run again, in GiB", unit="GiB", low=0,
+        unset="half of it", note="more than kv_offloading_size makes it as large; 0: their KV may be computed again")
     kv_disk_gib: float = setting(
         0.0, MEMORY, "disk for KV blocks, in GiB", unit="GiB", low=0,
         note="prompts are found there after a restart; what is kept can be turned back into text: localllm kv clear")

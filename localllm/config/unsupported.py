@@ -40,7 +40,6 @@ UNSUPPORTED: dict[str, str] = {
     "calculate_kv_scales": "An fp8 cache uses scale 1; an int8 cache computes a scale for each token.",
     "num_gpu_blocks_override": "Use kv_cache_memory_bytes to set the size of the KV cache.",
     "prefix_caching_hash_algo": "Blocks are always hashed with BLAKE2b.",
-    "swap_space": "Use kv_offloading_size: a preempted request finds its blocks in the same memory.",
     "cpu_offload_gb": _LATER,
     "mlock": _LATER,
     "mmap": "Weights are always memory-mapped.",

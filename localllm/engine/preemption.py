@@ -24,6 +24,8 @@ SPACING = 1.5
 """Time between two trials, as a multiple of (steps of one output / running requests)."""
 PAUSE = 0.25
 """Time without trials after a preemption, as a share of the steps of one output."""
+PRESSURE_STEPS = 2
+"""Steps after a preemption in which admission leaves a block more to each running request."""
 
 
 class OutputReserve:
@@ -71,6 +73,15 @@ class Preemption:
         drafter writes to."""
         self._cache, self._ledger, self._reserve, self._running = cache, cache.ledger, reserve, running
         self._lookahead = lookahead
+        self._steps_under_pressure = 0  # that are left
+
+    def on_step(self) -> None:
+        self._steps_under_pressure -= 1
+        self._reserve.on_step()
+
+    def on_pressure(self) -> None:
+        """Note that a request was preempted for the blocks that a running one needs."""
+        self._steps_under_pressure = PRESSURE_STEPS
 
     def victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -127,14 +138,16 @@ class Preemption:
         """Return the free blocks that running requests will not need for their prompts or, as expected, their outputs.
 
         priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
-        outputs count.
+        outputs count. For some steps after a preemption each running request keeps a block more, so that what was
+        preempted does not come back to be preempted again.
         """
         ends = list[tuple[Request, int]]()
         for request in self._running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
             ends.append((request, self.end_of_blocks(request, end)))
-        return self._cache.free_beside(ends)
+        is_tight = self._steps_under_pressure > 0
+        return self._cache.free_beside(ends, len(ends) if is_tight else 0)
 
     def end_of_blocks(self, request: Request, end: int) -> int:
         """Return the position up to which a request needs blocks for a row that ends at `end`: a drafter also keeps

@@ -59,6 +59,8 @@ BACKGROUND_PRIORITY = 2**63
 """Priority of background requests. It is above every priority that a client can send, which is a signed integer of 64
 bits: a smaller one runs first."""
 
+MOST_EVENTS = 24
+
 NEVER = 2**31
 """Larger than any request's number of blocks.
 As `num_registered_blocks` it keeps further blocks from being registered."""
@@ -92,13 +94,13 @@ class Request:
 
     __slots__ = (
         "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
-        "cache_extras", "cache_miss", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
+        "cache_extras", "cache_miss", "draft_token_ids", "dry_breakers", "eos_token_ids", "events", "finish_reason",
         "finished_s", "first_token_s", "grammar", "has_loaded",
         "hash_root", "held_state", "is_redrawn", "last_proposed", "last_token_s", "max_drafts",
         "max_output_tokens", "media", "most_unseen", "next_drop",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_loaded_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed",
-        "num_registered_blocks",
+        "num_registered_blocks", "num_swaps",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
         "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "spans", "state", "stop_token_ids",
         "token_ids",
@@ -125,8 +127,7 @@ class Request:
         self.params = params
         self.options = options
         self.token_ids = array("i", prompt_token_ids)
-        self.prompt_len = len(self.token_ids)
-        self.max_output_tokens = max_output_tokens
+        self.prompt_len, self.max_output_tokens = len(self.token_ids), max_output_tokens
         self.eos_token_ids = eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
@@ -134,8 +135,8 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.dry_breakers = dry_breakers
         self.priority = options.priority  # the scheduler ignores it under the policy fcfs
-        self.grammar, self.reports_progress = grammar, reports_progress
-        self.prompt_embeds, self.media = prompt_embeds, media
+        self.grammar, self.reports_progress, self.prompt_embeds = grammar, reports_progress, prompt_embeds
+        self.media = media
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
         self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
         self.spans = _input_spans(self.prompt_len, prompt_embeds, media)
@@ -163,9 +164,9 @@ class Request:
         self.is_redrawn = False  # its rows in flight are void, since its grammar refused a token before them
         self.next_drop = 0  # position from which on a windowed group's next block is not read any more
         self.block_hashes: list[bytes] = []
-        self.hash_root = b""
-        self.num_registered_blocks = 0
+        self.hash_root, self.num_registered_blocks = b"", 0
         self.num_preemptions = self.num_loaded_tokens = 0  # the latter: tokens whose KV came from a tier
+        self.num_swaps = 0  # preemptions after which its blocks were kept in RAM
         self.has_loaded = False  # since it was last admitted, it has been looked up in the tiers
         self.num_lost_tokens = 0  # tokens whose KV existed at a preemption
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -175,6 +176,7 @@ class Request:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.finished_s: float | None = None
+        self.events: list[tuple[str, float]] = []  # the first preemptions, swaps and loads, in order
         self.finish_reason: str | None = None
 
     @property
@@ -213,6 +215,11 @@ class Request:
     def is_private(self) -> bool:
         """Return whether its KV must not be written to a disk."""
         return self.options.cache_salt is not None or self.options.keeps_no_copy
+
+    def note(self, event: str, at_s: float) -> None:
+        """Add an event to the timeline, which keeps the first ones. at_s: as `now_s` of recorder.py says."""
+        if len(self.events) < MOST_EVENTS:
+            self.events.append((event, at_s))
 
     def drop_drafts(self) -> None:
         """Forget all drafts: the host's, and the ones that the runner had ready."""
@@ -259,6 +266,8 @@ class Request:
             miss_position=0 if miss is None else miss.position,
             num_missed_tokens=0 if miss is None else miss.num_tokens,
             num_loaded_tokens=self.num_loaded_tokens,
+            num_swaps=self.num_swaps,
+            events=tuple(self.events),
         )
 
     def __repr__(self) -> str:

@@ -116,7 +116,7 @@ class RequestTable:
             return None
         self.waiting.remove(request)
         size = self.config.block_size
-        cached = hit.num_blocks * size
+        cached = hit.num_tokens(size)
         request.num_computed_tokens = cached
         if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
             request.num_cached_tokens = cached
@@ -124,6 +124,8 @@ class RequestTable:
         request.slot = self.free_slots.pop()
         request.state, request.is_redrawn = State.RUNNING, False
         self.running.append(request)
+        if request.num_preemptions:
+            request.note("Runs again", now_s())
         self.recorder.on_admission(request, hit.num_kv_blocks * size)
         return NewSlot(
             slot=request.slot,
@@ -153,6 +155,7 @@ class RequestTable:
         request.num_output_placeholders = 0
         request.drop_drafts()
         request.num_preemptions += 1
+        request.note("Preempted", now_s())
         self.recorder.num_preemptions += 1
         self.reserve.on_preemption()
         self.waiting.push(request)

@@ -153,7 +153,7 @@ class Scheduler:
         """Plan the next step. Return None if there is nothing to launch now."""
         started_s = now_s()
         step = _StepBuilder(self.config.max_num_batched_tokens, encoder_budget=self.config.encoder_budget)
-        self.table.reserve.on_step()
+        self._preemption.on_step()
         self.cache.begin_step()
         for request in self._prefilled:
             self.cache.drop_unread(request)
@@ -379,6 +379,7 @@ class Scheduler:
                 self.fail(request, self._exhausted(request))
                 return None
             self._preempt(victim, step)
+            self._preemption.on_pressure()
             if victim is request:
                 return None
         return blocks
@@ -401,6 +402,7 @@ class Scheduler:
         if entry is not None:
             step.budget += entry[1].num_scheduled_tokens + entry[1].num_reread
         step.preempted = True
+        self.cache.swap_out(request)
         self.table.preempt(request)
 
     # Waiting requests enter -----------------------------------------------------------------------------------
@@ -447,7 +449,7 @@ class Scheduler:
             if self.cache.loads(request, hit, begins=not found):
                 spare.clear()
                 continue
-            wanted = request.num_tokens - hit.num_blocks * self.config.block_size
+            wanted = request.num_tokens - hit.num_tokens(self.config.block_size)
             found.append(_Prefill(request, wanted, hit))
             entering = plus(entering, most)
             filled += wanted
@@ -457,7 +459,7 @@ class Scheduler:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
         admitted just before is computing their common prefix, or took the last slot for a recurrent state, or if a
         fixed chunk does not fit any more."""
-        start = hit.num_blocks * self.config.block_size
+        start = hit.num_tokens(self.config.block_size)
         reread = self._num_reread if start else 0
         count = min(request.num_tokens - start, limit - reread)
         if self.config.fixed_chunk:
@@ -564,11 +566,10 @@ class Scheduler:
         outputs = settle_step(self.table, step, result, self.speculation)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
         seconds = result.timings.forward_s + result.timings.sample_s
-        self.cache.settle(step.plan.step_id)
-        if self.cache.tiers is not None:
-            self.cache.tiers.costs.observe_prompt(_num_prompt_tokens(step.plan), seconds)
+        self.cache.settle(step.plan, seconds)
         if self.config.target_step_s:
-            self._pace.observe(_num_prompt_tokens(step.plan), seconds)
+            counts = [row.num_scheduled_tokens for row in step.plan.rows if not row.num_drafts]
+            self._pace.observe(sum([count for count in counts if count > 1]), seconds)
         if self.speculation is not None and step.plan.rows and all(row.is_decode for row in step.plan.rows):
             self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs
@@ -628,12 +629,6 @@ class Scheduler:
         if request.state is State.RUNNING and not request.num_output_placeholders and self.cache.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
             request.num_drafts = len(request.draft_token_ids)
-
-
-def _num_prompt_tokens(plan: StepPlan) -> int:
-    """Return the tokens of rows with more than one, without drafts."""
-    tokens = [row.num_scheduled_tokens for row in plan.rows]
-    return sum([count for count, row in zip(tokens, plan.rows, strict=True) if count > 1 and not row.num_drafts])
 
 
 def _num_verified(plan: StepPlan, result: StepResult) -> int:

@@ -83,6 +83,8 @@ class RequestTimeline:
     miss_position: int = 0  # prompt tokens before the place where the request left the earlier one
     num_missed_tokens: int = 0  # prompt tokens computed again that an earlier request had computed
     num_loaded_tokens: int = 0  # of the cached ones, and of those found after a preemption, read from a tier
+    num_swaps: int = 0  # preemptions after which its blocks were kept in RAM
+    events: tuple[tuple[str, float], ...] = ()  # the first preemptions, swaps and loads, with their times
 
     @property
     def missed_s(self) -> float | None:
@@ -231,6 +233,9 @@ class TierStats(NamedTuple):
     queried_tokens: int = 0  # prompt tokens that the cache did not have, looked up in the tiers
     hit_tokens: int = 0  # of those, the loaded ones
     num_resumed: int = 0  # preempted requests that came back from a tier
+    num_swapped_out: int = 0  # preemptions after which the blocks of a request were kept in RAM
+    num_swapped_in: int = 0  # of those, the ones after which nothing was computed again
+    held_bytes: int = 0  # of RAM that swapped requests hold
 
 
 NO_TIERS = TierStats()

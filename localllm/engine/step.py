@@ -106,10 +106,12 @@ class HostBlocks:
     """Contents of blocks on the host, each as bytes whose meaning only the runner knows: [N][bytes of a block].
 
     The runner sets `result` for blocks that leave the cache. It may be called on any thread once the move is launched,
-    and waits for a copy from a device.
+    and waits for a copy from a device. It sets `seconds`, the time that the copy took, which is known when the step's
+    result is; 0: not measured.
     """
 
     result: Callable[[], Sequence[Bytes]]
+    seconds: Callable[[], float] = lambda: 0.0
 
 
 class Move(NamedTuple):

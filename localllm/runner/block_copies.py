@@ -18,6 +18,7 @@ from torch import Tensor
 from localllm.engine.step import Bytes, HostBlocks, Move
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.kv_cache import KVCache
+from localllm.runner.readback import StepTimer
 
 
 class BlockCopies:
@@ -31,10 +32,12 @@ class BlockCopies:
 
     def apply(self, moves: Sequence[Move]) -> None:
         for move in moves:
+            timer = StepTimer(self._groups[move.group][0].device)
             if move.is_load:
                 self._copy_in(move)
             else:
                 move.host.result = self._copy_out(move).result
+            move.host.seconds = timer.stop().seconds
 
     def _copy_out(self, move: Move) -> HostBlocks:
         parts = self._groups[move.group]

@@ -518,16 +518,16 @@ def _kv_tiers(
     from localllm.engine.memory.block_stores import BlockStore, DiskStore, RamStore, Transfers, kv_folder
     from localllm.engine.memory.tiers import KVTiers
 
-    if not (plan.kv_ram_bytes or plan.kv_disk_bytes) or not config.enable_prefix_caching:
-        return None
+    why_none = "they have no names without --enable-prefix-caching" if not config.enable_prefix_caching else ""
     if not runner.block_bytes:
-        if not plan.kv_disk_bytes and config.kv_offloading_size is None:
-            return None
-        why = "it keeps recurrent states" if plan.num_places else "it is split over several ranks"
+        why_none = "it keeps recurrent states" if plan.num_places else "it is split over several ranks"
+    if why_none and (plan.kv_disk_bytes or config.kv_offloading_size or config.swap_space):
         raise UnsupportedOption(
-            "The KV blocks of this model stay in the cache.", f"They cannot be kept elsewhere: {why}.",
-            "Leave out --kv-disk-gib and --kv-offloading-size.", param="kv_disk_gib",
+            "The KV blocks of this model stay in the cache.", f"They cannot be kept elsewhere: {why_none}.",
+            "Leave out --kv-disk-gib, --kv-offloading-size and --swap-space.", param="kv_disk_gib",
         )  # fmt: skip
+    if why_none or not (plan.kv_ram_bytes or plan.kv_disk_bytes):
+        return None
     stores: list[BlockStore] = [RamStore(plan.kv_ram_bytes)] if plan.kv_ram_bytes else []
     if plan.kv_disk_bytes:
         folder = Path(config.kv_offload_dir).expanduser() if config.kv_offload_dir else kv_folder()
@@ -536,8 +536,8 @@ def _kv_tiers(
         except OSError as error:
             why, hint = f"{error.strerror or error}.", "Choose another --kv-offload-dir."
             raise ConfigError(f"KV blocks cannot be kept in {folder}.", why, hint, param="kv_offload_dir") from error
-    log.info("kv tiers ram=%d disk=%d", plan.kv_ram_bytes, plan.kv_disk_bytes)
-    return KVTiers(ledger, runner.block_bytes, Transfers(stores))
+    log.info("kv tiers ram=%d swap=%d disk=%d", plan.kv_ram_bytes, plan.kv_swap_bytes, plan.kv_disk_bytes)
+    return KVTiers(ledger, runner.block_bytes, Transfers(stores), plan.kv_swap_bytes)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

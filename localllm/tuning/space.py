@@ -25,9 +25,10 @@ UTILIZATIONS = (0.90, 0.95, 0.98)
 LEAST_CONTEXT = 2048  # the shortest context that long-context tries
 EIGHT_BITS = {"cpu": "int8", "cuda": "fp8"}
 LARGER_CACHES = (0.5, 0.9)  # shares of the memory that a CPU plan leaves unused, to add to the KV cache
+LARGER_TIER = 2.0  # times the default RAM for KV blocks
 TUNABLE = (
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes",
-    "enforce_eager", "max_model_len", "speculative",
+    "enforce_eager", "max_model_len", "speculative", "kv_offloading_size",
 )  # fmt: skip
 """Settings that a trial may change: all that do not affect the loaded weights."""
 
@@ -46,6 +47,8 @@ def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collecti
         axes.append(Axis("max_model_len", _lengths(plan.max_model_len)))
     if goal.repeats and config.speculative_config is None:
         axes.append(Axis("speculative", ("auto", "off")))
+    if goal.shared_len and kind == "cuda" and plan.kv_ram_bytes:  # a CPU's cache is in RAM already
+        axes.append(Axis("kv_offloading_size", (None, 0.0, LARGER_TIER * plan.kv_ram_bytes / 2**30)))
     open_axes = [axis for axis in axes if axis.name not in fixed]
     return Space(tuple(axis for axis in open_axes if axis.values != (getattr(config, axis.name),)))
 

@@ -19,7 +19,7 @@ from localllm.units import format_bytes, format_count
 SHORT = {  # setting -> its name in a line of a terminal
     "max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "kv_cache_dtype": "kv", "max_model_len": "context",
     "gpu_memory_utilization": "share", "kv_cache_memory_bytes": "kv bytes", "enforce_eager": "eager",
-    "speculative": "drafts",
+    "speculative": "drafts", "kv_offloading_size": "kv ram",
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ LABELS = {
     "max_num_seqs": "Requests at a time", "max_num_batched_tokens": "Tokens per step",
     "kv_cache_dtype": "KV cache type", "max_model_len": "Context", "gpu_memory_utilization": "Share of the GPU",
     "kv_cache_memory_bytes": "KV cache size", "enforce_eager": "CUDA graphs",
-    "speculative": "Drafts",
+    "speculative": "Drafts", "kv_offloading_size": "KV in RAM",
 }  # fmt: skip
 """Setting -> the head of its column."""
 
@@ -40,6 +40,8 @@ def setting_in_words(name: str, value: Any) -> str:
         return "automatic"
     if name == "kv_cache_memory_bytes":
         return format_bytes(value)
+    if name == "kv_offloading_size":
+        return f"{value:g} GiB"
     if name == "gpu_memory_utilization":
         return f"{value:.0%}"
     return format_count(value) if isinstance(value, int) else str(value)

@@ -252,15 +252,22 @@ class EngineCollector(Collector):
         hits = CounterMetricFamily(f"{OWN}kv_tier_hits", "Tokens whose KV was read there.", labels=labels)
         moved = CounterMetricFamily(f"{OWN}kv_transfer_bytes", "Bytes of KV blocks that moved.", labels=ways)
         seconds = CounterMetricFamily(f"{OWN}kv_transfer_seconds", "Time that it took a thread.", labels=ways)
+        text = "Preempted requests whose blocks were kept in RAM (out), and that continued with them (in)."
+        swaps = CounterMetricFamily(f"{OWN}num_swaps", text, labels=ways)
+        text = "Preemptions, by what becomes of the blocks: kept in RAM (swap), or computed again if they are reused."
+        modes = CounterMetricFamily(f"{OWN}preemptions", text, labels=[*LABELS, "mode"])
         for model, stats in self.engines:
-            own, moves = _labels(model, stats), stats.tiers.moves
+            own, moves, swapped = _labels(model, stats), stats.tiers.moves, stats.tiers.num_swapped_out
+            modes.add_metric([*own, "swap"], swapped)
+            modes.add_metric([*own, "recompute"], stats.num_preemptions - swapped)
             for store in stats.tiers.stores:
                 used.add_metric([*own, store.name], store.used_bytes)
                 hits.add_metric([*own, store.name], store.hit_tokens)
             for way in ("in", "out") if stats.tiers.stores else ():
                 moved.add_metric([*own, way], getattr(moves, f"bytes_{way}"))
                 seconds.add_metric([*own, way], getattr(moves, f"seconds_{way}"))
-        yield from (used, hits, moved, seconds)
+                swaps.add_metric([*own, way], getattr(stats.tiers, f"num_swapped_{way}"))
+        yield from (used, hits, moved, seconds, swaps, modes)
 
     def _steps_without_drafts(self) -> Metric:
         text = "Steps that generated without drafts, by reason."

@@ -184,9 +184,10 @@ def make_engine(
     most_drafts: int = 3,
     speculation_type: type[Speculation] = Speculation,
     transfers: PlannedTransfers | None = None,
+    swap_bytes: int | None = None,
     **config: object,
 ) -> SmallEngine:
-    """transfers: between the cache and the stores behind it; None: there are none.
+    """transfers: between the cache and the stores behind it; None: there are none. swap_bytes: see `KVTiers`.
     propose: drafts that the runner makes of a request's known tokens, at most so many; None: it makes none."""
     settings: dict[str, object] = {
         "max_num_seqs": 8,
@@ -202,7 +203,7 @@ def make_engine(
     states = StatePool(num_places) if num_places else None
     tiers = None
     if transfers is not None:
-        tiers = KVTiers(ledger, (16 * BLOCK_SIZE,) * len(windows), transfers, clock=transfers.clock)
+        tiers = KVTiers(ledger, (16 * BLOCK_SIZE,) * len(windows), transfers, swap_bytes, clock=transfers.clock)
     scheduler = Scheduler(
         limits,
         CacheManager(limits, ledger, BlockHasher(b"a model", BLOCK_SIZE), states, tiers),
@@ -349,7 +350,8 @@ def loading_blocks(scheduler: Scheduler, group: int) -> list[list[int]]:
         [block for g, block in load.kept if g == group] + [block for g, _, block in load.wanted if g == group]
         for load in loads
     ]
-    assert 2 * sum(map(len, held)) <= scheduler.ledger.pools[group].capacity
+    swapped = len(loads) == 1 and loads[0].request in tiers.swaps
+    assert sum(map(len, held)) <= scheduler.ledger.pools[group].capacity / (1 if swapped else 2)
     return held
 
 

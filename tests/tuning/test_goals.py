@@ -80,6 +80,18 @@ def test_drafts_are_searched_only_where_they_may_pay() -> None:
     assert "speculative" not in names("edit", replace(CONFIG, speculative_config='{"method": "ngram"}'))
 
 
+def test_ram_for_kv_blocks_is_searched_only_where_prompts_share_prefixes_on_a_gpu() -> None:
+    def sizes(goal: str, device: str = "cuda:0", ram: int = 4 * 2**30) -> list[object]:
+        plan = replace(PLAN, device=device, kv_ram_bytes=ram)
+        axes = space_of(GOALS[goal], plan, CONFIG, (), 8192).axes
+        return [value for axis in axes if axis.name == "kv_offloading_size" for value in axis.values]
+
+    assert sizes("agents") == [None, 0.0, 8.0]
+    assert not any(sizes(goal) for goal in GOALS if goal != "agents")
+    assert not sizes("agents", "cpu")
+    assert not sizes("agents", ram=0)
+
+
 def test_limits_go_over_a_goals_own() -> None:
     assert goal_of("long-context").limits.max_ttft_s == 60.0
     assert goal_of("long-context", GoalLimits(max_ttft_s=5.0)).limits.max_ttft_s == 5.0

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from localllm.engine.memory.block_names import DIGEST_BYTES
 from localllm.engine.step import Bytes, HostBlocks
 from localllm.files.folders import cache_folder
 
@@ -74,13 +75,14 @@ class BlockStore(Protocol):
 
 
 class RamStore:
-    """Blocks in RAM."""
+    """Blocks in RAM. Those that swapped requests hold are not evicted."""
 
     name, is_private, accepts = "ram", True, True
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self._blocks: OrderedDict[Key, Bytes] = OrderedDict()
+        self._held: set[Key] = set()
         self._lock = threading.Lock()
 
     def __contains__(self, key: Key) -> bool:
@@ -90,12 +92,32 @@ class RamStore:
         if block.nbytes > self.capacity_bytes:
             return
         with self._lock:
-            if key in self._blocks:
-                return
-            while self.used_bytes + block.nbytes > self.capacity_bytes:
-                self.used_bytes -= self._blocks.popitem(last=False)[1].nbytes
-            self._blocks[key] = block.copy()
-            self.used_bytes += block.nbytes
+            if key in self._blocks or (len(key[1]) > DIGEST_BYTES and key not in self._held):
+                return  # there already, or the tail of a request that does not wait for it any more
+            for _ in range(len(self._blocks)):
+                if self.used_bytes + block.nbytes <= self.capacity_bytes:
+                    break
+                oldest = next(iter(self._blocks))
+                if oldest in self._held:
+                    self._blocks.move_to_end(oldest)
+                else:
+                    self.used_bytes -= self._blocks.pop(oldest).nbytes
+            if self.used_bytes + block.nbytes <= self.capacity_bytes:
+                self._blocks[key] = block.copy()
+                self.used_bytes += block.nbytes
+
+    def hold(self, keys: Iterable[Key]) -> None:
+        """Do not evict these blocks, which are here or are still to come."""
+        with self._lock:
+            self._held.update(keys)
+
+    def let_go(self, keys: Iterable[Key], forget: Iterable[Key]) -> None:
+        """Let blocks be evicted again, and drop those of `forget` at once."""
+        with self._lock:
+            self._held.difference_update(keys)
+            for key in forget:
+                if (block := self._blocks.pop(key, None)) is not None:
+                    self.used_bytes -= block.nbytes
 
     def get(self, key: Key) -> Bytes | None:
         with self._lock:
@@ -358,6 +380,7 @@ class BlocksWritten(NamedTuple):
     keys: Sequence[Entry | None]
     num_bytes: int
     seconds: float
+    first_s: float = 0.0  # of the seconds, until the fastest store had them
 
 
 class Transfers:
@@ -420,14 +443,16 @@ class Transfers:
         self._tell(BlockArrived(load, index, block, found, time.perf_counter() - started))
 
     def do_write(self, keys: Sequence[Entry | None], blocks: HostBlocks, num_bytes: int) -> None:
-        started = time.perf_counter()
+        started, first_s = time.perf_counter(), 0.0
         try:
-            for entry, row in zip(keys, blocks.result(), strict=True):
-                for store in self.stores if entry is not None else ():
+            rows = blocks.result()
+            for store in self.stores:
+                for entry, row in zip(keys, rows, strict=True):
                     if entry is not None and (store.is_private or not entry[1]):
                         store.put(entry[0], row)
+                first_s = first_s or time.perf_counter() - started
         finally:
-            self._tell(BlocksWritten(keys, num_bytes, time.perf_counter() - started))
+            self._tell(BlocksWritten(keys, num_bytes, time.perf_counter() - started, first_s))
 
     def _tell(self, news: BlockArrived | BlocksWritten) -> None:
         self.news.append(news)

@@ -5,6 +5,7 @@
     name_blocks         share the blocks that are full of accepted tokens
     drop_unread         give back what no later query of a windowed group reads
     release             give back everything
+    swap_out            keep the memory of a request outside of the cache until it runs again (swaps.py)
     loads               let a waiting request load blocks that are kept outside of the cache (tiers.py)
 
 A model without recurrent states has no slots, and the methods that concern them do nothing.
@@ -23,7 +24,7 @@ from localllm.engine.memory.tiers import KVTiers
 from localllm.engine.prefill import num_sharable_tokens
 from localllm.engine.request import NEVER, Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.engine.step import Move, StateUse
+from localllm.engine.step import Move, StateUse, StepPlan
 
 
 class CacheManager:
@@ -55,20 +56,19 @@ class CacheManager:
 
     def find(self, request: Request) -> Hit:
         """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
-        if not self.uses_cache(request):
-            return self.ledger.lookup(())
-        self._hash_blocks(request)
-        names = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        names = self._names_of(request)
         hit = self.ledger.lookup(names, self.hit_multiple)
-        return hit if self.states is None else self.states.find(names, hit)
+        if self.states is not None:
+            return self.states.find(names, hit)
+        own, size = None if self.tiers is None else self.tiers.swaps.find(request), self._block_size
+        return hit if own is None or own.num_tokens(size) <= hit.num_tokens(size) else own
 
     def loads(self, request: Request, hit: Hit, *, begins: bool) -> bool:
         """Let a waiting request load the blocks behind its hit, where a tier has them. False: it has none to load.
         begins: False to begin in a later step, since another request found in this one might need its blocks."""
-        if self.tiers is None or request.has_loaded or not self.uses_cache(request):
+        if self.tiers is None or request.has_loaded:
             return False
-        names = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
-        return self.tiers.loads(request, names, hit.num_blocks, self.hit_multiple, begins=begins)
+        return self.tiers.loads(request, self._names_of(request), hit, self.hit_multiple, begins=begins)
 
     @property
     def is_loading(self) -> bool:
@@ -84,6 +84,8 @@ class CacheManager:
         """Return whether a running request will fill the first block that this request misses in the prefix cache, or
         save a recurrent state that it could begin from."""
         index = hit.num_blocks
+        if hit.num_tail_tokens:
+            return False
         if self.states is not None:
             return self.states.will_find_more(request, index * self._block_size, running)
         return index < len(request.block_hashes) and any(
@@ -104,8 +106,13 @@ class CacheManager:
         self.ledger.enter(request, hit)
         request.num_registered_blocks = hit.num_blocks
         if self.tiers is not None:
-            self.tiers.entered(request, hit.num_blocks)
+            self.tiers.entered(request, hit.num_tokens(self._block_size))
         return True
+
+    def swap_out(self, request: Request) -> None:
+        """Keep the blocks of a running request that is preempted next, where a tier has room and it pays."""
+        if self.tiers is not None:
+            self.tiers.swap_out(request)
 
     def release(self, request: Request) -> None:
         """Take back the blocks and the state slot of a request that ends or is preempted. The named blocks can be
@@ -118,13 +125,13 @@ class CacheManager:
 
     # ---- room for admission ------------------------------------------------------------------------------------------
 
-    def free_beside(self, running: Sequence[tuple[Request, int]]) -> Counts:
+    def free_beside(self, running: Sequence[tuple[Request, int]], margin: int = 0) -> Counts:
         """Return the free blocks that are left when running requests have grown to these lengths in tokens, less a
-        margin for one step; all free blocks if none runs."""
+        margin for one step, and `margin` blocks of each group; all free blocks if none runs."""
         ledger = self.ledger
         if not running:
             return ledger.num_free
-        promised = list(self._watermark)
+        promised = [blocks + margin for blocks in self._watermark]
         for request, num_tokens in running:
             needs = zip(ledger.needs(num_tokens), request.num_held_blocks, strict=True)
             for group, (need, held) in enumerate(needs):
@@ -204,10 +211,10 @@ class CacheManager:
             self.states.commit()
         return () if self.tiers is None else self.tiers.take_moves(step_id)
 
-    def settle(self, step_id: int) -> None:
+    def settle(self, plan: StepPlan, seconds: float) -> None:
         """Let tiers keep what the steps up to this one have copied out."""
         if self.tiers is not None:
-            self.tiers.settle(step_id)
+            self.tiers.settle(plan, seconds)
 
     # ---- failures ----------------------------------------------------------------------------------------------------
 
@@ -238,6 +245,13 @@ class CacheManager:
             self.name_blocks(request, end)
         self._hash_blocks(request)
         return request.block_hashes[: end // self._block_size]
+
+    def _names_of(self, request: Request) -> Sequence[bytes]:
+        """Return the names of the blocks that a waiting request may begin from, () if it may not use the cache."""
+        if not self.uses_cache(request):
+            return ()
+        self._hash_blocks(request)
+        return request.block_hashes[: (request.num_tokens - 1) // self._block_size]
 
     def _hash_blocks(self, request: Request) -> None:
         """Compute the missing names of the request's full blocks that may be shared."""

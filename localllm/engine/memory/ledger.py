@@ -35,12 +35,18 @@ NO_STATE = -1
 
 
 class Hit(NamedTuple):
-    """A prefix found in the cache: `num_blocks` full blocks of each group."""
+    """A prefix found in the cache: `num_blocks` full blocks of each group, and for a request that was swapped out the
+    blocks behind them."""
 
     num_blocks: int
     blocks: BlockIds  # of a windowed group the null block before the window
     state: int = NO_STATE  # slot of the recurrent state at the prefix's end
     num_kv_blocks: int = 0  # full blocks whose K and V are known: more than num_blocks for want of a state
+    num_tail_tokens: int = 0  # tokens in the blocks behind num_blocks (swaps.py)
+
+    def num_tokens(self, block_size: int) -> int:
+        """Return the tokens whose K and V the request has with this hit."""
+        return self.num_blocks * block_size + self.num_tail_tokens
 
 
 class Ledger:
@@ -160,13 +166,13 @@ class Ledger:
                     break
         return self._windowed_prefix(names, count - count % multiple, multiple, also)
 
-    def blocks_of(self, names: Sequence[bytes], count: int) -> list[tuple[int, int, int | None]]:
-        """Return (index, group, block) for all that a query reads after `count` blocks, in order of their positions;
-        None for a block that is not cached."""
+    def blocks_of(self, names: Sequence[bytes], position: int) -> list[tuple[int, int, int | None]]:
+        """Return (index, group, block) for all that a query at `position` reads of the named blocks, in order of their
+        positions; None for a block that is not cached."""
         return sorted((
             (index, group, pool.find(names[index]))
             for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True))
-            for index in range(self._first_read(window, count), count)
+            for index in range(self._first_read(window, position), len(names))
         ), key=lambda each: each[:2])  # fmt: skip
 
     @property
@@ -176,7 +182,7 @@ class Ledger:
 
     def can_enter(self, hit: Hit, num_blocks: int) -> bool:
         """Return whether a request that starts from a hit can have `num_blocks` blocks of each group now."""
-        new = num_blocks - hit.num_blocks
+        new = num_blocks - len(hit.blocks[0])
         pools = zip(self.pools, hit.blocks, strict=True)
         return all(new + pool.num_unreferenced(blocks) <= pool.num_free for pool, blocks in pools)
 
@@ -185,7 +191,9 @@ class Ledger:
         for pool, blocks in zip(self.pools, hit.blocks, strict=True):
             pool.acquire([block for block in blocks if block != NULL_BLOCK])
         request.block_tables = [list(blocks) for blocks in hit.blocks]
-        request.num_dropped_blocks = [self._first_read(window, hit.num_blocks) for window in self.windows]
+        request.num_dropped_blocks = [
+            self._first_read(window, hit.num_tokens(self.block_size)) for window in self.windows
+        ]
         self.drop_before(request, 0)  # drops nothing: sets when to drop first
 
     def register(self, request: Request, index: int, name: bytes) -> None:
@@ -210,9 +218,9 @@ class Ledger:
         for pool in self.pools:
             pool.clear()
 
-    def _first_read(self, window: int | None, num_blocks: int) -> int:
-        """Return the index of the first block that the next query reads after `num_blocks` full blocks."""
-        return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
+    def _first_read(self, window: int | None, position: int) -> int:
+        """Return the index of the first block that a query at `position` reads."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def _windowed_prefix(
         self, names: Sequence[bytes], count: int, multiple: int, also: Elsewhere = lambda group, name: False
@@ -231,13 +239,13 @@ class Ledger:
         """Return the index of the last uncached block that the next query reads after `count` blocks, -1 if all are
         cached."""
         pool = self.pools[group]
-        for index in range(count - 1, self._first_read(window, count) - 1, -1):
+        for index in range(count - 1, self._first_read(window, count * self.block_size) - 1, -1):
             if pool.find(names[index]) is None and not also(group, names[index]):
                 return index
         return -1
 
     def _window_blocks(self, group: int, names: Sequence[bytes], count: int) -> tuple[int, ...]:
-        first = self._first_read(self.windows[group], count)
+        first = self._first_read(self.windows[group], count * self.block_size)
         kept = [self.pools[group].find(name) for name in names[first:count]]
         return (NULL_BLOCK,) * first + tuple([block for block in kept if block is not None])
 

@@ -1,7 +1,8 @@
 """KV blocks beyond the cache: which blocks are copied out, which come back, and for whom.
 
 A tier is more prefix cache. What leaves is a named block, so nothing about a request has to be kept: a preempted
-request finds its blocks again by name, as the next turn of a chat does after a restart.
+request finds its blocks again by name, as the next turn of a chat does after a restart. Where it pays, the blocks of a
+preempted request are also held in RAM, with the last ones, which have no name of their content (swaps.py).
 
     out     named blocks when their request ends or is preempted, a few per step; others when they are evicted, in the
             step that reuses them. A copy is written once its step is settled: what fails is never kept
@@ -21,12 +22,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
-from localllm.engine.memory.block_stores import BlockArrived, Entry, Key, Transfers
-from localllm.engine.memory.ledger import Ledger
+from localllm.engine.memory.block_stores import BlockArrived, Entry, Key, RamStore, Transfers
+from localllm.engine.memory.ledger import Hit, Ledger
+from localllm.engine.memory.swaps import Swaps
+from localllm.engine.recorder import now_s
 from localllm.engine.request import Request, State
 from localllm.engine.stats import StoreStats, TierStats, TransferStats
-from localllm.engine.step import Bytes, HostBlocks, Move
+from localllm.engine.step import Bytes, HostBlocks, Move, StepPlan
 
 STEP_BYTES = 64 * 2**20
 """Bytes copied out of queued blocks in one step, and copied in: what a step may wait for."""
@@ -39,40 +43,72 @@ what computing would take."""
 WEIGHT = 0.25  # of a new measurement
 TRY_EVERY = 16  # of loads that would not pay, every 16th is made, to measure again
 LEAST_TOKENS = 32  # prompt tokens of a step that measures
+OVERLAP = 0.2  # of the time of copies out: most of it passes beside steps
+
+CopyKind = Literal["read", "copy in", "copy out", "write"]
+"""By a thread from a store, by a step into the cache, by a step out of it, by a thread to the fastest store."""
 
 
 class TierCosts:
-    """Measured rates: tokens computed per second of prompts, and bytes read per second."""
+    """Measured times: of computing prompt tokens, by the context that they attend to, and of each kind of copy."""
 
     def __init__(self) -> None:
-        self.tokens_per_s = self.bytes_per_s = 0.0  # 0: not measured yet
+        self._token_s: dict[int, float] = {}  # seconds of a token, by bucket of its position
+        self._byte_s: dict[CopyKind, float] = {}  # seconds of a byte
         self._num_refused = 0
 
-    def observe_prompt(self, num_tokens: int, seconds: float) -> None:
+    def observe_prompt(self, num_tokens: int, seconds: float, position: int = 0) -> None:
+        """Take in the time of a step that computed tokens of prompts. position: the mean of theirs."""
         if num_tokens >= LEAST_TOKENS and seconds > 0:
-            self.tokens_per_s = _mixed(self.tokens_per_s, num_tokens / seconds)
+            bucket = _bucket(position)
+            self._token_s[bucket] = _mixed(self._token_s.get(bucket), seconds / num_tokens)
 
-    def observe_read(self, num_bytes: int, seconds: float) -> None:
+    def observe_copy(self, kind: CopyKind, num_bytes: int, seconds: float) -> None:
         if num_bytes and seconds > 0:
-            self.bytes_per_s = _mixed(self.bytes_per_s, num_bytes / seconds)
+            self._byte_s[kind] = _mixed(self._byte_s.get(kind), seconds / num_bytes)
 
-    def compute_s(self, num_tokens: int) -> float:
-        """Return the seconds that computing prompt tokens takes; 0: not known."""
-        return num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
+    def compute_s(self, first: int, end: int) -> float:
+        """Return the seconds that computing positions of a prompt takes; 0: not known. A context that has not been
+        measured costs what the nearest one did."""
+        seconds, known = 0.0, self._token_s
+        while first < end and known:
+            bucket = _bucket(first)
+            part = min(end, BUCKET_TOKENS << bucket) - first
+            seconds += part * known[min(known, key=lambda each: abs(each - bucket))]
+            first += part
+        return seconds
 
-    def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
-        """Return whether reading is faster than computing. What is not known yet is tried, and what was slow is tried
-        again now and then."""
-        if not (self.tokens_per_s and self.bytes_per_s):
-            return True
-        if num_bytes / self.bytes_per_s < self.compute_s(num_tokens):
+    def copy_s(self, num_bytes: int, *kinds: CopyKind) -> float:
+        """Return the seconds of these copies of as many bytes, one after the other; 0: not known."""
+        return num_bytes * sum([self._byte_s.get(kind, 0.0) for kind in kinds])
+
+    def is_worth(self, first: int, end: int, num_bytes: int) -> bool:
+        """Return whether reading blocks is faster than computing their positions. What is not known yet is tried, and
+        what was slow is tried again now and then."""
+        compute_s = self.compute_s(first, end)
+        if not (compute_s and "read" in self._byte_s) or self.copy_s(num_bytes, "read", "copy in") < compute_s:
             return True
         self._num_refused += 1
         return self._num_refused % TRY_EVERY == 0
 
+    def swap_pays(self, first: int, end: int, num_bytes: int, num_unsaved: int) -> bool:
+        """Return whether copying blocks out and in is faster than computing these positions again. What is not known
+        yet is tried. num_unsaved: bytes of the blocks that are not outside of the cache yet."""
+        compute_s = self.compute_s(first, end)
+        out_s, in_s = self.copy_s(num_unsaved, "copy out", "write"), self.copy_s(num_bytes, "read", "copy in")
+        return not (compute_s and in_s) or OVERLAP * out_s + in_s < compute_s
 
-def _mixed(old: float, new: float) -> float:
-    return new if not old else old + WEIGHT * (new - old)
+
+BUCKET_TOKENS = 1024
+
+
+def _bucket(position: int) -> int:
+    """Return the number of the bucket of a position: the first 1024, then twice as many each time."""
+    return (position // BUCKET_TOKENS).bit_length()
+
+
+def _mixed(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,25 +151,29 @@ class KVTiers:
     """Decides what moves between the cache and the stores behind it. All methods run on the engine's thread."""
 
     def __init__(
-        self, ledger: Ledger, block_bytes: Sequence[int], transfers: Transfers,
+        self, ledger: Ledger, block_bytes: Sequence[int], transfers: Transfers, swap_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """block_bytes: of one block of each KV group."""
+        """block_bytes: of one block of each KV group. swap_bytes: of RAM that swapped requests may hold; None: half of
+        the tier."""
         assert len(block_bytes) == len(ledger.pools), (block_bytes, ledger.num_blocks)
         self.ledger, self.transfers, self.costs, self._clock = ledger, transfers, TierCosts(), clock
         self._block_bytes = tuple(block_bytes)
         self._private: set[Key] = set()  # names of requests that must not reach a disk
-        self._queued: dict[Key, tuple[int, int]] = {}  # block, and the step after which its content is sure
-        self._outs: deque[_Copies] = deque()  # of launched steps, oldest first
+        self._queued: dict[Key, int] = {}  # blocks to copy out, oldest first
+        self._launched: deque[_Copies] = deque()  # of launched steps, oldest first
         self._moves: list[_Copies] = []  # of the step being planned, in order
         self._evicted: Key | None = None  # the name that is dropped next, since its block is evicted
         self._leaving: set[Key] = set()  # copied out, not written yet
         self._out_bytes = 0
         self._loads: list[_Load] = []
         self._loaded: dict[str, int] = {}  # tokens that a waiting request has loaded, by its id
-        self._launched = self._settled = 0  # step ids
         self._arrived: deque[BlockArrived] = deque()
+        ram = next((store for store in transfers.stores if isinstance(store, RamStore)), None)
+        most_bytes = 0 if ram is None else ram.capacity_bytes // 2
+        self.swaps = Swaps(ledger, block_bytes, ram, most_bytes if swap_bytes is None else swap_bytes)
         self.moved, self.queried_tokens, self.num_resumed = TransferStats(), 0, 0
+        self.num_swapped_out = self.num_swapped_in = 0
         self.hit_tokens: Counter[str] = Counter()  # by store
         for group, pool in enumerate(ledger.pools):
             pool.on_evicted.append(partial(self._on_evicted, group))
@@ -145,26 +185,44 @@ class KVTiers:
         """Note who names blocks: the blocks of a private request do not reach a disk."""
         if not (request.is_private or self._private):
             return
-        keys = ((group, name) for group in range(len(self._block_bytes)) for name in request.block_hashes[first:end])
+        names, pools = request.block_hashes[first:end], self.ledger.pools
+        keys = ((g, name) for g, pool in enumerate(pools) for name in names if pool.find(name) is not None)
         (self._private.update if request.is_private else self._private.difference_update)(keys)
+
+    def swap_out(self, request: Request) -> None:
+        """Keep all that a running request has computed, if it is about to be preempted, RAM has room, and bringing it
+        back is faster than computing it again."""
+        swap = self.swaps.plan(request)
+        if swap is None:
+            return
+        num_bytes = sum([self._block_bytes[group] for group, _ in swap.keys])
+        num_unsaved = sum([self._block_bytes[key[0]] for key in swap.keys if key not in self.transfers])
+        first = swap.num_resident * self.ledger.block_size
+        if self.costs.swap_pays(first, swap.num_tokens, num_bytes, num_unsaved):
+            self.swaps.begin(request, swap._replace(written_by_s=self._clock() + LATE_S))
+            self._private.update((group, name) for group, name in swap.keys if name in swap.tail)
+            request.num_swaps += 1
+            request.note("Swapped out", now_s())
+            self.num_swapped_out += 1
 
     def released(self, request: Request) -> None:
         """Queue the named blocks of a request that gives them back."""
-        end = min(request.num_registered_blocks, request.num_blocks, len(request.block_hashes))
-        sure = (request.num_computed_tokens - request.num_in_flight_tokens) // self.ledger.block_size
+        if request in self.swaps:
+            names = self.swaps.names(request)
+        else:
+            names = request.block_hashes[: min(request.num_registered_blocks, request.num_blocks)]
         for group, (pool, table) in enumerate(zip(self.ledger.pools, request.block_tables, strict=True)):
-            for index, block in enumerate(table[:end]):
-                key = group, request.block_hashes[index]
-                if block and pool.name_of(block) == key[1] and key not in self._leaving and key not in self.transfers:
-                    self._queued[key] = block, 0 if index < sure else self._launched
+            for name, block in zip(names, table, strict=False):
+                key = group, name
+                if block and pool.name_of(block) == name and key not in self._leaving and key not in self.transfers:
+                    self._queued[key] = block
 
     def _on_evicted(self, group: int, name: bytes, block: int) -> None:
-        """Copy a block out in the step that reuses it."""
+        """Copy a block out in the step that reuses it: behind the steps that wrote it, in the order of the device."""
         self._evicted = key = group, name
-        queued = self._queued.get(key)
-        if queued is None or key in self.transfers:
+        if key not in self._queued or key in self.transfers:
             return
-        if queued[1] <= self._settled and self._may_leave(key) and self._out_bytes < MOST_OUT_BYTES:
+        if self._may_leave(key) and self._out_bytes < MOST_OUT_BYTES:
             self._copy_out(key, block)
         else:
             self.moved.num_lost_blocks += 1
@@ -175,7 +233,7 @@ class KVTiers:
         key = group, name
         self._queued.pop(key, None)
         if self._evicted != key:
-            for out in (*self._outs, *self._moves):
+            for out in (*self._launched, *self._moves):
                 out.keys = [None if entry is not None and entry[0] == key else entry for entry in out.keys]
             self._leaving.discard(key)
         self._evicted = None
@@ -200,8 +258,8 @@ class KVTiers:
     def _copy_queued_out(self) -> None:
         """Copy queued blocks out, oldest first."""
         left = min(STEP_BYTES, MOST_OUT_BYTES - self._out_bytes)
-        for key, (block, step_id) in list(self._queued.items()):
-            if left <= 0 or step_id > self._settled:
+        for key, block in list(self._queued.items()):
+            if left <= 0:
                 break
             del self._queued[key]
             if self.ledger.pools[key[0]].find(key[1]) == block and self._may_leave(key):
@@ -210,47 +268,66 @@ class KVTiers:
 
     # ---- back --------------------------------------------------------------------------------------------------------
 
-    def loads(self, request: Request, names: Sequence[bytes], num_cached: int, multiple: int, *, begins: bool) -> bool:
-        """Let a waiting request load the blocks behind its hit of `num_cached` blocks, if they are kept, and reading
-        them pays. Return False if not. begins: False to load in a later step."""
+    def loads(self, request: Request, names: Sequence[bytes], hit: Hit, multiple: int, *, begins: bool) -> bool:
+        """Let a waiting request load the blocks behind its hit, if they are kept, and reading them pays. Return False
+        if not. begins: False to load in a later step."""
         if request.has_loaded:
             return False
-        count = self.ledger.reach(names, multiple, lambda group, name: (group, name) in self.transfers)
-        if count <= num_cached:
+        names, end = self._reach(request, names, multiple)
+        first, found = hit.num_tokens(self.ledger.block_size), self.ledger.blocks_of(names, end)
+        missing = [(index, group) for index, group, block in found if block is None]
+        if end <= first or not missing:
             return False
-        found = self.ledger.blocks_of(names, count)
+        if any((group, names[index]) not in self.transfers for index, group in missing):
+            return True  # they are still being written
         kept = [(group, block) for _, group, block in found if block is not None]
-        missing = [(group, names[index]) for index, group, block in found if block is None]
-        num_bytes = sum(self._block_bytes[group] for group, _ in missing)
-        num_tokens = (count - num_cached) * self.ledger.block_size
-        counts = Counter(group for group, _ in missing)
-        if not self._have_room(counts, kept):
+        num_bytes = sum(self._block_bytes[group] for _, group in missing)
+        counts = Counter(group for _, group in missing)
+        if not self._have_room(counts, kept, is_swapped=request in self.swaps):
             return False
         if not begins:
             return True
         request.has_loaded = True  # once until it is admitted: what was loaded may be evicted again meanwhile
-        if not self.costs.is_worth(num_tokens, num_bytes):
+        if not self.costs.is_worth(first, end, num_bytes):
             return False
         for group, block in kept:
             self.ledger.pools[group].acquire([block])
         blocks = {group: iter(self.ledger.pools[group].take(count)) for group, count in counts.items()}
-        compute_s, now_s = self.costs.compute_s(num_tokens), self._clock()
+        compute_s, begun_s = self.costs.compute_s(first, end), self._clock()
         late_s = max(LATE_S, LATE_FACTOR * compute_s) if compute_s else math.inf
-        wanted = [(group, name, next(blocks[group])) for group, name in missing]
-        load = _Load(request, kept, wanted, num_bytes, now_s + late_s, now_s)
+        wanted = [(group, names[index], next(blocks[group])) for index, group in missing]
+        load = _Load(request, kept, wanted, num_bytes, begun_s + late_s, begun_s)
         self._loads.append(load)
         request.state = State.LOADING
+        request.note("Loading", now_s())
         self._ask(load)
         return True
 
-    def _have_room(self, counts: Counter[int], kept: Sequence[tuple[int, int]]) -> bool:
+    def _reach(self, request: Request, names: Sequence[bytes], multiple: int) -> tuple[Sequence[bytes], int]:
+        """Return the names of the blocks that a request can begin from, and where it would continue: what is cached,
+        kept or, of a swapped request, still being written."""
+        if request in self.swaps:
+            end = self.swaps.position(request)
+            own = self.swaps.names(request, end)
+            found = self.ledger.blocks_of(own, end)
+            missing = [(group, own[index]) for index, group, block in found if block is None]
+            missing = [key for key in missing if key not in self.transfers]
+            is_late = self.swaps.is_late(request, self._clock())
+            if not missing or (not is_late and all(key in self._leaving for key in missing)):
+                return own, end
+            self.swaps.end(request)  # a block was lost: what is left has the names of its content
+        count = self.ledger.reach(names, multiple, lambda group, name: (group, name) in self.transfers)
+        return names[:count], count * self.ledger.block_size
+
+    def _have_room(self, counts: Counter[int], kept: Sequence[tuple[int, int]], *, is_swapped: bool) -> bool:
         """Return whether the blocks of a load are free, and at most half of each pool is held by loads then: what they
-        hold makes no progress by itself."""
+        hold makes no progress by itself. A swapped request may load alone what it held before."""
+        most = 1.0 if is_swapped and not self._loads else 0.5
         held = Counter(group for load in self._loads for group, *_ in (*load.kept, *load.wanted))
         own = Counter(group for group, _ in kept)
         for group, pool in enumerate(self.ledger.pools):
             new = counts[group] + pool.num_unreferenced([block for g, block in kept if g == group])
-            if new > pool.num_free or 2 * (held[group] + own[group] + counts[group]) > pool.capacity:
+            if new > pool.num_free or held[group] + own[group] + counts[group] > most * pool.capacity:
                 return False
         return True
 
@@ -273,6 +350,7 @@ class KVTiers:
                 self._out_bytes -= news.num_bytes
                 self._leaving.difference_update(entry[0] for entry in news.keys if entry is not None)
                 self.moved.add("out", news.num_bytes, news.seconds)
+                self.costs.observe_copy("write", news.num_bytes, news.first_s)
         left = STEP_BYTES
         while self._arrived and left > 0:
             load, index, block, store, seconds = self._arrived.popleft()
@@ -284,7 +362,7 @@ class KVTiers:
                 self._copy_in(load, index, block)
                 left -= block.nbytes
                 self.moved.add("in", block.nbytes, seconds)
-                self.costs.observe_read(block.nbytes, seconds)
+                self.costs.observe_copy("read", block.nbytes, seconds)
                 self.hit_tokens[store] += self.ledger.block_size if load.wanted[index][0] == self._main else 0
             self._ask(load)
         for load in tuple(self._loads):
@@ -309,9 +387,9 @@ class KVTiers:
             self.ledger.pools[group].register(block, name)
             if load.request.is_private:
                 self._private.add((group, name))
-        self._loaded[load.request.request_id] = self.ledger.block_size * sum(
-            1 for index in load.filled if load.wanted[index][0] == self._main
-        )
+        num_blocks = sum(1 for index in load.filled if load.wanted[index][0] == self._main)
+        self._loaded[load.request.request_id] = num_blocks * self.ledger.block_size
+        load.request.note(f"Loaded {num_blocks} blocks", now_s())
         self._drop(load)
 
     def _drop(self, load: _Load) -> None:
@@ -326,6 +404,7 @@ class KVTiers:
     def cancel(self, request: Request) -> None:
         """End the load of a request that ends; what has not been copied in is lost."""
         self._loaded.pop(request.request_id, None)
+        self.swaps.end(request)
         for load in [load for load in self._loads if load.request is request]:
             self._drop(load)
 
@@ -336,13 +415,18 @@ class KVTiers:
             return True
         return False
 
-    def entered(self, request: Request, num_blocks: int) -> None:
+    def entered(self, request: Request, num_tokens: int) -> None:
         """Count what an admitted request found, and let it load again after a preemption."""
         request.has_loaded = False
         loaded = self._loaded.pop(request.request_id, 0)
-        request.num_loaded_tokens += min(loaded, num_blocks * self.ledger.block_size)
+        request.num_loaded_tokens += min(loaded, num_tokens)
+        if request in self.swaps:
+            if num_tokens == self.swaps.position(request):
+                self.num_swapped_in += 1
+                request.note("Swapped in", now_s())
+            self.swaps.end(request)
         if request.scheduled_s is None:
-            self.queried_tokens += request.prompt_len - num_blocks * self.ledger.block_size + loaded
+            self.queried_tokens += request.prompt_len - num_tokens + loaded
         else:
             self.num_resumed += loaded > 0
 
@@ -356,21 +440,26 @@ class KVTiers:
 
     def take_moves(self, step_id: int) -> tuple[Move, ...]:
         """Return the copies of the step that is launched now."""
-        self._launched = step_id
         if not self._moves:
             return ()
         moves = tuple([copies.sealed(step_id) for copies in self._moves])
-        self._outs += [copies for copies in self._moves if not copies.is_load]
+        self._launched += self._moves
         self._moves = []
         return moves
 
-    def settle(self, step_id: int) -> None:
-        """Write what the steps up to this one have copied out."""
-        self._settled = step_id
-        while self._outs and self._outs[0].step_id <= step_id:
-            out = self._outs.popleft()
-            assert out.host is not None
-            self.transfers.write(out.keys, out.host, self._bytes_of(out))
+    def settle(self, plan: StepPlan, seconds: float) -> None:
+        """Write what the steps up to this one have copied out, and learn from the step's time in seconds."""
+        rows = [(row.num_computed_tokens, row.num_scheduled_tokens) for row in plan.rows if not row.num_drafts]
+        if num_tokens := sum([count for _, count in rows if count > 1]):
+            position = sum([(start + count // 2) * count for start, count in rows if count > 1]) // num_tokens
+            self.costs.observe_prompt(num_tokens, seconds, position)
+        while self._launched and self._launched[0].step_id <= plan.step_id:
+            copies = self._launched.popleft()
+            assert copies.host is not None
+            kind: CopyKind = "copy in" if copies.is_load else "copy out"
+            self.costs.observe_copy(kind, self._bytes_of(copies), copies.host.seconds())
+            if not copies.is_load:
+                self.transfers.write(copies.keys, copies.host, self._bytes_of(copies))
 
     def _bytes_of(self, out: _Copies) -> int:
         return len(out.blocks) * self._block_bytes[out.group]
@@ -402,9 +491,11 @@ class KVTiers:
         for load in tuple(self._loads):
             self._drop(load)
         self._queued.clear()
-        for out in (*self._outs, *self._moves):
+        self._private.clear()
+        for out in (*self._launched, *self._moves):
             self._leaving.difference_update(entry[0] for entry in out.keys if entry is not None)
             out.keys = [None] * len(out.keys)
+        self.swaps.clear()
         self.transfers.clear()
 
     def clear(self) -> None:
@@ -412,12 +503,12 @@ class KVTiers:
         for load in self._loads:
             load.is_over = True
             load.request.state = State.PREEMPTED if load.request.num_preemptions else State.WAITING
-        for out in (*self._outs, *self._moves):
+        for out in (*self._launched, *self._moves):
             self._out_bytes -= 0 if out.is_load else self._bytes_of(out)
             self._leaving.difference_update(entry[0] for entry in out.keys if entry is not None)
-        for held in (self._loads, self._loaded, self._queued, self._outs, self._moves, self._private):
+        for held in (self._loads, self._loaded, self._queued, self._launched, self._moves, self._private):
             held.clear()
-        self._settled = self._launched
+        self.swaps.clear()
 
     def stats(self) -> TierStats:
         stores = tuple(
@@ -427,4 +518,5 @@ class KVTiers:
         return TierStats(
             stores, replace(self.moved), len(self._loads), len(self._queued), self.queried_tokens,
             sum(self.hit_tokens.values()), self.num_resumed,
+            self.num_swapped_out, self.num_swapped_in, self.swaps.used_bytes,
         )  # fmt: skip

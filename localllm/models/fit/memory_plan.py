@@ -52,6 +52,7 @@ class MemoryPlan:
     windows: tuple[int | None, ...] = (None,)  # of each KV group the tokens that its layers see; None: all
     pictures: PictureSizes | None = None  # None: the model does not see, or its tower is not loaded
     kv_ram_bytes: int = 0  # of the machine's memory, for KV blocks that have left the cache, at most
+    kv_swap_bytes: int = 0  # of them, what preempted requests may hold
     kv_disk_bytes: int = 0  # of a disk, for the same
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 

@@ -221,16 +221,20 @@ class PlanAttempt:
             pictures=inputs.pictures,
             ranks=self._rank_plans(max_model_len, num_blocks),
             kv_ram_bytes=0 if self.shards or self.num_places else self._kv_ram(),
+            kv_swap_bytes=self._kv_ram() // 2
+            if self.config.swap_space is None
+            else int(self.config.swap_space * 2**30),
             kv_disk_bytes=int(self.config.kv_disk_gib * 2**30),
         )
 
     def _kv_ram(self) -> int:
         """Return the bytes for KV blocks that leave a GPU. On a CPU the cache itself is in RAM."""
         asked, available = self.config.kv_offloading_size, self.hardware.ram_available_bytes
+        swap_bytes = int((self.config.swap_space or 0) * 2**30)
         if asked is not None:
-            return int(asked * 2**30)
+            return max(int(asked * 2**30), swap_bytes)
         enough = self.gpu is not None and available >= LEAST_RAM_BYTES and self.config.enable_prefix_caching
-        return min(MOST_RAM_BYTES, available // 8) if enough else 0
+        return max(min(MOST_RAM_BYTES, available // 8) if enough else 0, swap_bytes)
 
     # -- ranks
 

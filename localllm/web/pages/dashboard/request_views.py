@@ -297,7 +297,7 @@ def request_page(
             *([Fact("Drafts", _drafts(request), "tokens guessed ahead that were right")] if _drafts(request) else []),
             Fact("Time to first token", format_seconds(request.ttft_s) if request.ttft_s is not None else "–"),
             Fact("Time per token", format_seconds(request.tpot_s) if request.tpot_s is not None else "–"),
-            Fact("Preempted", f"{request.num_preemptions} times", "KV blocks freed and recomputed later"),
+            Fact("Preempted", f"{request.num_preemptions} times", _preempted(request)),
             *([Fact("Blocks", format_count(request.num_blocks), "in use now")] if lives else []),
         ),
         miss=cache_miss(request, found),
@@ -310,10 +310,19 @@ def _timeline(request: RequestTimeline) -> tuple[TimelineEvent, ...]:
         ("Arrived", request.arrived_s),
         ("First step", request.scheduled_s),
         ("First token", request.first_token_s),
+        *request.events,
         ("Ended", request.finished_s),
     )
+    known = sorted([(at_s, name) for name, at_s in marks if at_s is not None], key=lambda mark: mark[0])
     return tuple(
         TimelineEvent(name, time.strftime("%H:%M:%S", time.localtime(at_s)), at_s - request.arrived_s)
-        for name, at_s in marks
-        if at_s is not None
+        for at_s, name in known
     )
+
+
+def _preempted(request: RequestTimeline) -> str:
+    """Return what became of the KV blocks of a request each time that it was preempted."""
+    if not request.num_swaps:
+        return "KV blocks freed and recomputed later"
+    again = request.num_preemptions - request.num_swaps
+    return f"KV blocks kept in RAM {request.num_swaps} times" + (f", freed {again} times" if again else "")

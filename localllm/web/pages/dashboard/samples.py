@@ -24,7 +24,8 @@ def samples(shell: views.Shell) -> list[views.View]:
         [("Queue", "queue", 1, "1 s"), ("Prefill", "prefill", 2, "2 s"), ("Decode", "decode", 5, "5 s")]
     )
     line = RequestTimeline("chat-4f2a91c0", "running", 812, 768, 201, 64, 1, 1.7e9, 1.7e9 + 0.2, 1.7e9 + 0.9,
-                           num_drafted_tokens=161, num_accepted_tokens=120)  # fmt: skip
+                           num_drafted_tokens=161, num_accepted_tokens=120, num_swaps=1,
+                           events=(("Swapped out", 1.7e9 + 1.1), ("Swapped in", 1.7e9 + 1.4)))  # fmt: skip
     ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop",
                          miss_reason="changed", miss_position=768, num_missed_tokens=31)  # fmt: skip
     miss = ExplainedMiss(CacheMiss("changed", 768, 31, "77aa"), 0.4, "Today is ", "Tuesday.\nBe", "Monday.\nBe")
@@ -136,7 +137,11 @@ def _kv_usage() -> v.KVUsage:
     windowed = v.GroupUsage(1024, bar, cells, columns, rows, per_cell)
     wave = [(0.5 * i, 30 + 10 * math.sin(i / 9)) for i in range(120)]
     plot = sparkline("Share of the KV cache in use", wave, lambda value: f"{value:.0f} %", top=100.0)
-    return v.KVUsage(0.375, plot, 16, 1500, 4096, 960, 36, bar, cells, columns, rows, per_cell, (windowed,))
+    ram = v.StoreUsage("In RAM", 3 * 2**29, 2**31, bar, "12,480 tokens read")
+    return v.KVUsage(
+        0.375, plot, 16, 1500, 4096, 960, 36, bar, cells, columns, rows, per_cell, (windowed,),
+        stores=(ram, replace(ram, title="On disk")),
+    )  # fmt: skip
 
 
 def _board() -> v.Dashboard:

@@ -11,7 +11,16 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, EngineStats, Histogram, SpeculationStats, StepComposition
+from localllm.engine.stats import (
+    NO_SPECULATION,
+    OFF_REASONS,
+    EngineStats,
+    Histogram,
+    SpeculationStats,
+    StepComposition,
+    StoreStats,
+    TierStats,
+)
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, OtherServers, Ranks, machine_use, ranks
@@ -66,6 +75,17 @@ class GroupUsage:
     blocks_per_cell: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Bytes of KV blocks in RAM or on a disk."""
+
+    title: str
+    used_bytes: int
+    capacity_bytes: int
+    segments: tuple[Segment, ...]
+    note: str  # what was read from it
+
+
 @view("dashboard/_kv_usage.html")
 class KVUsage(View):
     """The use of the KV cache, by request."""
@@ -84,6 +104,7 @@ class KVUsage(View):
     blocks_per_cell: int
     others: tuple[GroupUsage, ...] = ()  # the other KV groups
     state_places: str = ""  # use of the places of recurrent states; empty: the model has none
+    stores: tuple[StoreUsage, ...] = ()  # of blocks that have left the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +371,22 @@ def kv_usage(stats: EngineStats, samples: Sequence[StatsSample] = (), span: Span
         blocks_per_cell=blocks_per_cell,
         others=tuple(_group_usage(stats, index) for index in range(len(stats.kv_groups)) if index != main),
         state_places=_state_places(stats),
+        stores=tuple(_store_usage(stats.tiers, store) for store in stats.tiers.stores),
     )
+
+
+def _store_usage(tiers: TierStats, store: StoreStats) -> StoreUsage:
+    """Return what a tier holds. Only RAM is held for preempted requests."""
+    held = min(tiers.held_bytes, store.used_bytes) if store.name == "ram" else 0
+    parts = (
+        ("Preempted requests", "used", held),
+        ("Reusable", "cached", store.used_bytes - held),
+        ("Free", "free", store.capacity_bytes - store.used_bytes),
+    )
+    segments = stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts if size or kind != "used"])
+    title = {"ram": "In RAM", "disk": "On disk"}[store.name]
+    note = f"{format_count(store.hit_tokens)} tokens read"
+    return StoreUsage(title, store.used_bytes, store.capacity_bytes, segments, note)
 
 
 def _group_usage(stats: EngineStats, index: int) -> GroupUsage:
@@ -434,11 +470,11 @@ def counters(stats: EngineStats) -> Counters:
             Fact(
                 "Preemptions",
                 format_count(stats.num_preemptions),
-                f"{format_count(stats.recomputed_tokens)} tokens recomputed",
+                f"{format_count(stats.recomputed_tokens)} tokens recomputed"
+                + (f"; {format_count(stats.tiers.num_swapped_out)} swapped" if stats.tiers.num_swapped_out else ""),
             ),
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
             *_state_facts(stats),
-            *_tier_facts(stats),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
             *_overlap_facts(stats),
             Fact("Up", format_seconds(stats.uptime_s)),
@@ -460,20 +496,6 @@ def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
     if not stats.total_places:
         return ()
     return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
-
-
-def _tier_facts(stats: EngineStats) -> tuple[Fact, ...]:
-    """Return what KV tiers hold and what was read from them; empty without tiers."""
-    tiers = stats.tiers
-    return tuple([
-        Fact(
-            {"ram": "KV in RAM", "disk": "KV on disk"}[store.name],
-            f"{format_bytes(store.used_bytes)} of {format_bytes(store.capacity_bytes)}",
-            f"{format_count(store.hit_tokens)} tokens read"
-            + (f"; {format_count(tiers.num_resumed)} preempted requests resumed" if tiers.num_resumed else ""),
-        )
-        for store in tiers.stores
-    ])  # fmt: skip
 
 
 def model_facts(served: ServedModel) -> ModelFacts:

@@ -14,6 +14,7 @@ from litestar.response import Redirect, Response
 
 from localllm.config.edit import planned, present_line, write
 from localllm.config.settings import SETTINGS
+from localllm.engine.memory.block_stores import delete_kept, kept_models
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
@@ -21,7 +22,15 @@ from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings import doctor, key_handlers, restart, setting_rows
 from localllm.web.pages.settings.doctor import DoctorReport
-from localllm.web.pages.settings.views import LEVELS, ChangePage, file_of, keys_card, settings_of, whole_page
+from localllm.web.pages.settings.views import (
+    LEVELS,
+    ChangePage,
+    file_of,
+    keys_card,
+    kv_folder_of,
+    settings_of,
+    whole_page,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +81,20 @@ async def set_log_level(request: Request[Any, Any, Any]) -> Redirect:
     logging.getLogger().setLevel(level.upper())
     log.log(logging.getLevelName(level.upper()), "log level now=%s", level)
     return Redirect("/settings#running", status_code=303)
+
+
+@post("/settings/kv/delete", status_code=303, sync_to_thread=True, request_max_body_size=1000)
+def delete_kv_blocks(request: Request[Any, Any, Any]) -> Redirect:
+    """Delete the KV blocks on disk, of all models. Servers that run find nothing there and compute."""
+    folder = kv_folder_of(settings_of(request))
+    for each in kept_models(folder):
+        try:
+            delete_kept(each)
+        except OSError as error:
+            why = f"{error.strerror or error}."
+            raise NotWritable(f"{each.folder} could not be deleted.", why, f"ls -ld {each.folder}") from error
+    log.info("kv blocks deleted folder=%s", folder)
+    return Redirect("/settings#storage", status_code=303)
 
 
 @get("/settings/doctor")
@@ -129,4 +152,7 @@ def _change(
     return page, page.written
 
 
-HANDLERS = (settings_page, change_page, write_change, set_log_level, examine, *restart.HANDLERS, *key_handlers.HANDLERS)
+HANDLERS = (
+    settings_page, change_page, write_change, set_log_level, delete_kv_blocks, examine, *restart.HANDLERS,
+    *key_handlers.HANDLERS,
+)  # fmt: skip

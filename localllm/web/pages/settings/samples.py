@@ -36,6 +36,15 @@ def samples(shell: views.Shell) -> list[views.View]:
             "Models", "Weights from the hub.", 27 * 2**30, "~/.cache/huggingface/hub", "Models", "/library"
         ),
         storage.StoredRow("Chats", "Kept in memory until the server stops.", 0, ""),
+        storage.StoredRow(
+            "KV blocks",
+            "Prompts that are not computed again after a restart: demo 120 MiB.",
+            120 * 2**20,
+            "~/.cache/localllm/kv",
+            "Delete now",
+            "/settings/kv/delete",
+            deletes_at_once=True,
+        ),
     )
     disk = storage.StorageCard(stored, 182 * 2**30)
     report = doctor.DoctorReport(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.config.resolve import default_config_path
+from localllm.engine.memory.block_stores import kept_models
 from localllm.logs.log_file import log_folder
 from localllm.models.library.catalog import hub_cache_dir
 from localllm.models.library.hub.cache import free_bytes, incomplete_repositories
@@ -30,6 +31,7 @@ class StoredRow:
     path: str
     delete: str = "delete the files"
     delete_url: str = ""  # URL of the page that deletes it; empty: there is none
+    deletes_at_once: bool = False  # the URL is posted to, and nothing is asked: what is deleted is only computed again
 
 
 @view("settings/_storage.html")
@@ -40,8 +42,11 @@ class StorageCard(View):
     free_bytes: int
 
 
-def read_storage(config_file: Path | None) -> StorageCard:
-    """Return all stored data. It walks folders, which takes milliseconds, or a second with many models."""
+def read_storage(config_file: Path | None, kv: Path) -> StorageCard:
+    """Return all stored data. It walks folders, which takes milliseconds, or a second with many models.
+
+    kv: the folder of KV blocks.
+    """
     cache, chats, profiles = hub_cache_dir(), chats_path(), profiles_folder()
     cut = incomplete_repositories()
     halves = f" {format_bytes(sum(cut.values()))} belong to unfinished downloads, which can be resumed." if cut else ""
@@ -50,6 +55,7 @@ def read_storage(config_file: Path | None) -> StorageCard:
     rows = (
         StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
         _chats(chats),
+        *_kv_blocks(kv),
         StoredRow(
             "Logs",
             "Events of each request by its id; no prompts, no answers.",
@@ -63,6 +69,17 @@ def read_storage(config_file: Path | None) -> StorageCard:
         StoredRow("Settings", "The config.toml file.", size_of(path), str(path)),
     )
     return StorageCard(rows, free_bytes())
+
+
+def _kv_blocks(folder: Path) -> list[StoredRow]:
+    """Return what is kept of KV caches, by model; nothing if there has never been anything."""
+    kept = [each for each in kept_models(folder) if each.num_blocks]
+    if not kept:
+        return []
+    names = ", ".join(f"{each.name or 'an unknown model'} {format_bytes(each.num_bytes)}" for each in kept)
+    what = f"Prompts that are not computed again after a restart: {names}. They can be turned back into text."
+    size = sum(each.num_bytes for each in kept)
+    return [StoredRow("KV blocks", what, size, str(folder), "Delete now", "/settings/kv/delete", deletes_at_once=True)]
 
 
 def _chats(path: Path) -> StoredRow:
