@@ -222,6 +222,15 @@ class DeviceSteps:
             out.token_ids, out.best, tuple(places.tolist()), out.logprobs, scored, counts=counts.view(2, -1)
         )  # fmt: skip
 
+    def num_draws(self, batch: StepBatch) -> int:
+        """Return the draws of the step that was launched last, with padding."""
+        return self._shape.rows * self._shape.num_draws
+
+    def accept(self, batch: StepBatch, token_ids: Tensor, best: Tensor) -> Drawn:
+        """Accept what another shard has drawn. token_ids, best: [num_draws], see `Drawn`."""
+        counts = self._accept(self._staged.part(self._shape), token_ids, best)
+        return Drawn(token_ids, best, tuple(draw_places(batch, self._shape).tolist()), counts=counts)
+
     def _recorded_draw(self, batch: StepBatch, shape: StepShape) -> SamplingFeatures | None:
         """Return the variant whose graph draws the step's tokens, too; None if there is none for what rows ask for."""
         features = self._sampling.features(batch.slots) if len(batch.slots) else None
@@ -369,6 +378,8 @@ class DeviceSteps:
             self._model.compute_logits(last[:rows])
         logits = self._model.compute_logits(last)
         if logits is None:
+            draws = staged.part(shape)
+            self._accept(draws, torch.zeros_like(draws.slots), torch.zeros(shape.rows, device=self._device))
             return
         for k in ROOMS:
             token_logprobs(logits[:1], staged.token_ids[0, :1].long(), [k])

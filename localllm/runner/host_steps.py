@@ -177,9 +177,20 @@ class HostSteps:
             )
         else:
             drawn = self._sample(slots, lengths, logits, masks)
+        return self._accept(batch, drawn)
+
+    def num_draws(self, batch: StepBatch) -> int:
+        """Return the draws of the step that was computed last."""
+        return len(batch.slots)
+
+    def accept(self, batch: StepBatch, token_ids: Tensor, best: Tensor) -> Drawn:
+        """Accept what another shard has drawn. token_ids, best: [num_draws], see `Drawn`."""
+        return self._accept(batch, Drawn(token_ids, best))
+
+    def _accept(self, batch: StepBatch, drawn: Drawn) -> Drawn:
         if batch.has_drafts:
             drawn = replace(drawn, accepted=self._accepted(batch, drawn))
-        self._inputs.record_sampled(slots, lengths, drawn.token_ids)
+        self._inputs.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
         if drawn.accepted is not None and self._before is not None:
             self._take_back(batch.rows, batch.counts - drawn.accepted, self._before)
             self._before = None

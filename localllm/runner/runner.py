@@ -55,7 +55,6 @@ from localllm.runner.pictures import PictureEncoder
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
-from localllm.runner.upload import to_device
 
 log = logging.getLogger(__name__)
 
@@ -274,15 +273,14 @@ class TorchRunner:
         return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused, proposed, self._pace)
 
     def _draw(self, batch: StepBatch, logits: Tensor | None, masks: TokenMasks | None) -> Drawn:
-        """Sample, or receive what the first shard has sampled. logits: None on the other shards."""
+        """Sample, or accept what the first shard has drawn. logits: None on the other shards."""
+        steps = self._loaded
         if logits is None:
             assert self._exchange is not None, "a model of one shard has logits"
-            drawn = self._exchange.receive(len(batch.slots))
-            self._inputs.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
-            return drawn
-        drawn = self._loaded.sample(batch, logits, self._row_masks(batch, masks))
+            return steps.accept(batch, *self._exchange.receive(steps.num_draws(batch)))
+        drawn = steps.sample(batch, logits, self._row_masks(batch, masks))
         if self._exchange is not None:
-            self._exchange.send(drawn)
+            self._exchange.send(drawn.token_ids, drawn.best)
         return drawn
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
@@ -344,23 +342,21 @@ class TorchRunner:
 
 
 class _IdExchange:
-    """Gives the ids that a tensor-parallel model's first shard has sampled to the others."""
+    """Gives the ids that a tensor-parallel model's first shard has drawn to the others. An id is complemented if its
+    draw is not usable, since a row with drafts ends before such a draw."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
 
-    def send(self, drawn: Drawn) -> None:
-        """Send the ids of the S sampling rows."""
-        places = drawn.places
-        ids = drawn.token_ids
-        if places is not None:
-            ids = ids.index_select(0, to_device(np.array(places), self._device))
-        self._group.broadcast_(ids)
+    def send(self, token_ids: Tensor, best: Tensor) -> None:
+        """Send the ids [N] int64 of all draws of a step. best: [N] fp32, see `Drawn`."""
+        self._group.broadcast_(torch.where(best.isfinite(), token_ids, ~token_ids))
 
-    def receive(self, count: int) -> Drawn:
-        """Return the ids of the S sampling rows; the other fields are zeros."""
-        ids = torch.empty(count, dtype=torch.int64, device=self._device)
-        return Drawn(self._group.broadcast_(ids), torch.zeros(count, device=self._device))
+    def receive(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ids [count] of all draws of a step, and in place of their largest logits 0, or NaN for a draw that
+        is not usable."""
+        sent = self._group.broadcast_(torch.empty(count, dtype=torch.int64, device=self._device))
+        return torch.where(sent < 0, ~sent, sent), torch.where(sent < 0, torch.nan, 0.0)
 
 
 def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:
