@@ -375,7 +375,7 @@ class FakePipeline:
 
     def __init__(self, last: FakeRunner, num_stages: int) -> None:
         self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
-        self.num_stages, self.drafts = num_stages, DraftSupport(why_none="the model is in stages")
+        self.num_stages, self.drafts = num_stages, last.drafts
         self.block_bytes = ()
         self.profiler = None
         self._last = last
@@ -396,12 +396,12 @@ class FakePipeline:
             self._feed(self._given[row.slot], row, known.get(row.slot, ()))
 
     def _feed(self, given: list[int], row: Row, known: tuple[int, ...]) -> None:
-        if known:
-            del given[row.num_computed_tokens :]
+        if known and len(given) <= row.num_computed_tokens:
+            assert len(given) + len(known) == row.num_computed_tokens + 1, "ids of other tokens than the missing ones"
             given += known
-        end = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
+        assert len(row.draft_token_ids) == row.num_drafts, "drafts that the first stage does not know"
+        end = row.num_computed_tokens + row.num_scheduled_tokens - row.num_drafts
         assert end <= len(given), f"the first stage does not know token {end - 1} of {row.request_id}"
-        given[end:] = row.draft_token_ids or given[end:]
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Later:
         self._unread[plan.step_id] = frozenset(row.request_id for row in plan.rows if row.samples)

@@ -97,7 +97,7 @@ class Request:
         "cache_extras", "cache_miss", "draft_token_ids", "dry_breakers", "eos_token_ids", "events", "finish_reason",
         "finished_s", "first_token_s", "grammar", "has_loaded",
         "hash_root", "held_state", "is_redrawn", "last_proposed", "last_token_s", "max_drafts",
-        "max_output_tokens", "media", "most_unseen", "next_drop",
+        "max_output_tokens", "media", "most_unseen", "next_drop", "num_accepted",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_loaded_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed",
         "num_registered_blocks", "num_swaps",
@@ -146,7 +146,7 @@ class Request:
         self.draft_token_ids: tuple[int, ...] = ()  # made by the host; (): the runner's own are verified
         self.num_drafts = 0
         self.max_drafts = 0  # most drafts at a time, set by the scheduler
-        self.num_proposed = 0  # drafts that the runner had ready after the last settled step
+        self.num_accepted = self.num_proposed = 0  # tokens of its last settled step, and drafts ready after it
         self.last_proposed = 0  # output tokens that it had when drafts were last ready for it
         self.proposed: tuple[int, ...] = ()  # their ids, if the host has them
         self.are_predicted = False  # they are from the prediction

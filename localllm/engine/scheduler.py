@@ -334,6 +334,8 @@ class Scheduler:
         end = start + count
         num_drafts = max(0, end - request.num_tokens - request.num_output_placeholders)
         drafts = request.draft_token_ids[:num_drafts]
+        if self._num_cohorts > 1 and not drafts:  # the last stage has proposed them, and the others verify them, too
+            drafts = request.proposed[:num_drafts]
         samples = end >= request.num_tokens + request.num_output_placeholders
         is_known = not num_drafts and (request.num_output_placeholders <= 1 or not request.max_drafts)
         state = None if request.held_state is None else cache.state_of_row(request, end, is_known=is_known)
@@ -524,9 +526,10 @@ class Scheduler:
         return plan
 
     def _known_token_ids(self, step: _StepBuilder) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the sampled ids that the step's rows begin with. They are settled, since their requests waited."""
+        """Return the ids that the last steps of the rows' requests have sampled. They are settled, since their requests
+        waited."""
         return tuple([
-            (row.slot, (request.token_ids[-1],))
+            (row.slot, tuple(request.token_ids[-max(1, request.num_accepted) :]))
             for request, row in step.rows.values()
             if row.num_computed_tokens == request.num_tokens - 1 >= request.prompt_len
         ])  # fmt: skip

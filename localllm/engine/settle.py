@@ -77,7 +77,7 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         request.num_output_placeholders -= 1 + row.num_drafts
         request.num_computed_tokens -= 1 + row.num_drafts - len(result.token_ids)
         request.num_proposed, request.proposed = result.num_proposed, result.proposed
-        request.are_predicted = result.are_predicted
+        request.num_accepted, request.are_predicted = len(result.token_ids), result.are_predicted
         if result.num_proposed:
             request.last_proposed = request.num_output_tokens
     if not result.token_ids:

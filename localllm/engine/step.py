@@ -129,7 +129,7 @@ class StepPlan:
     one batch. A step may have moves and no rows.
 
     The runner knows the token id at each position: it was in `NewSlot.token_ids`, or the runner sampled it itself.
-    Only the last stage of a pipeline samples, so for the others the ids come with the plan.
+    Only the last stage of a pipeline samples, so for the others these ids and all drafts come with the plan.
     """
 
     step_id: int
@@ -137,7 +137,8 @@ class StepPlan:
     new_slots: tuple[NewSlot, ...] = ()
     freed_slots: tuple[int, ...] = ()
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(slot, ids) of rows whose last token was sampled, from position num_computed_tokens on. Empty for one stage."""
+    """(slot, ids) of rows whose last token was sampled: what the request's last step has accepted, up to that token.
+    Empty for one stage."""
     propose: int = 0  # most drafts that the runner proposes behind each row that samples, for the next step
     is_unmasked: bool = False  # no row follows a grammar: `sample` gets no masks, so tokens may be drawn in `forward`
     dropped: tuple[bytes, ...] = ()  # encoded pictures to forget, before others are encoded

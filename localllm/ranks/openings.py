@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from localllm.config.settings import EngineConfig
+from localllm.engine.step import DraftSupport
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -31,9 +32,10 @@ class OpenRunner(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """An open runner: its sizes, and the plan it was built with."""
+    """An open runner: its sizes, the plan it was built with, and the drafts that its steps may have."""
 
     plan: MemoryPlan
     num_blocks: tuple[int, ...]
     block_size: int
     vocab_size: int
+    drafts: DraftSupport

@@ -27,7 +27,7 @@ PAUSE_S = 0.001  # that an arriving request may have to wait meanwhile
 
 
 class RunnerSizes(Protocol):
-    """The sizes of an open runner (`openings.Opened`)."""
+    """The sizes of an open runner, and its drafts (`openings.Opened`)."""
 
     @property
     def num_blocks(self) -> tuple[int, ...]: ...
@@ -35,6 +35,8 @@ class RunnerSizes(Protocol):
     def block_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def drafts(self) -> DraftSupport: ...
 
 
 class RankRunner:
@@ -49,8 +51,7 @@ class RankRunner:
         """read_ranks: returns the state of the ranks, from any thread, without asking them. in_flight: the clock to run
         while steps are in flight."""
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
-        self.num_stages = num_stages
-        self.drafts = DraftSupport(why_none="the model is split over several ranks")
+        self.num_stages, self.drafts = num_stages, opened.drafts
         self.block_bytes: tuple[int, ...] = ()
         self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank

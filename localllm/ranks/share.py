@@ -85,7 +85,7 @@ class TorchShare:
         runner = open_on(
             kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel
         )
-        return runner, Opened(plan, runner.num_blocks, runner.block_size, runner.vocab_size)
+        return runner, Opened(plan, runner.num_blocks, runner.block_size, runner.vocab_size, runner.drafts)
 
     def _measured(self, request: OpenRunner, tell: Tell) -> Measured:
         """Run the largest steps on a GPU; all ranks do so at once."""

@@ -12,7 +12,7 @@ Does not know: layers, sampling parameters, why rows were scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -192,11 +192,8 @@ class InputMaker(Protocol):
 
     def make(self, batch: StepBatch) -> ForwardInputs: ...
 
-    def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
-        """Write ids [S], sampled here or by another stage, at positions `lengths`, on the device."""
-
-    def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
-        """Write guesses behind a slot's `known` tokens. token_ids: int32."""
+    def write_tokens(self, slot: int, first: int, token_ids: Ints, known: int) -> None:
+        """Write ids from position `first` on. The slot then has `known` tokens, and drafts behind them. int32"""
 
 
 class SlotState:
@@ -249,8 +246,7 @@ class SlotState:
             self._given.pop(slot, None)
         for new in plan.new_slots:
             self._enter(new)
-        if plan.known_token_ids:
-            self._record_known(plan.known_token_ids)
+        sampled = dict(plan.known_token_ids)
         for row in plan.rows:
             assert self._holder[row.slot] == row.request_id, f"slot {row.slot} belongs to {self._holder[row.slot]}"
             if row.new_block_ids:
@@ -258,9 +254,8 @@ class SlotState:
                 self._add_blocks(row.slot, row.new_block_ids)
             if row.num_drafts:
                 self._has_drafted[row.slot] = True
-            if row.draft_token_ids:
-                assert len(row.draft_token_ids) == row.num_drafts, "drafts of another number than planned"
-                self.add_drafts(row.slot, np.array(row.draft_token_ids, np.int32))
+            if row.draft_token_ids or row.slot in sampled:
+                self._write_given(row, sampled.get(row.slot, ()))
 
     def _enter(self, new: NewSlot) -> None:
         slot, n = new.slot, len(new.token_ids)
@@ -298,22 +293,24 @@ class SlotState:
         self.inputs.add_blocks(slot, held, block_ids)
         self._num_blocks_held[slot] = held + count
 
-    def _record_known(self, known: Sequence[tuple[int, tuple[int, ...]]]) -> None:
-        """Write the ids that this stage does not know: the stage that samples wrote them when it sampled them."""
-        slots: list[int] = []
-        positions: list[int] = []
-        ids: list[int] = []
-        for slot, given in known:
-            start, end = int(self._num_tokens[slot]), int(self._num_computed[slot]) + len(given)
-            assert end - len(given) <= start <= end, f"slot {slot} knows {start} tokens, and ids end at {end}"
-            slots += [slot] * (end - start)
-            positions += range(start, end)
-            ids += given[len(given) - (end - start) :]
-            self._num_tokens[slot] = end
+    def _write_given(self, row: Row, sampled: tuple[int, ...]) -> None:
+        """Write the ids that come with a plan: drafts, and what another stage has sampled since the slot's last row.
+        The stage that samples has the latter already."""
+        slot, known, drafts = row.slot, row.num_computed_tokens + 1, row.draft_token_ids
+        missing = max(0, known - int(self._num_tokens[slot]))
+        assert missing in (0, len(sampled)), f"slot {slot} misses {missing} tokens, and {len(sampled)} come"
+        assert len(drafts) in (0, row.num_drafts), "drafts of another number than planned"
+        ids = (*sampled[len(sampled) - missing :], *drafts)
         if ids:
-            assert 0 <= min(ids) <= max(ids) < self._vocab_size, f"token ids {ids} outside the vocabulary"
-            sampled = to_device(np.array(ids, np.int32), self.inputs.token_ids.device)
-            self.inputs.record_sampled(np.array(slots), np.array(positions), sampled)
+            self._write(slot, known - missing, np.array(ids, np.int32), known)
+            self._num_tokens[slot] = known
+
+    def _write(self, slot: int, first: int, token_ids: Ints, known: int) -> None:
+        end = first + len(token_ids)
+        assert end <= self.max_model_len, (first, len(token_ids), self.max_model_len)
+        assert not len(token_ids) or 0 <= token_ids.min() <= token_ids.max() < self._vocab_size, token_ids
+        self.inputs.write_tokens(slot, first, token_ids, known)
+        self._num_ready[slot] = end - known
 
     def record_sampled(self, batch: StepBatch, accepted: Ints | None = None) -> None:
         """Count the accepted tokens of each sampling row as known, and its drafts as used up.
@@ -344,10 +341,7 @@ class SlotState:
     def add_drafts(self, slot: int, token_ids: Ints) -> None:
         """Put drafts behind the known tokens of a slot, in place of others. token_ids: int32."""
         known = self.num_known(slot)
-        assert known + len(token_ids) <= self.max_model_len, (known, len(token_ids), self.max_model_len)
-        assert not len(token_ids) or (token_ids.min() >= 0 and token_ids.max() < self._vocab_size), token_ids
-        self.inputs.write_drafts(slot, known, token_ids)
-        self._num_ready[slot] = len(token_ids)
+        self._write(slot, known, token_ids, known)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -570,8 +564,8 @@ class HostInputs:
         index = all_to_device([slots, lengths], self._device)
         self.token_ids.index_put_((index[0], index[1]), sampled.int())
 
-    def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
-        self._host_token_ids[slot, known : known + len(token_ids)] = token_ids
+    def write_tokens(self, slot: int, first: int, token_ids: Ints, known: int) -> None:
+        self.token_ids[slot, first : first + len(token_ids)] = to_device(token_ids, self._device)
 
     def known_tokens(self, slot: int, count: int) -> Ints:
         """Return the first `count` tokens of a slot, valid until its next step. int32"""

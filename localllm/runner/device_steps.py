@@ -93,6 +93,7 @@ class DeviceSteps:
         self._feature_sets = FEATURE_SETS if drafter is None else FEATURE_SETS[1:]
         self._lookup = LookupOnDevice(inputs.slots, rows) if most_draws else None
         self._proposed = torch.zeros(rows, 1 + MOST_DRAFTS, dtype=torch.int32, device=device)
+        self._fits = np.ones(inputs.max_num_seqs, bool)  # slots whose lists fit into tables, as all ranks know
         self._drafter = None if drafter is None else self._open_drafter(drafter)
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
@@ -123,6 +124,7 @@ class DeviceSteps:
         return support._replace(lookahead=self._drafter.num_drafts, num_reread=self._drafter.num_reread)
 
     def enter(self, new: NewSlot) -> None:
+        self._fits[new.slot] = self._sampling.fits(new)
         if self._lookup is not None:
             self._lookup.enter(new)
         if self._drafter is not None:
@@ -138,7 +140,7 @@ class DeviceSteps:
         is_plain = all(
             row.samples and row.num_scheduled_tokens == 1 + row.num_drafts and not row.num_reread for row in plan.rows
         )
-        width = self._width(len(slots), wanted) if is_plain and self._sampling.features(slots) is not None else 0
+        width = self._width(len(slots), wanted) if is_plain and self._fits[slots].all() else 0
         return narrowed(plan, width), width
 
     def _width(self, rows: int, wanted: int) -> int:
@@ -364,9 +366,9 @@ class DeviceSteps:
         for shape in draft_shapes([1, staged.max_num_seqs], self._most_draws, self._widths):
             _, last = self._padding_step(shape)
             logits = self._model.compute_logits(last)
-            assert logits is not None, "drafts of a model of several shards"
-            for filters in (False, True):
-                self._draw(staged.part(shape), logits, SamplingFeatures(filters))
+            if logits is not None:
+                for filters in (False, True):
+                    self._draw(staged.part(shape), logits, SamplingFeatures(filters))
             self._look_up(shape)
             for rows in kernel_sizes(shape.tokens):
                 self._model.compute_logits(last[:rows])

@@ -157,7 +157,8 @@ class DrafterSteps:
             limits = np.where(usable, limits, 0)
             for slot, token in zip(asked[usable].tolist(), drawn[usable].tolist(), strict=True):
                 found[slot].append(token)
-                self._inputs.write_drafts(slot, int(self._slots.num_known(slot)) + place, np.array([token], np.int32))
+                count = self._slots.num_known(slot)
+                self._inputs.write_tokens(slot, count + place, np.array([token], np.int32), count)
             place += 1
             going = np.flatnonzero(limits > place)
             if not len(going):

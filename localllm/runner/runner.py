@@ -94,7 +94,7 @@ class TorchRunner:
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
-        why_no_drafts = _why_off(has_drafts, launch_options, keeps_states, group is not None or not samples)
+        why_no_drafts = _why_off(has_drafts, launch_options, keeps_states)
         drafter = None if why_no_drafts else drafter
         moves = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
         self._copies = block_copies(kv, drafter) if moves else None
@@ -133,7 +133,7 @@ class TorchRunner:
         self._drafters: Drafters | None = None
         self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
         if self.drafts.proposes:
-            if isinstance(inputs, HostInputs):
+            if isinstance(inputs, HostInputs) and samples:
                 steps = None
                 if drafter is not None:
                     steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
@@ -165,8 +165,9 @@ class TorchRunner:
                 self._refused.pop(slot, None)
             if plan.moves and self._copies is not None:
                 self._copies.apply(plan.moves)
-            for new in plan.new_slots if self._draws else ():
-                self._enter_sampling(new)
+            for new in plan.new_slots:
+                if self._draws:
+                    self._enter_sampling(new)
                 if self._drafters is not None:
                     self._drafters.enter(new)
             width = 0
@@ -371,11 +372,9 @@ def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:
     return check
 
 
-def _why_off(has_drafts: bool, options: LaunchOptions, keeps_states: bool, is_split: bool) -> str:
+def _why_off(has_drafts: bool, options: LaunchOptions, keeps_states: bool) -> str:
     """Return why no step has drafts; empty if steps may have some. keeps_states: whether the model's states can follow
     the right drafts alone."""
-    if is_split:
-        return "the model is split over several ranks"
     if not keeps_states:
         return "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
     if "drafts" in options.avoids:

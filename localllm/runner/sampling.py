@@ -93,15 +93,6 @@ class _SlotEdits:
         return self.bias_ids is None and self.allowed_ids is None and self.stop_ids is None and not self.bad_words
 
     @property
-    def fits_tables(self) -> bool:
-        return (
-            (self.bias_ids is None or len(self.bias_ids) <= MAX_BIAS)
-            and (self.stop_ids is None or len(self.stop_ids) <= MAX_STOPS)
-            and len(self.bad_words) <= MAX_WORDS
-            and all(len(word) <= WORD_LEN for word in self.bad_words)
-        )
-
-    @property
     def flags(self) -> int:
         """Flags of `SlotTables.edits`, except penalties."""
         return (
@@ -181,7 +172,7 @@ class SamplingState:
         if not edits.is_empty:
             self._edits[slot] = edits
         if self.tables is not None:
-            self._fits[slot] = fits = edits.fits_tables and self._logprobs[slot] <= MAX_LOGPROBS
+            self._fits[slot] = fits = self.fits(new)
             if fits:
                 self._write_tables(self.tables, slot, edits)
 
@@ -196,19 +187,36 @@ class SamplingState:
             return TOP_K
         return NUCLEUS if self._top_p[slot] < 1.0 or self._top_k[slot] < self._vocab_size else PLAIN
 
+    def fits(self, new: NewSlot) -> bool:
+        """Return whether a request's lists fit into the tables, here or where another shard draws."""
+        words = self._words_of(new)
+        return (
+            len(new.params.logit_bias or {}) <= MAX_BIAS
+            and len(self._stops_of(new)) <= MAX_STOPS
+            and len(words) <= MAX_WORDS
+            and all(len(word) <= WORD_LEN for word in words)
+            and (new.params.logprobs or 0) <= MAX_LOGPROBS
+        )
+
+    def _stops_of(self, new: NewSlot) -> tuple[int, ...]:
+        params = new.params
+        if not params.min_tokens:
+            return ()
+        stops = (*params.stop_token_ids, *(() if params.ignore_eos else new.eos_token_ids))
+        return tuple({token_id for token_id in stops if token_id < self._vocab_size})  # the rest never occur
+
+    def _words_of(self, new: NewSlot) -> tuple[tuple[int, ...], ...]:
+        return tuple(word for word in new.bad_words_token_ids if self._in_vocabulary(word))  # others never complete
+
     def _edits_of(self, new: NewSlot) -> _SlotEdits:
         params = new.params
         bias = params.logit_bias or {}
-        stops: tuple[int, ...] = ()
-        if params.min_tokens:
-            stops = (*params.stop_token_ids, *(() if params.ignore_eos else new.eos_token_ids))
-            stops = tuple({token_id for token_id in stops if token_id < self._vocab_size})  # the rest never occur
         return _SlotEdits(
             self._ids(tuple(bias)),
             to_device(np.fromiter(bias.values(), np.float32), self._device) if bias else None,
             self._ids(tuple(dict.fromkeys(params.allowed_token_ids or ()))),
-            self._ids(stops),
-            tuple(word for word in new.bad_words_token_ids if self._in_vocabulary(word)),  # others cannot be completed
+            self._ids(self._stops_of(new)),
+            self._words_of(new),
         )
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor | None:

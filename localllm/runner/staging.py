@@ -33,7 +33,7 @@ from localllm.kernels.prepare_step import (
 )
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.runner.batch import BlockIds, HostPlaces, Ints, StepBatch, embeds_on, host_places, limits_on, rotary_on
-from localllm.runner.upload import pinned, to_device
+from localllm.runner.upload import all_to_device, pinned, to_device
 
 
 class StepShape(NamedTuple):
@@ -131,6 +131,7 @@ class StagedInputs:
         self._drafted = DraftedInputs(most_draws)
         self._host_rows = _HostRows((), (), ())
         self._updates: list[Ints] = []  # [n, 4] (group, slot, place, block)
+        self._given: list[tuple[int, int, Ints, int]] = []  # arguments of `write_tokens` since the last step
 
     # ---- what a slot holds -------------------------------------------------------------------------------------------
 
@@ -147,15 +148,11 @@ class StagedInputs:
         self._updates.append(update.reshape(-1, UPDATE_FIELDS))
 
     def clear(self) -> None:
-        self._updates = []
+        self._updates, self._given = [], []
         self.slots.valid.zero_()
 
-    def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
-        raise AssertionError("the host does not know where the drafts of a staged step begin")
-
-    def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
-        index = to_device(np.stack([slots, lengths]), self._device)
-        self.token_ids.index_put_((index[0], index[1]), sampled.int())
+    def write_tokens(self, slot: int, first: int, token_ids: Ints, known: int) -> None:
+        self._given.append((slot, first, token_ids, known))
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +164,7 @@ class StagedInputs:
 
     def stage(self, batch: StepBatch, shape: StepShape) -> None:
         """Copy the batch, padded to `shape`, and the block-table updates since the last step."""
+        self._write_given()
         updates = np.concatenate(self._updates) if self._updates else np.empty((0, UPDATE_FIELDS), np.int32)
         self._updates = []
         assert _are_distinct(updates), f"two blocks for one place: {updates.tolist()}"
@@ -179,6 +177,22 @@ class StagedInputs:
         fields, used = _row_fields(batch, shape)
         self._send(_packed(fields, updates, used))
         self._host_rows = _host_rows(batch, shape)
+
+    def _write_given(self) -> None:
+        """Write the ids that came with the plan of the step. A pipeline's steps have some, other steps none."""
+        if not self._given:
+            return
+        tokens = [
+            (np.full(len(ids), slot), np.arange(first, first + len(ids)), ids.astype(np.int64))
+            for slot, first, ids, _ in self._given
+        ]
+        owners = [(slot, known, first + len(ids) - known) for slot, first, ids, known in self._given]
+        columns = [*map(np.concatenate, zip(*tokens, strict=True)), *np.array(owners, np.int64).T]
+        slots, positions, ids, owner, known, valid = all_to_device(columns, self._device)
+        self.token_ids.index_put_((slots, positions), ids.int())
+        self.slots.known.index_put_((owner,), known)
+        self.slots.valid.index_put_((owner,), valid.int())
+        self._given = []
 
     def stage_padding(self, shape: StepShape) -> None:
         """Stage a step of this shape that has only padding rows.

@@ -230,14 +230,15 @@ def make_engine(
     def watched() -> StepPlan | None:
         decoding, preempted = decoding_ids(scheduler), scheduler.recorder.num_preemptions
         able = {r.request_id for r in scheduler.running if r.request_id in decoding and scheduler._wanted(r)}
+        most = -(-len(decoding) // scheduler.config.num_cohorts)
         plan = plan_step()
         if plan is not None and scheduler.speculation is not None and any(row.num_drafts for row in plan.rows):
-            assert able <= {row.request_id for row in plan.rows}, "drafts took the place of another's token"
+            running = able & {row.request_id for row in plan.rows}
+            assert len(running) >= min(len(able), most), "drafts took the place of another's token"
             assert scheduler.recorder.num_preemptions == preempted, "a request was preempted in a step with drafts"
             assert plan.num_tokens <= MOST_VERIFIED
         if plan is not None:
             check_plan(scheduler, plan)
-            most = -(-len(decoding) // scheduler.config.num_cohorts)
             assert len(decoding & {row.request_id for row in plan.rows}) <= most, "more than a cohort decodes"
             engine.plans.append(plan)
             engine.longest_draft = max(engine.longest_draft, *(row.num_drafts for row in plan.rows), 0)

@@ -79,6 +79,7 @@ class DraftWalk(EngineMachine):
 
     @initialize(
         depth=st.sampled_from([1, 2, 3]),
+        stages=st.sampled_from([(1, 0), (1, 0), (2, 0), (3, 1)]),
         drafter=st.sampled_from(sorted(DRAFTERS)),
         most=st.sampled_from([1, 3, 8]),
         windows=st.sampled_from([(None,), (None,), (None, 5)]),
@@ -87,9 +88,10 @@ class DraftWalk(EngineMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
     )
-    def build(self, depth, drafter, most, windows, num_blocks, budget, policy, caching):
+    def build(self, depth, stages, drafter, most, windows, num_blocks, budget, policy, caching):
         self.engine = make_engine(
-            depth=depth, propose=DRAFTERS[drafter], most_drafts=most, speculation_type=AnyWidth, vocab_size=VOCAB,
+            depth=depth, num_stages=stages[0], num_extra_cohorts=stages[1], propose=DRAFTERS[drafter],
+            most_drafts=most, speculation_type=AnyWidth, vocab_size=VOCAB,
             windows=windows, num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=budget, policy=policy,
             enable_prefix_caching=caching,
         )  # fmt: skip

@@ -101,6 +101,7 @@ class FakeShare:
         tell(Report("opened"))
         runner = FaultyRunner(tuple(plan["num_blocks"]), self._fault, self._options, self.samples)
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
+        sizes["drafts"] = runner.drafts
         return runner, {"plan": plan, **sizes}
 
     def waited_ns(self) -> int:

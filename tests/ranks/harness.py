@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from localllm.config.settings import EngineConfig
+from localllm.engine.step import DraftSupport
 from localllm.models.fit import MemoryPlan, RankPlan
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec
@@ -136,6 +137,7 @@ class FakeOpened(msgspec.Struct):
     num_blocks: tuple[int, ...]
     block_size: int
     vocab_size: int
+    drafts: DraftSupport
 
 
 class ThreadShare(FakeShare):

@@ -25,6 +25,7 @@ from localllm.models.loader import resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.ranks.executor import RankExecutor
 from localllm.runner.executor import Executor
+from tests.runner.harness import Widest
 
 HARDWARE = Hardware((), "a processor", 4, 2**34, 2**34)
 PROMPTS = {"a": list(range(5, 40)), "b": [9] * 7, "c": [3, 1, 4, 1, 5]}
@@ -43,8 +44,11 @@ def config_for(**changes: Any) -> EngineConfig:
     return EngineConfig(device="cpu", dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 20, **changes)
 
 
-def tokens_of(runner: Runner, plan: MemoryPlan, **params: Any) -> dict[str, list[int]]:
-    """Return what an engine on this runner generates after the prompts."""
+def tokens_of(runner: Runner, plan: MemoryPlan, *, repeats: bool = False, **params: Any) -> dict[str, list[int]]:
+    """Return what an engine on this runner generates after the prompts. repeats: of two tokens, so that some drafts by
+    lookup are right."""
+    count = 40 if repeats else 10
+    params |= {"allowed_token_ids": [5, 6]} if repeats else {}
     runner.reset()
     config = SchedulerConfig(4, 16, plan.max_model_len, plan.block_size, num_stages=runner.num_stages)
     outputs: dict[str, list[int]] = {}
@@ -55,13 +59,17 @@ def tokens_of(runner: Runner, plan: MemoryPlan, **params: Any) -> dict[str, list
             outputs.setdefault(output.request_id, []).extend(output.token_ids)
 
     cache = CacheManager(config, Ledger(runner.num_blocks, plan.block_size), BlockHasher(b"m", plan.block_size))
-    loop = EngineLoop(Scheduler(config, cache), runner, depth=max(2, runner.num_stages), deliver=deliver)
+    scheduler = Scheduler(config, cache, speculation=Widest(runner.drafts))
+    loop = EngineLoop(scheduler, runner, depth=max(2, runner.num_stages), deliver=deliver)
     for name, prompt in PROMPTS.items():
-        asked = SamplingParams(max_tokens=10, **params)
-        loop.submit(Request(name, prompt, asked, RequestOptions(), max_output_tokens=10))
+        asked = SamplingParams(max_tokens=count, **params)
+        loop.submit(Request(name, prompt, asked, RequestOptions(), max_output_tokens=count))
     loop.step()
     while loop.scheduler.has_work:
         loop.step()
+    drafts = scheduler.speculation
+    assert drafts is not None
+    assert not repeats or drafts.stats().num_accepted_tokens
     return outputs
 
 

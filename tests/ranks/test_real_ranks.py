@@ -20,6 +20,9 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: t
         runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
         assert tokens_of(runner, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
         assert tokens_of(runner, plan, seed=7) == tokens_of(*alone, seed=7)
+        assert tokens_of(runner, plan, repeats=True, temperature=0.0) == tokens_of(
+            *alone, repeats=True, temperature=0.0
+        )
         assert_closed_to_others(executor)
         runner.close()  # type: ignore[attr-defined]
         executor.move_to_host()
@@ -40,6 +43,9 @@ def test_two_stages_of_two_shards_generate_the_tokens_of_one_process(
         runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
         assert runner.num_stages == 2
         assert tokens_of(runner, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
+        assert tokens_of(runner, plan, repeats=True, temperature=0.0) == tokens_of(
+            *alone, repeats=True, temperature=0.0
+        )
         bubbles = runner.stats().bubble_ratios()
         assert set(bubbles) == {0, 1}
         assert all(0 < ratio < 1 for ratio in bubbles.values())

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,7 @@ def serve(
         )  # fmt: skip
     else:
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
+        config = replace(config, num_stages=runner.num_stages)
     while runner.use_idle_time():
         pass
     ledger = ledger or ledger_of(spec, num_blocks, BLOCK)

@@ -134,7 +134,7 @@ def test_sampled_token_is_the_next_input(maker: str) -> None:
     news = (new_slot(0, 5), new_slot(3, 8))
     plan = StepPlan(1, (row_of(news[0], 5), row_of(news[1], 8)), news)
     batch, _ = run(state, plan)
-    state.inputs.record_sampled(batch.slots, batch.lengths, torch.tensor([777, 888]))
+    state.inputs.token_ids[batch.slots, batch.lengths] = torch.tensor([777, 888], dtype=torch.int32)
     state.record_sampled(batch)
     again = StepPlan(2, (Row(3, "r3", 8, 1, ((39,),), True), Row(0, "r0", 5, 1, (), True)))
     _, inputs = run(state, again)
@@ -160,9 +160,9 @@ def test_the_stage_that_samples_needs_no_ids_of_the_plan(maker: str) -> None:
     state, writes = state_of(maker), []
     new = new_slot(0, 5)
     batch, _ = run(state, StepPlan(1, (row_of(new, 5),), (new,)))
-    state.inputs.record_sampled(batch.slots, batch.lengths, torch.tensor([777]))
+    state.inputs.token_ids[batch.slots, batch.lengths] = 777
     state.record_sampled(batch)
-    state.inputs.record_sampled = lambda *given: writes.append(given)  # type: ignore[method-assign]
+    state.inputs.write_tokens = lambda *given: writes.append(given)  # type: ignore[method-assign]
     _, inputs = run(state, StepPlan(2, (Row(0, "r0", 5, 1, (), True),), known_token_ids=((0, (777,)),)))
     assert inputs.token_ids.tolist() == [777]
     assert not writes

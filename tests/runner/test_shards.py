@@ -1,7 +1,9 @@
 """Runners of shards against the runner of the whole model: tokens, log-probabilities, errors, graphs."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import RowResult, TokenLogprobs, TokenMasks
+from localllm.engine.request import Request
+from localllm.engine.step import PendingStep, RowResult, Runner, RunnerStats, StepPlan, TokenLogprobs, TokenMasks
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.group import Alone
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.graphs import AgreedCapture
+from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.host_steps import HostSteps
+from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
@@ -24,8 +31,12 @@ from localllm.runner.stage import StageModel
 from tests.kv import of_each
 from tests.models.sharded import ShardedModel, even_shards
 from tests.runner.desk import GREEDY, WAYS, Desk, run_again
-from tests.runner.harness import make_requests, serve
+from tests.runner.harness import (
+    assert_same as assert_same_texts,
+)
+from tests.runner.harness import draft_requests, make_requests, serve, tokens_of
 from tests.runner.shards import ShardRunner
+from tests.threads import Threads
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 120, 96
 CPU = torch.device("cpu")
@@ -296,3 +307,125 @@ def test_the_scheduler_over_shards(
     for name, outputs in wanted.items():
         assert [t for o in got[name] for t in o.token_ids] == [t for o in outputs for t in o.token_ids]
         assert got[name][-1].finish_reason == outputs[-1].finish_reason
+
+
+# ---- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_that_is_not_usable_arrives_as_such() -> None:
+    first, second = (exchange_of(member, CPU) for member in Threads(2).members())
+    assert first is not None
+    assert second is not None
+    best = torch.tensor([1.0, torch.nan, -torch.inf, 2.0])
+    threads = first._group._threads  # type: ignore[attr-defined]
+    _, (ids, usable) = threads.run([lambda: first.send(torch.tensor([0, 0, 7, 9]), best), lambda: second.receive(4)])
+    assert ids.tolist() == [0, 0, 7, 9]
+    assert usable.isfinite().tolist() == [True, False, False, True]
+
+
+class StageRunner:
+    """The runners of two stages of two shards as one. A step's stages run one after the other."""
+
+    def __init__(self, stages: ShardedModel, **options: Any) -> None:
+        pipes = [QueuePipe() for _ in range(2)]
+        self.stages = [
+            ShardRunner(
+                [StageModel(own, pipe) for own, pipe in zip(stages.stages[stage], pipes, strict=True)],
+                stages.threads[stage], specs=[own.spec for own in stages.stages[stage]], samples=stage == 1, **options,
+            )
+            for stage in (0, 1)
+        ]  # fmt: skip
+        last = self.stages[1]
+        self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
+        self.num_stages, self.profiler, self.drafts = 2, None, last.drafts
+        self.block_bytes: tuple[int, ...] = ()
+
+    def forward(self, plan: StepPlan) -> None:
+        for stage in self.stages:
+            stage.forward(plan)
+
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
+        self.stages[0].sample(plan).result()
+        return self.stages[1].sample(plan, masks)
+
+    def use_idle_time(self) -> bool:
+        answers = [stage.use_idle_time() for stage in self.stages]
+        assert len(set(answers)) == 1, answers
+        return answers[0]
+
+    def stats(self) -> RunnerStats:
+        return self.stages[1].stats()
+
+    def reset(self) -> None:
+        for stage in self.stages:
+            stage.reset()
+
+    def close(self) -> None:
+        for stage in self.stages:
+            stage.close()
+
+
+def few_drafts() -> list[Request]:
+    """Requests with at most four drafts at a time, for which there are blocks beside other requests. One of them has
+    more bad words than the tables on a device hold."""
+    requests = draft_requests()
+    for request in requests[:-2]:
+        request.bad_words_token_ids = request.bad_words_token_ids[:40]
+        request.options = replace(request.options, max_drafts=4)
+    return requests
+
+
+@pytest.fixture(scope="module")
+def undrafted(model: DecoderModel, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
+    """What each request gets alone and without drafts from the whole model."""
+    return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in few_drafts()}
+
+
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize(("way", "num_stages"), [("host", 1), ("replayed", 1), ("host", 2), ("staged", 2)])
+def test_drafts_of_shards_and_stages_change_no_token(
+    way: str, num_stages: int, sharded: dict[int, ShardedModel], tiny_llama_path: Path, spec: ModelSpec,
+    undrafted: dict[str, list[EngineOutput]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All ranks verify the same drafts, right and wrong ones, and agree on what is accepted: with penalties, lists that
+    do not fit the tables of a device, preemptions, and two steps in flight."""
+    texts = [[*r.token_ids, *tokens_of(undrafted[r.request_id])] for r in few_drafts()]
+    monkeypatch.setattr(HostDrafts, "_find", lambda self, slot, most: np.array(
+        guesses(texts, self._inputs.known_tokens(slot, self._slots.num_known(slot)).tolist(), most), np.int32
+    ))  # fmt: skip
+    monkeypatch.setattr(LookupOnDevice, "launch", lambda self, slots: guess_on_device(self, texts, slots))
+    if num_stages == 1:
+        model = sharded[2]
+        make: Callable[..., Runner] = partial(ShardRunner, model.stages[0], model.threads[0])
+    else:
+        shards = [even_shards(tiny_llama_path, 2, layers=range(layer, layer + 1)) for layer in (0, 1)]
+        make = partial(StageRunner, ShardedModel(tiny_llama_path, *(own for own in shards if own is not None)))
+    drafted, scheduler = serve(
+        None, spec, few_drafts(), way=way, make_runner=make, depth=2, num_blocks=20, speculates=True
+    )
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.num_preemptions > 0
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert_same_texts(drafted, undrafted)
+
+
+def guesses(texts: list[list[int]], known: list[int], most: int) -> list[int]:
+    """Return drafts behind a text, some of them wrong: the same on all ranks."""
+    dice = random.Random(sum(known))
+    text = next((text for text in texts if text[: len(known)] == known), known)
+    drafts = text[len(known) : len(known) + dice.randint(0, most)]
+    return [(token + 1) % 500 if dice.random() < 0.2 else token for token in drafts]
+
+
+def guess_on_device(lookup: LookupOnDevice, texts: list[list[int]], slots: Tensor) -> Tensor:
+    ids, known, valid = lookup._tokens
+    out = torch.zeros(len(slots), 1 + 16, dtype=torch.int32)
+    for row, slot in enumerate(slots.tolist()):
+        count = int(known[slot]) if slot >= 0 else 0
+        drafts = guesses(texts, ids[slot, :count].tolist(), int(lookup.most[slot])) if count else []
+        if slot >= 0:
+            valid[slot] = out[row, 0] = len(drafts)
+            ids[slot, count : count + len(drafts)] = out[row, 1 : 1 + len(drafts)] = torch.tensor(drafts)
+    return out

@@ -54,7 +54,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         drafts(_SPECULATION, None),
         drafts(_SPECULATION._replace(last_width=0, last_reason="cost"), NO_SPECULATION._replace(num_decode_rows=1)),
         drafts(SpeculationStats(is_on=True), None),
-        drafts(SpeculationStats(why_off="the model is split over several ranks"), None),
+        drafts(SpeculationStats(why_off="speculation is off"), None),
         request_views.LiveRequests((row, waiting), hidden=3, count=5, cancel_url="/"),
         request_views.LiveRequests(()),
         request_views.LiveRequests((), curl="curl http://127.0.0.1:8000/v1/chat/completions -d '{}'"),
