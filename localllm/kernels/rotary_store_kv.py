@@ -92,7 +92,7 @@ def hadamard(x: Tensor) -> Tensor:
     while step < size:  # sums and differences, in an order that does not depend on the rows beside a row
         a, b = turned.unflatten(-1, (-1, 2, step)).unbind(-2)
         turned, step = torch.stack((a + b, a - b), -2).flatten(-3), 2 * step
-    return turned * size**-0.5
+    return turned * float(size**-0.5)
 
 
 def store_kv(
