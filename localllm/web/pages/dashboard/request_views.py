@@ -325,4 +325,4 @@ def _preempted(request: RequestTimeline) -> str:
     if not request.num_swaps:
         return "KV blocks freed and recomputed later"
     again = request.num_preemptions - request.num_swaps
-    return f"KV blocks kept in RAM {request.num_swaps} times" + (f", freed {again} times" if again else "")
+    return "KV blocks kept in RAM" + (f", but not {again} times" if again else "")
