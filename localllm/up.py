@@ -28,10 +28,9 @@ from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas, paused_collection
 from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
-from localllm.serving.drain import DRAIN_S
 from localllm.serving.loading import Loader
 from localllm.serving.manager import ModelManager
-from localllm.serving.phases import Phase
+from localllm.serving.phases import DRAIN_S, Phase
 from localllm.serving.served import ServedModel
 from localllm.serving.sleep import put_to_sleep, wake_up
 from localllm.web.access.keys import KeyRing, one_time_link

@@ -24,8 +24,7 @@ from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware, may_have_gpu, read_hardware
 from localllm.machine.systemd import notify
 from localllm.models.library.catalog import DEMO_NAME
-from localllm.serving.drain import DRAIN_S
-from localllm.serving.phases import Phase
+from localllm.serving.phases import DRAIN_S, Phase
 from localllm.serving.served import ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready

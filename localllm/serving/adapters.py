@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from localllm.config.lora_modules import LoraModule
 from localllm.engine.adapter import Adapter
 from localllm.errors import EngineError, ModelNotFound, RequestError
-from localllm.serving.drain import DRAIN_S
+from localllm.serving.phases import DRAIN_S
 
 if TYPE_CHECKING:
     from localllm.runner.executor import AdapterSlots

@@ -17,11 +17,11 @@ from typing import Any, Literal, TypeVar
 from localllm.config.settings import Settings
 from localllm.errors import DeviceLost, LocalLLMError, UnsupportedOption
 from localllm.serving.compute import clear_tracebacks
-from localllm.serving.drain import DRAIN_S
 from localllm.serving.entry import ModelEntry, ModelNotLoaded, ModelStatus, ModelTuning
 from localllm.serving.eviction import reserved_bytes
 from localllm.serving.lease import Lease
 from localllm.serving.loading import in_compute_thread
+from localllm.serving.phases import DRAIN_S
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel
 from localllm.serving.served import LoadLimits, ServedModel

@@ -20,7 +20,6 @@ from localllm.config.settings import Settings, Task
 from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound, RanksLost, UnsupportedOption
 from localllm.serving.adapters import AdapterRefused, LoadedAdapter
 from localllm.serving.build import build_engine
-from localllm.serving.drain import DRAIN_S
 from localllm.serving.entry import (
     LoadCancelled,
     ModelEntry,
@@ -33,7 +32,7 @@ from localllm.serving.eviction import can_sleep, candidates, has_room_on_host, r
 from localllm.serving.lease import Lease
 from localllm.serving.lending import Lending
 from localllm.serving.loading import Loader, load_in_thread
-from localllm.serving.phases import OnPhase
+from localllm.serving.phases import DRAIN_S, OnPhase
 from localllm.serving.register import Register
 from localllm.serving.served import LoadLimits, ServedModel
 from localllm.serving.sleep import put_to_sleep, wake_up

@@ -1,4 +1,4 @@
-"""The phases of a load, and how they are reported.
+"""The phases of a load, how they are reported, and the time that the end of a model may take.
 
 Does not know: what happens in a phase, how a report is displayed.
 """
@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+DRAIN_S = 30.0
+"""Seconds that running requests may take to finish before their model, their adapter or the server ends them."""
 
 
 @dataclass(frozen=True, slots=True)

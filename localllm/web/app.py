@@ -39,8 +39,8 @@ from localllm.machine.platforms import use_port_alone
 from localllm.mcp.servers import McpServers
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.answers.tool_calls import no_decisions
-from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
+from localllm.serving.phases import DRAIN_S
 from localllm.web.access.auth import FrontDoor
 from localllm.web.access.connection import Connection, Connections
 from localllm.web.access.keys import KeyRing, keys_path, read_keys

@@ -19,7 +19,7 @@ from localllm.config.upstreams import read_upstream_flag, split_upstream
 from localllm.errors import ConfigError
 from localllm.files.folders import cache_folder, config_home, data_folder
 from localllm.ranks.placement import CLUSTER_KEY, EXTERNAL
-from localllm.serving.drain import DRAIN_S
+from localllm.serving.phases import DRAIN_S
 from localllm.version import __version__
 from localllm.web.access.scopes import PROBES
 from localllm.web.app import bind

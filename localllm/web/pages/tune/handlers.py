@@ -21,8 +21,8 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import LocalLLMError
-from localllm.serving.drain import DRAIN_S
 from localllm.serving.entry import ModelEntry
+from localllm.serving.phases import DRAIN_S
 from localllm.serving.profiles import delete_profile
 from localllm.tuning.goals import GOALS, goal_of
 from localllm.tuning.run import TuneOptions
