@@ -180,6 +180,9 @@ class EngineConfig:
     image_min_tokens: int | None = setting(
         None, PICTURES, "fewest tokens of a picture, where a model can choose", unit="tokens", low=1,
         unset="the checkpoint's", note="smaller pictures are scaled up")
+    mmproj: str | None = setting(
+        None, PICTURES, "projector of a GGUF model: the file with the part that sees", metavar_text="FILE",
+        unset="the mmproj file beside the model", note="none: the text part alone")
     max_image_pixels: int = setting(
         100_000_000, PICTURES, "most pixels of a picture that is decoded", unit="pixels", low=1,
         note="of a JPEG, two and a half times as many")

@@ -55,10 +55,13 @@ _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json
 _GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool = False) -> ModelSpec:
+def read_spec(
+    path: Path, *, model_impl: str = "auto", trust_remote_code: bool = False, mmproj: str | None = None
+) -> ModelSpec:
     """Read the spec of the model in folder or GGUF file `path`.
 
-    model_impl: auto, localllm (its own decoder or an error), or transformers. Raises `ModelNotFound` if there is no
+    model_impl: auto, localllm (its own decoder or an error), or transformers. mmproj: the file of a GGUF model that
+    reads pictures, `none`, or None: the one beside the model. Raises `ModelNotFound` if there is no
     model, `UnsupportedModel` for an unsupported one, `CorruptModel` if config.json contradicts itself.
     """
     path = Path(path)
@@ -68,7 +71,9 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
             return _through_transformers(path, config, trust_remote_code=trust_remote_code)
         family = _family_of(config)
         spec = _build(_filled(config, family), family, _read_generation_config(path))
-        return spec if path.is_file() else replace(spec, vision=_read_vision(path, config))
+        return (
+            _with_projector(path, spec, mmproj) if path.is_file() else replace(spec, vision=_read_vision(path, config))
+        )
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -279,6 +284,39 @@ def _read_vision(path: Path, config: Mapping[str, Any]) -> VisionSpec | None:
             found = read_json_object(path / name)
             return read_vision(config, found.get("image_processor") or found)
     return None
+
+
+def _with_projector(path: Path, spec: ModelSpec, asked: str | None) -> ModelSpec:
+    """Return the spec of a GGUF model with the part that reads pictures, which is in a file of its own.
+
+    A file that was found and is of a type that is not read leaves the text part; one that was asked for raises.
+    """
+    from localllm.models.formats.gguf.checkpoint import read_parts
+    from localllm.models.vision.mmproj import find_projector
+
+    projector = find_projector(path, spec.hidden_size, asked)
+    if projector is None:
+        return spec
+    from localllm.models.vision.mmproj import vision_of
+
+    try:
+        vision = vision_of(projector, path, spec.hidden_size)
+    except UnsupportedModel:
+        if asked is not None:
+            raise
+        return spec
+    metadata = read_parts(path)[0].metadata
+    architecture = str(metadata["general.architecture"])
+    sections = metadata.get(f"{architecture}.rope.dimension_sections")
+    if vision is None or not vision.grids or not isinstance(sections, list):
+        return replace(spec, vision=vision)
+    interleaved = architecture not in ("qwen2vl",)
+    rope = replace(spec.rope, sections=tuple(map(int, sections[:3])), interleaved_sections=interleaved)
+    if sum(rope.sections) != rope.rotary_dim // 2:
+        raise CorruptModel(
+            f"{path.name} has rope.dimension_sections = {sections}.", f"They must add up to {rope.rotary_dim // 2}."
+        )
+    return replace(spec, vision=vision, rope=rope)
 
 
 def _read_generation_config(path: Path) -> Mapping[str, Any]:

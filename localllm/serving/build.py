@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -87,7 +87,7 @@ def build_engine(
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_place(spec, plan)
         require_context(plan, spec, config, limits)
-        tokenizer, template = _read_text(found.path, on_phase)
+        tokenizer, template = _read_text(found.path, spec, on_phase)
         check_vocabulary(spec, tokenizer, read_tokenizer)
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
         undo.callback(executor.close)
@@ -177,7 +177,9 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
         if task != "generate":
             report(found.name)
             return found, task
-        spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+        spec = read_spec(
+            found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code, mmproj=config.mmproj
+        )
         through = "" if spec.implementation == "localllm" else " through transformers"
         report(f"{found.name} · {spec.architecture}{through}")
     return found, _find_drafter(config, found.path, spec, on_phase)
@@ -245,25 +247,27 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
     return plan
 
 
-def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
+def _read_text(path: Path, spec: ModelSpec, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
+    from localllm.models.vision.families import family_of
     from localllm.text.chat_template import ChatTemplate
 
     with report_phase("tokenizer", on_phase) as report:
-        tokenizer = read_tokenizer(path)
+        tokenizer = read_tokenizer(path, () if spec.vision is None else (family_of(spec.vision).frame[1],))
         template = ChatTemplate.of(tokenizer)
         report(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
     return tokenizer, template
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint: from a folder's files, or from a GGUF file's metadata."""
+def read_tokenizer(path: Path, more: Sequence[str] = ()) -> Tokenizer:
+    """Read the tokenizer of a checkpoint: from a folder's files, or from a GGUF file's metadata. more: special tokens
+    that a GGUF file may lack; they are behind its last one."""
     from localllm.models.formats.checkpoint import is_gguf
 
     if is_gguf(path):
         from localllm.models.formats.gguf.checkpoint import metadata_of
         from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 
-        return tokenizer_of_gguf(metadata_of(path))
+        return tokenizer_of_gguf(metadata_of(path), more)
     from localllm.text.tokenizer import load_tokenizer
 
     return load_tokenizer(path)

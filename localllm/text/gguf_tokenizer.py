@@ -48,8 +48,9 @@ _IDS_UNNAMED = {
 }
 
 
-def tokenizer_of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build the tokenizer. metadata: keys to plain values. Raises `CorruptModel`, `UnsupportedModel`."""
+def tokenizer_of_gguf(metadata: Mapping[str, Any], more: Sequence[str] = ()) -> Tokenizer:
+    """Build the tokenizer. metadata: keys to plain values. more: special tokens to add where the file has them not.
+    Raises `CorruptModel`, `UnsupportedModel`."""
     vocabulary = _Vocabulary.read(metadata)
     make = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_merges, "bert": _wordpiece}
     if vocabulary.model not in make:
@@ -59,6 +60,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     try:
         raw = make[vocabulary.model](vocabulary)
         _add_tokens(raw, vocabulary)
+        raw.add_special_tokens([AddedToken(text, normalized=False) for text in more])
     except UnsupportedModel:
         raise
     except Exception as error:  # the library raises plain Exception

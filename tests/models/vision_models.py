@@ -71,15 +71,36 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-_CLIP: dict[str, Any] = {"model_type": "clip_vision_model", "projection_dim": 16, **_LAYERS, "image_size": 16}
+_CLIP: dict[str, Any] = {
+    "model_type": "clip_vision_model", "projection_dim": 16, **_LAYERS, "num_hidden_layers": 2, "image_size": 16,
+}  # fmt: skip
 _SIGLIP: dict[str, Any] = {"model_type": "siglip_vision_model", **_LAYERS, "image_size": 16}
 _PIXTRAL: dict[str, Any] = {"model_type": "pixtral", "head_dim": 16, **_LAYERS, "image_size": 64}
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 24, "initializer_range": 0.2,
+    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+_GEMMA4_TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256, "standardize": True,
+}  # fmt: skip
 MORE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": (
         "Gemma3ForConditionalGeneration",
         {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24, "query_pre_attn_scalar": 16,
          "layer_types": ["sliding_attention", "full_attention"] * 2},
         _SIGLIP,
+    ),
+    "Gemma4Config": (
+        "Gemma4ForConditionalGeneration",
+        {**_GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE,
+         "num_kv_shared_layers": 2, "pad_token_id": 3},
+        _GEMMA4_TOWER,
+    ),
+    "Gemma4UnifiedConfig": (
+        "Gemma4UnifiedForConditionalGeneration",
+        _GEMMA4,
+        {"patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 32, "mm_posemb_size": 128, "output_proj_dims": 32},
     ),
     "Mistral3Config": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "head_dim": 16}, _PIXTRAL),
     "LlavaConfig": ("LlavaForConditionalGeneration", {"model_type": "llama"}, _CLIP),
@@ -107,8 +128,8 @@ def make_model(path: Path, config_name: str, *, fields: dict[str, Any] | None = 
     torch.manual_seed(0)
     model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if value.ndim == 1 and value.is_floating_point() and "inv_freq" not in name:
+        for value in model.state_dict(keep_vars=True).values():  # what is saved
+            if value.ndim == 1 and value.is_floating_point():
                 value.add_(torch.randn_like(value) * 0.2)
     model.save_pretrained(path)
     return model

@@ -216,12 +216,13 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def spec_of_any(
-    path: Path, *, task: str = "auto", model_impl: str = "auto", trust_remote_code: bool = False
-) -> ModelSpec:
+    path: Path, *, task: str = "auto", model_impl: str = "auto", trust_remote_code: bool = False,
+    mmproj: str | None = None,
+) -> ModelSpec:  # fmt: skip
     """Return the spec of any model in folder or GGUF file `path`. Raises what `read_spec` and `read_recipe` raise."""
     found = task_of(path, task)
     if found == "generate":
-        return read_spec(path, model_impl=model_impl, trust_remote_code=trust_remote_code)
+        return read_spec(path, model_impl=model_impl, trust_remote_code=trust_remote_code, mmproj=mmproj)
     return pooling_spec(path, read_recipe(path, found), trust_remote_code=trust_remote_code)
 
 

@@ -105,7 +105,10 @@ def estimate_checkpoint(
     with_drafter: adds the drafter that the settings name to the spec; None: the model alone.
     Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that are not possible.
     """
-    spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+    spec = spec_of_any(
+        path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code,
+        mmproj=config.mmproj,
+    )  # fmt: skip
     if spec.task != "generate":
         return spec, [_estimate_pooling(path, spec, config, hardware)]
     spec = with_tower(path, spec if with_drafter is None else with_drafter(config, path, spec))

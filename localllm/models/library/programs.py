@@ -15,16 +15,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from localllm.errors import CorruptModel
-from localllm.files.json_file import read_json
 from localllm.models.formats.gguf.file_names import gguf_models
+from localllm.models.vision.mmproj import ADAPTER_LAYER, MODEL_LAYER, ollama_blobs
 
 Program = Literal["ollama", "lmstudio", "llamacpp", "jan"]
-_LARGEST_MANIFEST = 2**20
-_MODEL_LAYER = "application/vnd.ollama.image.model"
-_ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _DEFAULT_REGISTRY, _DEFAULT_OWNER = "registry.ollama.ai", "library"
 
 
@@ -55,10 +51,10 @@ def _ollama() -> Iterator[ProgramModel]:
     manifests = root / "manifests"
     for path in sorted(manifests.rglob("*")):
         parts = path.relative_to(manifests).parts
-        if path.is_file() and len(parts) >= 3:
-            blob = _ollama_blob(path)
-            if blob is not None and (root / "blobs" / blob).is_file():
-                yield ProgramModel(f"ollama:{_ollama_name(parts)}", root / "blobs" / blob, "ollama")
+        blobs = ollama_blobs(path) if path.is_file() and len(parts) >= 3 else {}
+        models = blobs.get(MODEL_LAYER, [])  # none for an invalid manifest
+        if len(models) == 1 and ADAPTER_LAYER not in blobs and (root / "blobs" / models[0]).is_file():
+            yield ProgramModel(f"ollama:{_ollama_name(parts)}", root / "blobs" / models[0], "ollama")
 
 
 def _ollama_name(parts: tuple[str, ...]) -> str:
@@ -66,20 +62,6 @@ def _ollama_name(parts: tuple[str, ...]) -> str:
     registry, *owner, name, tag = parts
     shown = [] if owner == [_DEFAULT_OWNER] and registry == _DEFAULT_REGISTRY else owner
     return "/".join([*([] if registry == _DEFAULT_REGISTRY else [registry]), *shown, name]) + f":{tag}"
-
-
-def _ollama_blob(manifest: Path) -> str | None:
-    """Return the name of the weights' blob; None for an invalid manifest, several GGUF files, or an adapter."""
-    try:
-        layers: list[dict[str, Any]] = read_json(manifest, _LARGEST_MANIFEST)["layers"]
-        kinds = [layer["mediaType"] for layer in layers]
-        if kinds.count(_MODEL_LAYER) != 1 or _ADAPTER_LAYER in kinds:
-            return None
-        digest = str(layers[kinds.index(_MODEL_LAYER)]["digest"])
-    except (CorruptModel, KeyError, TypeError):
-        return None
-    name = digest.replace(":", "-")
-    return name if name.startswith("sha256-") and name[7:].isalnum() else None
 
 
 def _lmstudio() -> Iterator[ProgramModel]:

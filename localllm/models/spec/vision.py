@@ -61,4 +61,6 @@ class VisionSpec:
     tile_tokens: int = 0  # rows of one tile, where pictures are squares or are cut into tiles; 0: they are not
     tile_patches: int = 0  # patches of one tile
     most_shown_tiles: int = 0  # tiles' worth of rows to which a picture is reduced; 0: it is not (LLaVA-OneVision)
+    usual_tokens: int = 0  # most tokens of a picture unless a request asks for more; 0: as many as are allowed
+    projector: str = ""  # GGUF file of the tower; empty: its tensors are among the model's
     tower_bytes: int = 0  # of the tower in float32; 0: not counted yet (models/fit/pictures.py)

@@ -61,18 +61,19 @@ def read_module(
     attention: str,
     trust_remote_code: bool,
     unused: tuple[str, ...] = (),
+    state: dict[str, Tensor] | None = None,
 ) -> Any:
     """Load a transformers module from folder `path` onto the CPU.
 
     Raises `CorruptModel` if the module and the checkpoint do not have the same tensors, `UnsupportedModel` if the
-    class fails. unused: prefixes of names that
-    may differ.
+    class fails. unused: prefixes of names that may differ. state: the tensors, in place of those in the folder.
     """
     try:
         with _quiet():
             module, report = auto.from_pretrained(
-                path,
+                path if state is None else None,
                 config=config,
+                state_dict=state,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,

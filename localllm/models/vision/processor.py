@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from localllm.models.spec.vision import AUTO, Detail, ImageLimits, VisionSpec
 from localllm.models.vision.families import Layout, Size, family_of, keywords
+from localllm.models.vision.mmproj import image_processor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,8 +55,11 @@ class PictureProcessor:
         """path: folder of the model. limits: of this server; None: the checkpoint's."""
         self.spec, self.limits = spec, limits or spec.limits
         self._decode, self._family = decode, family_of(spec)
-        self.processor = open_processor(path)
+        self.processor = open_processor(path, spec)
         name = f"{spec.model_type} {self.processor.to_json_string()}"
+        if spec.projector:  # its file is not among the model's own, by which blocks are named
+            state = Path(spec.projector).stat()
+            name = f"{name} {state.st_size} {state.st_mtime_ns}"
         self._key = blake2b(name.encode(), digest_size=32).digest()
 
     @property
@@ -114,12 +118,19 @@ class PictureProcessor:
         )
 
 
-def open_processor(path: Path) -> Any:
+def open_processor(path: Path, spec: VisionSpec) -> Any:
     """Return transformers' image processor of a folder, on Pillow. Raises `UnsupportedModel` if there is none that
     works without torchvision, `CorruptModel` if its config cannot be read."""
     from transformers import AutoImageProcessor
 
     try:
+        if spec.projector:
+            return image_processor(spec)
+        if spec.model_type == "gemma4_unified":  # its own needs torchvision; the tensors are those of larger patches
+            from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+            sizes = {"patch_size": spec.patch, "pooling_kernel_size": spec.merge}
+            return Gemma4ImageProcessorPil.from_pretrained(path, local_files_only=True, **sizes)
         return AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
     except ImportError as error:
         raise UnsupportedModel(

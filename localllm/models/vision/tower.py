@@ -2,12 +2,22 @@
 
 The whole model is built without memory, its decoder is deleted, and the weights of the rest are read. A tower answers
 for one picture at a time; of families that cut pictures into tiles, few tiles run at once on a CPU.
+
+Projector files of GGUF hold llama.cpp's names, which the gguf package maps from the published ones, and some tensors in
+another form:
+
+    Qwen      the two times of a patch are two matrices
+    Pixtral   rows of q and k are moved, as for Llama
+    Gemma 3   a norm is stored as w + 1
+    LLaVA     the last layer of CLIP, whose output is not read, is left out
+
 Does not know: which requests read the rows, where they are kept (runner/pictures.py).
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.errors import UnsupportedModel
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.formats.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from localllm.models.formats.gguf.matrices import widen
+from localllm.models.spec.gguf import LLAMA_ROWS
 from localllm.models.spec.vision import VisionSpec
 from localllm.models.transformers_backend.config_class import load_config
 from localllm.models.transformers_backend.module import read_module
 from localllm.models.vision.families import TILES_AT_ONCE, family_of
+from localllm.models.vision.mmproj import described, model_config
 
-_OF_TEXT = (r"(^|\.)(language_model|text_model)\.", r"^lm_head", r"^model\.(layers|embed_tokens|norm)\b", r"^mtp\.")
+_OF_OTHERS = (
+    r"(^|\.)(language_model|text_model|audio_tower|embed_audio)\.", r"^lm_head",
+    r"^model\.(layers|embed_tokens|norm)\b", r"^mtp\.",
+)  # fmt: skip
+"""Stored names of what is not read: the decoder, and parts that read sound."""
 
 
 class Tower:
@@ -89,26 +107,34 @@ def tower_dtype(dtype: torch.dtype) -> torch.dtype:
 def load_tower(path: Path, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Tower:
     """Load the tower of the model in folder `path`, to compute in `dtype`. Raises `CorruptModel`,
     `UnsupportedModel`."""
-    config, kind = _config(path), family_of(spec).text
-    module = read_module(
-        _without_text(_base(config), kind), path, config, dtype, attention="sdpa", trust_remote_code=False
-    )
+    config = _config(path, spec)
+    kind = _without_text(_base(config), family_of(spec).text)
+    state = read_state(spec, _on_meta(kind, config).state_dict()) if spec.projector else None
+    module = read_module(kind, path, config, dtype, attention="sdpa", trust_remote_code=False, state=state)
     return Tower(module.to(device), spec, device, dtype)
 
 
 def tower_bytes(path: Path, spec: VisionSpec, dtype: torch.dtype) -> int:
     """Return the exact bytes of `load_tower`'s result, without reading a weight."""
-    config = _config(path)
+    config = _config(path, spec)
+    module = _on_meta(_without_text(_base(config), family_of(spec).text), config)
+    return Tower(module.to(dtype), spec, torch.device("meta"), dtype).bytes_held
+
+
+def _on_meta(kind: type[Any], config: Any) -> Any:
     with torch.device("meta"):
-        module = _without_text(_base(config), family_of(spec).text)(config).to(dtype)
-    return Tower(module, spec, torch.device("meta"), dtype).bytes_held
+        return kind(config)
 
 
-def _config(path: Path) -> Any:
-    """Return the config, without the quantisation that its text part may have."""
+def _config(path: Path, spec: VisionSpec) -> Any:
+    """Return the config, without the quantisation that its text part may have, and without a part that reads sound."""
+    if spec.projector:
+        return model_config(spec)
     config = load_config(path, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
     return config
 
 
@@ -128,7 +154,7 @@ def _without_text(base: type[Any], text: str) -> type[Any]:
     """Return a class of the same model that has no decoder."""
 
     class WithoutText(base):  # type: ignore[misc]
-        _keys_to_ignore_on_load_unexpected = _OF_TEXT
+        _keys_to_ignore_on_load_unexpected = _OF_OTHERS
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -137,5 +163,93 @@ def _without_text(base: type[Any], text: str) -> type[Any]:
         def tie_weights(self, *args: Any, **keywords: Any) -> None:
             """Nothing to tie."""
 
-    WithoutText.__name__ = base.__name__
+    WithoutText.__name__, WithoutText.__module__ = base.__name__, base.__module__  # else no tensor is renamed
     return WithoutText
+
+
+# ---- projector files of GGUF ---------------------------------------------------------------------------------------
+
+_PUBLISHED = (
+    (r"^vision_tower\.(embeddings|encoder\.layers|pre_layrnorm|post_layernorm)\b", r"vision_tower.vision_model.\1"),
+    (r"_projection_weight$", "_projection.weight"),
+    (r"^(vision_model|connector)\.", r"model.\1."),
+)
+"""transformers 5's names to those that the gguf package knows."""
+_MERGER = (
+    (r"^visual\.merger\.norm\.", "v.post_ln."),
+    (r"^visual\.merger\.linear_fc1\.", "mm.0."),
+    (r"^visual\.merger\.linear_fc2\.", "mm.2."),
+)  # of Qwen3-VL
+_TWO_LAYERS = ((r"^multi_modal_projector\.linear_1\.", "mm.0."), (r"^multi_modal_projector\.linear_2\.", "mm.2."))
+_SUFFIXES = (".weight", ".bias")
+
+
+def read_state(spec: VisionSpec, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a projector file by transformers' names, in float32 on the CPU.
+
+    shapes: tensors of the module, by name. Raises `CorruptModel` for a missing tensor.
+    """
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 512)
+    vision = described(spec).config["vision_config"]
+
+    def stored_name(name: str) -> str:
+        if deep := re.match(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)\.(\w+)$", name):
+            layer = vision["deepstack_visual_indexes"][int(deep[1])]  # llama.cpp names it after the tower's layer
+            return f"v.deepstack.{layer}.{deep[2]}.{deep[3]}"
+        for pattern, stored in (*_MERGER, *(_TWO_LAYERS if spec.model_type == "llava" else ())):
+            if re.match(pattern, name):
+                return re.sub(pattern, stored, name)
+        for pattern, published in _PUBLISHED:
+            name = re.sub(pattern, published, name)
+        return str(names.get_name(name, _SUFFIXES) or names.get_name(f"model.{name}", _SUFFIXES) or name)
+
+    with open_gguf(Path(spec.projector)) as file:
+        tensors = _Tensors(file, spec, vision)
+        return {name: tensors.read(name, stored_name(name), tuple(of.shape)) for name, of in shapes.items()}
+
+
+class _Tensors:
+    """The tensors of a projector file in the form that transformers' modules have."""
+
+    def __init__(self, file: GGUFCheckpoint, spec: VisionSpec, vision: Mapping[str, Any]) -> None:
+        self.file, self.spec, self.heads = file, spec, vision.get("num_attention_heads", 0)
+
+    def read(self, name: str, stored: str, shape: tuple[int, ...]) -> Tensor:
+        """Return one tensor. name: transformers' own."""
+        found = self._found(stored, shape)
+        if found is None and self.spec.model_type == "llava" and ".post_layernorm." in f".{name}":
+            return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)  # its output is not read
+        if found is None or tuple(found.shape) != shape:
+            raise CorruptModel(
+                f"{Path(self.spec.projector).name} has no tensor {stored} of {list(shape)}.",
+                f"transformers' name is {name}.", "Download the file again.",
+            )  # fmt: skip
+        if self.spec.model_type == "pixtral" and re.search(r"\.attention\.[qk]_proj\.weight$", name):
+            rows = LLAMA_ROWS["q_proj"](self.heads, self.heads, shape[0] // self.heads)
+            found = found[torch.tensor(rows)]
+        return found - 1 if stored == "mm.soft_emb_norm.weight" else found
+
+    def _found(self, stored: str, shape: tuple[int, ...]) -> Tensor | None:
+        if len(shape) == 5:  # two times of a patch
+            times = [self._one(stored), self._one(f"{stored}.1")]
+            return None if times[0] is None or times[1] is None else torch.stack([times[0], times[1]], dim=2)
+        found = self._one(stored)
+        if found is None and ".attn_qkv." in stored:
+            parts = [self._one(stored.replace("attn_qkv", f"attn_{each}")) for each in "qkv"]
+            return (
+                None if any(part is None for part in parts) else torch.cat([part for part in parts if part is not None])
+            )
+        if found is not None and tuple(found.shape) != shape:  # the converter of 2024 named the two the other way
+            found = self._one(re.sub(r"ffn_(up|down)", lambda each: _OTHER[each[1]], stored))
+        return found
+
+    def _one(self, stored: str) -> Tensor | None:
+        info = self.file.tensors.get(stored)
+        return (
+            None if info is None else widen(self.file.tensor(stored), info, torch.float32).reshape(info.shape).clone()
+        )
+
+
+_OTHER = {"up": "ffn_down", "down": "ffn_up"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from localllm.errors import CorruptModel, ModelNotFound
 
@@ -25,6 +26,26 @@ _QUANT = re.compile(
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)|^mtp-", re.IGNORECASE)
 """Names of files beside a model: its projector, its importance matrix, its small model for drafts."""
+
+
+_PROJECTOR = re.compile(r"(?:^|(?<=[-._]))mmproj(?:[-._]|$)", re.IGNORECASE)
+PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
+"""Order of preference among a model's projectors."""
+
+
+def projectors_for(model: str, names: Iterable[str]) -> list[str]:
+    """Return the projectors (mmproj) among file names, the likeliest one of a model first: the one whose name is most
+    like the model's, then the one of the preferred type."""
+    rank = {quant: position for position, quant in enumerate(PROJECTOR_TYPES)}
+
+    def likeness(name: str) -> int:
+        own = name.rpartition("/")[2].lower()
+        pairs = (zip(model.lower(), part, strict=False) for part in (own, _PROJECTOR.sub("", own, 1)))
+        return max(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs)
+
+    files = [name for name in names if name.lower().endswith(".gguf")]
+    found = [name for name in files if _PROJECTOR.search(name.rpartition("/")[2][:-5])]
+    return sorted(found, key=lambda name: (-likeness(name), rank.get(quant_of(name), len(rank)), name))
 
 
 @dataclass(frozen=True, slots=True)

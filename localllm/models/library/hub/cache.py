@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import ConfigError, ModelNotFound
+from localllm.models.formats.gguf.file_names import gguf_models, projectors_for
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
 from localllm.models.library.names import delete_alias, looks_like_path, parse_name, target_of
 
@@ -96,11 +97,18 @@ def to_remove(name: str, revision: str | None = None) -> RemovalTarget:
     snapshot = next(parent for parent in (model.path, *model.path.parents) if parent.parent.name == "snapshots")
     repo_id = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
     if model.format == "gguf":
-        names = tuple(str(file.relative_to(snapshot)) for file in model.files)
-        return RemovalTarget(model.name, repo_id, snapshot.name, names, model.size_bytes)
+        files, stored = list(model.files), [path for path in _pointers(snapshot) if path.exists()]
+        if len(gguf_models(path.name for path in stored)) == 1:  # nothing is left that needs the projector
+            files += [snapshot / name for name in projectors_for(model.path.name, _relative(stored, snapshot))]
+        size_bytes = sum(file.stat().st_size for file in files)
+        return RemovalTarget(model.name, repo_id, snapshot.name, tuple(_relative(files, snapshot)), size_bytes)
     if revision or asked.revision:
         return RemovalTarget(f"{repo_id}@{snapshot.name[:12]}", repo_id, snapshot.name, None, model.size_bytes)
     return RemovalTarget(repo_id, repo_id, None, None, _size(snapshot.parent.parent))
+
+
+def _relative(files: Iterable[Path], folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in files]
 
 
 def _size(folder: Path) -> int:

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from localllm.errors import CorruptModel
 from localllm.files import json_file
+from localllm.models.formats.gguf.file_names import gguf_models
 from localllm.models.library.hub import client
 from localllm.models.library.hub.plan import DownloadPlan, PlannedFile, file_url, plan_download
 from localllm.models.library.names import ModelName, parse_name
@@ -75,12 +76,12 @@ def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteC
         heads = [_Head(plan, file, folder / file.name, budget) for file in (*small, *weights)]
         with client.translated(plan.name), ThreadPoolExecutor(_AT_ONCE) as threads:
             list(threads.map(_Head.fetch, heads))
-        ggufs = [file for file in weights if file.name.endswith(".gguf")]
+        ggufs = [name for model in gguf_models(file.name for file in weights) for name in model.files]
         yield RemoteCheckpoint(
             name=plan.name,
-            path=folder / ggufs[0].name if ggufs else folder,
+            path=folder / ggufs[0] if ggufs else folder,
             plan=plan,
-            weights_bytes=sum(file.size for file in weights),
+            weights_bytes=sum(file.size for file in weights if not ggufs or file.name in ggufs),
             fetched_bytes=sum(head.fetched for head in heads),
         )
 

@@ -1,8 +1,8 @@
 """Repositories on the hub: search, files with sizes and hashes, commit, licence, gating, and what a load needs of them.
 
-A load needs config, tokenizer and one set of weights, without duplicates. Left out: pickles and other frameworks'
-weights, ONNX and OpenVINO exports, a consolidated copy of the shards, images, training states, and the owner's Python
-code unless requested.
+A load needs config, tokenizer and one set of weights, without duplicates; a GGUF model also its projector. Left out:
+pickles and other frameworks' weights, ONNX and OpenVINO exports, a consolidated copy of the shards, images, training
+states, and the owner's Python code unless requested.
 Does not know: what is on this machine.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from localllm import errors
 from localllm.errors import HubError
-from localllm.models.formats.gguf.file_names import gguf_models, require_one
+from localllm.models.formats.gguf.file_names import gguf_models, projectors_for, require_one
 from localllm.models.formats.safetensors import INDEX, PICKLES
 from localllm.models.library.hub import client
 
@@ -175,7 +175,10 @@ def load_files(
     ggufs = gguf_models(names)
     if quant is not None or (ggufs and not weights):
         first = f":{ggufs[0].quant or ggufs[0].stem}" if ggufs else ""
-        return list(require_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files)
+        files = require_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files
+        folder, _, name = files[0].rpartition("/")
+        beside = [each for each in names if each.rpartition("/")[0] in ("", folder)]
+        return [*files, *projectors_for(name, beside)[:1]]
     if not weights:
         raise _no_weights(repo_id, names)
     side = [
