@@ -23,6 +23,7 @@ _SQUARE = {"size": {"height": 16, "width": 16}}
 _CROP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 _TILES = {"size": {"longest_edge": 24}, "max_image_size": {"longest_edge": 8}}
 _POINTS = [[16, 32], [32, 16], [32, 32]]
+_GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
 _QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 40}}
 
 
@@ -38,11 +39,12 @@ class Seeing:
 
 
 PLACEHOLDERS = {
-    "gemma3": "<image_soft_token>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>", "smolvlm": "<image>",
-    "idefics3": "<image>", "llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>",
+    "gemma3": "<image_soft_token>", "gemma4": "<|image|>", "gemma4_both": "<|image|>", "gemma4_unified": "<|image|>",
+    "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>", "smolvlm": "<image>", "idefics3": "<image>", "llava": "<image>",
+    "llava_next": "<image>", "llava_onevision": "<image>",
 }  # fmt: skip
 """Texts of the placeholders of families other than Qwen."""
-TOWERS = {"mistral3": "pixtral"}
+TOWERS = {"mistral3": "pixtral", "gemma4_both": "gemma4"}
 SEEING = {
     "qwen2_vl": Seeing("Qwen2VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen2_5_vl": Seeing("Qwen2_5_VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
@@ -52,6 +54,15 @@ SEEING = {
     "gemma3": Seeing(
         "Gemma3Config", "Gemma3ImageProcessorPil", _SQUARE, {"image_token_index": PAD, "mm_tokens_per_image": 4}, {}
     ),
+    "gemma4": Seeing("Gemma4Config", "Gemma4ImageProcessorPil", _GEMMA4, {"image_token_id": PAD}, {}),
+    "gemma4_both": Seeing(
+        "Gemma4Config",
+        "Gemma4ImageProcessorPil",
+        _GEMMA4,
+        {"image_token_id": PAD},
+        {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "gemma4_unified": Seeing("Gemma4UnifiedConfig", "Gemma4ImageProcessorPil", _GEMMA4, {"image_token_id": PAD}, {}),
     "mistral3": Seeing(
         "Mistral3Config",
         "PixtralImageProcessorPil",
@@ -169,9 +180,16 @@ def reference_with_pictures(model: Any, ids: Sequence[int], processed: Sequence[
     names = processed[0].tensors if processed else {}
     axis = 1 if model.config.model_type in ("smolvlm", "idefics3") else 0  # tiles of one text
     given = {name: joined([each.tensors[name] for each in processed], axis) for name in names}
-    if model.config.model_type.startswith("qwen"):
+    if model.config.model_type.startswith(("qwen", "gemma4")):
         given["mm_token_type_ids"] = kinds
     if model.config.model_type == "gemma3":
         given["token_type_ids"] = kinds
-    given.pop("num_crops", None)
+    for name in ("num_crops", "num_soft_tokens_per_image"):
+        given.pop(name, None)
+    if model.config.model_type == "gemma4_unified":  # the masks of `generate`; those of `forward` differ in 5.23
+        embeds, places = model.get_input_embeddings()(tokens), torch.arange(len(ids))[None]
+        masks = model.create_masks_for_generate(
+            model.config, embeds, torch.ones_like(tokens), None, places, mm_token_type_ids=kinds
+        )
+        return model(input_ids=tokens, attention_mask=masks, **given).logits[0]
     return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given).logits[0]

@@ -134,7 +134,7 @@ class DecoderModel:
         else:
             residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
         if self.layer_inputs is not None:
-            given = self.layer_inputs(inputs.token_ids, inputs.positions, residual)
+            given = self.layer_inputs(inputs.token_ids, inputs.positions, residual, inputs.embeds)
             steps = {
                 key: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
                 for key, step in steps.items()
@@ -208,6 +208,8 @@ class DecoderModel:
         query_scale = self._query_scale(inputs.positions)
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
         plans: dict[int, AttentionPlan] = {}
+        vision = self.spec.vision
+        causal = inputs if inputs.key_limits is None else replace(inputs, key_limits=None)
         steps: dict[_StepKey, AttentionStep] = {}
         for key, kept in zip(self._steps, cache, strict=True):
             kind, group = key
@@ -216,7 +218,9 @@ class DecoderModel:
             own, kv = inputs.groups[group], kv_of(kept)
             assert kv is not None, "a layer in a KV group has keys and values"
             if group not in plans:
-                plans[group] = plan_step(inputs, own, kv.k, heads, self._windows[group])
+                window = self._windows[group]
+                seen = causal if window is None and vision is not None and vision.windowed_only else inputs
+                plans[group] = plan_step(seen, own, kv.k, heads, window)
             table = self.rope_table(kind)
             steps[key] = AttentionStep(
                 plans[group],

@@ -260,6 +260,7 @@ TEXT_STORAGE = Storage(
     ignored=(r"(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*",),
 )
 NOTE = "Text only: the parts for images and sound are not loaded."
+_SEEING_NOTE = f"{text_part.NOTE} Sound is not read."
 GEMMA4 = Family(
     "Gemma 4 (text)",
     ("Gemma4ForCausalLM",),
@@ -289,7 +290,7 @@ GEMMA4_VISION = Family(
     {**_GEMMA4_DEFAULTS, **_PER_LAYER_DEFAULTS},
     TEXT_STORAGE,
     _gemma4_text,
-    NOTE,
+    _SEEING_NOTE,
 )
 UNIFIED = Family(
     "Gemma 4 Unified (text)",
@@ -306,7 +307,7 @@ UNIFIED_VISION = Family(
     {**_GEMMA4_DEFAULTS, **_UNIFIED_DEFAULTS},
     TEXT_STORAGE,
     _gemma4_text,
-    NOTE,
+    _SEEING_NOTE,
 )
 _GEMMA3N_DEFAULTS = {
     "vocab_size": 262_400,

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.models.inputs import GivenEmbeds
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import UNGATED
@@ -129,9 +130,14 @@ class PerLayerInputs:
         """projection: [layers * size, hidden]. norm: of each layer's part of its output."""
         self.table, self.projection, self.norm, self.sizes = table, projection, norm, sizes
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, embeds: Tensor) -> Tensor:
-        """Return [T, layers, size]. embeds [T, hidden]: the tokens' embeddings as the first layer reads them."""
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, embeds: Tensor, given_embeds: GivenEmbeds | None = None
+    ) -> Tensor:
+        """Return [T, layers, size]. embeds [T, hidden]: the tokens' embeddings as the first layer reads them.
+        given_embeds: those that are rows of pictures; padding stands for their tokens."""
         known: Tensor = token_ids.masked_fill(token_ids >= self.sizes.vocab_size, 0)
+        if given_embeds is not None:
+            known = known.index_fill(0, given_embeds.places, self.sizes.pad_id)
         given: Tensor = self.table(known, positions).unflatten(1, (-1, self.sizes.size))
         return given.add_(self.norm(self.projection(embeds).view(given.shape))).mul_(2**-0.5)
 

@@ -49,10 +49,13 @@ class PerLayerInputSpec:
 
     size: int  # numbers of one layer's vector
     vocab_size: int  # rows of the table; tokens beyond it use row 0
+    pad_id: int = 0  # token that stands for a picture's
 
 
 def per_layer_input(config: Mapping[str, Any]) -> PerLayerInputSpec | None:
     """Parse the sizes of a config; None: the model has no per-layer embeddings."""
     if not config.get("hidden_size_per_layer_input"):
         return None
-    return PerLayerInputSpec(size(config, "hidden_size_per_layer_input"), size(config, "vocab_size_per_layer_input"))
+    pad = config.get("pad_token_id")
+    sizes = size(config, "hidden_size_per_layer_input"), size(config, "vocab_size_per_layer_input")
+    return PerLayerInputSpec(*sizes, pad if isinstance(pad, int) else 0)

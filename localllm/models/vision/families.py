@@ -6,6 +6,7 @@
     InternVL    square tiles and an overview
     Idefics 3   square tiles, each named by its row and column, and an overview (SmolVLM)
     LLaVA       one square; from 1.6 on also tiles, whose padding is cut off
+    Gemma 4     any shape, scaled to fill one of five numbers of tokens
 
 Arithmetic alone: nothing here reads a pixel, and what `layout` says holds for each picture of that size.
 Does not know: torch, files, how a tower computes.
@@ -221,6 +222,67 @@ LLAVA = VisionFamily(
 )
 
 
+# ---- Gemma 4 -------------------------------------------------------------------------------------------------------
+
+GEMMA4_TOKENS = (70, 140, 280, 560, 1120)
+"""Tokens that a picture may have at most; each picture is scaled to have nearly as many."""
+
+
+def _read_gemma4(config: Config, processor: Config) -> dict[str, Any]:
+    """The model of 12B has no tower: it reads patches as large as a token, through one matrix."""
+    facts, vision, text = _patch_facts(config), config["vision_config"], config.get("text_config") or {}
+    has_tower = config["model_type"] == "gemma4"
+    patch, merge = int(processor.get("patch_size", 16)), int(processor.get("pooling_kernel_size", 3))
+    least = GEMMA4_TOKENS[0] // 2  # of the most unlucky shape
+    limits = ImageLimits(least, GEMMA4_TOKENS[-1], (patch * merge) ** 2)
+    facts |= {"patch": patch, "merge": merge}
+    if not has_tower:
+        facts |= {"patch": patch * merge, "merge": 1, "width": int(vision["mm_embed_dim"]), "mlp_width": 0, "layers": 0}
+    attention = text.get("use_bidirectional_attention", None if has_tower else "vision")
+    return {
+        **facts,
+        "limits": limits,
+        "usual_tokens": int(processor.get("max_soft_tokens", 280)),
+        "both_ways": attention == "vision",
+        "windowed_only": True,
+    }
+
+
+def _gemma4_keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:
+    wanted = {"low": GEMMA4_TOKENS[0], "auto": spec.usual_tokens}.get(detail.level, GEMMA4_TOKENS[-1])
+    wanted = max(wanted, limits.min_tokens) if detail.level != "low" else wanted
+    if detail.max_pixels is not None:
+        wanted = min(wanted, detail.max_pixels // spec.limits.px_per_token)
+    if detail.min_pixels is not None:
+        wanted = max(wanted, detail.min_pixels // spec.limits.px_per_token)
+    wanted = max(min(wanted, limits.max_tokens), GEMMA4_TOKENS[0])
+    return {"max_soft_tokens": max(count for count in GEMMA4_TOKENS if count <= wanted)}
+
+
+def _gemma4_layout(asked: Size, spec: VisionSpec) -> Layout:
+    most = asked.setting("max_soft_tokens")
+    if most not in GEMMA4_TOKENS:
+        raise InvalidParameter(
+            f"max_soft_tokens is {most!r}.", f"It is one of {', '.join(map(str, GEMMA4_TOKENS))}.",
+            param="mm_processor_kwargs",
+        )  # fmt: skip
+    patches, scaled = most * spec.merge**2, asked.function("get_aspect_ratio_preserving_size")
+    tall, wide = scaled(asked.height, asked.width, spec.patch, patches, spec.merge)
+    rows = tall * wide // (spec.patch * spec.merge) ** 2
+    return Layout(family_of(spec).prompt(rows), rows, (wide, tall), None, patches)
+
+
+GEMMA4 = VisionFamily(
+    ("gemma4", "gemma4_unified"),
+    "<|image|>",
+    ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio|>"),
+    _read_gemma4,
+    _gemma4_layout,
+    _gemma4_keywords,
+    ("<|image>", "<|image|>", "<image|>"),
+    ("max_soft_tokens", "min_pixels", "max_pixels"),
+)
+
 # ---- Pixtral -------------------------------------------------------------------------------------------------------
 
 
@@ -405,7 +467,7 @@ ANYRES = VisionFamily(
     scales=False,
 )
 
-FAMILIES = (QWEN, GEMMA3, PIXTRAL, INTERNVL, IDEFICS, LLAVA, ANYRES)
+FAMILIES = (QWEN, GEMMA3, GEMMA4, PIXTRAL, INTERNVL, IDEFICS, LLAVA, ANYRES)
 _OF_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
