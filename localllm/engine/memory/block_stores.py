@@ -112,7 +112,7 @@ class RamStore:
             self._held.update(keys)
 
     def let_go(self, keys: Iterable[Key], forget: Iterable[Key]) -> None:
-        """Let blocks be evicted again, and drop those of `forget` at once."""
+        """Let blocks be evicted again, and drop the blocks of `forget` at once."""
         with self._lock:
             self._held.difference_update(keys)
             for key in forget:

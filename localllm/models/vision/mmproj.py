@@ -17,7 +17,7 @@ from localllm.errors import CorruptModel, ModelError, ModelNotFound, Unsupported
 from localllm.files.json_file import read_json
 from localllm.models.formats.gguf.checkpoint import read_parts
 from localllm.models.formats.gguf.file_names import projectors_for
-from localllm.models.formats.gguf.header import Header, plain, read_header
+from localllm.models.formats.gguf.header import GGUFHeader, plain, read_header
 from localllm.models.spec.gguf import Metadata
 from localllm.models.spec.vision import VisionSpec
 from localllm.models.vision.families import family_of_type, read_vision
@@ -72,7 +72,7 @@ def _fits(file: Path, hidden_size: int) -> bool:
         return False
 
 
-def _makes_rows(header: Header, hidden_size: int) -> bool:
+def _makes_rows(header: GGUFHeader, hidden_size: int) -> bool:
     """Return whether the rows of a picture have this size. Old files state the size of the tower's own projection."""
     sizes = {size for name, tensor in header.tensors.items() if name.startswith("mm.") for size in tensor.shape}
     return PROJECTION in header.metadata and hidden_size in {header.metadata[PROJECTION], *sizes}
@@ -120,7 +120,7 @@ class Described(NamedTuple):
 class _File:
     """The header of a projector file with type checks."""
 
-    def __init__(self, header: Header, architecture: str) -> None:
+    def __init__(self, header: GGUFHeader, architecture: str) -> None:
         """architecture: general.architecture of the model's own file."""
         values = {**header.metadata, "general.architecture": "clip.vision"}
         self.tensors, self.architecture, self.metadata = header.tensors, architecture, Metadata(header.file, values)
