@@ -27,16 +27,40 @@ class MTPKind:
     hands_on_normed: bool = False
     has_copies: bool = True  # of the embedding and the head
     stored_prefix: str = f"model.layers.{LAYERS}."
+    around: str | None = None  # prefix of the parts around the layer, if it is not the layer's own
+    norm_plus_one: bool = False  # norms are stored as w - 1
     config: tuple[tuple[str, Any], ...] = ()
     overrides: tuple[tuple[str, Any], ...] = ()
 
 
 _DEEPSEEK = {"embed": "enorm", "hidden": "hnorm", "projection": "eh_proj", "final": "shared_head.norm"}
+_QWEN = {"embed": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "projection": "fc", "final": "norm"}
+_HYBRID = (("layer_types", ["linear_attention", "full_attention", "full_attention"]),)
 KINDS = {
     "deepseek_v3": MTPKind("deepseek_v3", _DEEPSEEK),
     "glm4_moe": MTPKind("glm4_moe", _DEEPSEEK),
     "glm4_moe_lite": MTPKind("glm4_moe_lite", _DEEPSEEK),
     "deepseek_v32": MTPKind("deepseek_v32", _DEEPSEEK, overrides=(("mlp_layer_types", ["sparse", "dense", "sparse"]),)),
+    "qwen3_5": MTPKind(
+        "qwen3_5",
+        _QWEN,
+        hands_on_normed=True,
+        has_copies=False,
+        stored_prefix="mtp.layers.0.",
+        around="mtp.",
+        norm_plus_one=True,
+        overrides=_HYBRID,
+    ),
+    "qwen3_next": MTPKind(
+        "qwen3_next",
+        _QWEN,
+        hands_on_normed=True,
+        has_copies=False,
+        stored_prefix="mtp.layers.0.",
+        around="mtp.",
+        norm_plus_one=True,
+        overrides=_HYBRID,
+    ),
     "mimo": MTPKind(
         "qwen2",
         {
@@ -62,7 +86,10 @@ def make_mtp_model(path: Path, name: str, *, seed: int = 0) -> Path:
     tensors = load_file(whole / "model.safetensors")
     stored = {re.sub(rf"^model\.layers\.{LAYERS}\.", kind.stored_prefix, key): tensors[key] for key in tensors}
     around = _parts_around(tensors["model.embed_tokens.weight"].shape[1], seed)
-    stored |= {f"{kind.stored_prefix}{kind.names[part]}.weight": tensor for part, tensor in around.items()}
+    prefix = kind.stored_prefix if kind.around is None else kind.around
+    for part, tensor in around.items():
+        shift = 1.0 if kind.norm_plus_one and part != "projection" else 0.0
+        stored[f"{prefix}{kind.names[part]}.weight"] = tensor - shift
     if kind.has_copies:
         stored[f"{kind.stored_prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         stored[f"{kind.stored_prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -123,5 +150,6 @@ class MTPOracle:
         return self._head(hidden if self.kind.hands_on_normed else self._norm("final", hidden))
 
     def _norm(self, part: str, x: Tensor) -> Tensor:
-        eps = self._model.norm.variance_epsilon
+        norm = self._model.norm
+        eps = norm.eps if self.kind.norm_plus_one else norm.variance_epsilon
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self.parts[part]

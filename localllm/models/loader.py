@@ -140,6 +140,10 @@ def _bytes_to_read(
     return weights.done_bytes
 
 
+AROUND = "around."
+"""How names of parts around a further layer begin, where the names of its own are those of layer 0."""
+
+
 @contextmanager
 def open_further_layer(
     path: Path,
@@ -148,21 +152,23 @@ def open_further_layer(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    around: str,
     quantization: str | None = None,
     cpu_weights: str = "fast",
     half_weights: bool = False,
     sizes_only: bool = False,
 ) -> Iterator[tuple[Checkpoint, Weights, DecoderBuilder]]:
-    """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer.
+    """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer; names that
+    begin with AROUND are those of parts around it.
 
-    spec: of a model of this one layer. stored_prefix: how the stored names of the layer begin. sizes_only: read headers
-    alone. Other arguments as of `load_model`.
+    spec: of a model of this one layer. stored_prefix, around: how the stored names of the two begin. sizes_only: read
+    headers alone. Other arguments as of `load_model`.
     """
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         storage = _storage(checkpoint, spec)
         storage = replace(
             storage,
-            renames=(*storage.renames, (r"^model\.layers\.0\.", stored_prefix)),
+            renames=(*storage.renames, (r"^model\.layers\.0\.", stored_prefix), (rf"^{re.escape(AROUND)}", around)),
             more_layers=False,
             ignored=tuple(
                 pattern for pattern in storage.ignored if not re.match(pattern, f"{stored_prefix}norm.weight")

@@ -11,7 +11,7 @@ real. One pass of one token a row follows for each further draft. So a recorded 
 Rows whose drafts lookup has found draft nothing. Nothing is shifted onto a request's first token, so a draft model has
 a pass of its own for it (`begin`). A request that begins behind a prefix hit runs one token before the hit's end again
 (`Row.num_reread`), so that the shifted tokens continue the hit. A recurrent state cannot run a token again: there the
-first token behind the hit has a pass of its own, too.
+first token behind the hit has a pass of its own, too, with the features that are kept beside the state.
 runner/drafter_steps.py does the same on a CPU, with as many tokens as there are.
 Does not know: how the model's own step is computed and drawn (device_steps.py), how drafts are verified.
 """
@@ -51,8 +51,7 @@ class DrafterOnDevice:
         features_size: int, max_model_len: int, *, has_states: bool = False,
     ) -> None:  # fmt: skip
         """most: [slots] int32, drafts that a slot may have. features_size: of one tap. has_states: whether the model
-        has recurrent states; the drafter then reads tokens alone."""
-        assert not (has_states and opened.drafter.taps), "no token of a model with recurrent states runs again"
+        has recurrent states, of which no token runs again."""
         self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
         self._num_groups, self._staged, self._tables, self._most = len(opened.kv.num_blocks), staged, tables, most
         self._rules = DraftRules(
@@ -68,6 +67,7 @@ class DrafterOnDevice:
         self._best = torch.zeros(rows, device=device)
         self.has_failed = False
         self.num_drafts, self.num_reread = opened.num_drafts, 0 if has_states else 1  # see DraftSupport
+        self._state_features = opened.state_features
         self._entries = np.zeros(len(most), np.int64)  # position at which the request of a slot has begun
 
     def enter(self, new: NewSlot) -> None:
@@ -82,24 +82,26 @@ class DrafterOnDevice:
         return len(self._entering(batch)) > 0
 
     def _entering(self, batch: StepBatch) -> Ints:
-        """Return the slots of the rows onto whose first token nothing is shifted."""
-        rows, entries = batch.rows, self._entries[batch.rows.slots]
-        is_first = (rows.computed == entries) & (entries < self._rules.most_tokens) & (self._rules.first_key == 0)
-        slots: Ints = rows.slots[is_first]
-        return slots
+        """Return the indexes of the rows onto whose first token nothing is shifted."""
+        rows, entries, rules = batch.rows, self._entries[batch.rows.slots], self._rules
+        is_first = (rows.computed == entries) & (entries < rules.most_tokens) & (entries >= rules.first_key)
+        return np.flatnonzero(is_first)
 
     def begin(self, batch: StepBatch) -> None:
         """Compute the first token of each row that begins there: nothing is shifted onto it."""
-        slots, size = self._entering(batch), self._rules.block_size
-        if not len(slots):
+        chosen, rules = self._entering(batch), self._rules
+        if not len(chosen):
             return
+        states, size = batch.rows.states, rules.block_size
+        slots, read = batch.rows.slots[chosen], np.zeros_like(chosen) if states is None else states[0, chosen]
         entries = self._entries[slots]
-        at, positions = all_to_device([slots, entries], self._staged.token_ids.device)
+        at, positions, read_at = all_to_device([slots, entries, read], self._staged.token_ids.device)
         table = self._staged.tables[self._main_group, at]
         first = self._staged.token_ids[at, positions].long()
         places = table.gather(1, positions[:, None] // size)[:, 0].long() * size + positions % size
-        step = self._row_step(len(slots), first, positions, places, (positions + 1).int(), table)
-        self._drafter.extend(replace(step, context_lens_host=tuple((entries + 1).tolist())), self._cache, None)
+        features = None if self._state_features is None else self._state_features.index_select(0, read_at)
+        step = self._row_step(len(slots), first, positions - rules.first_key, places, (positions + 1).int(), table)
+        self._drafter.extend(replace(step, context_lens_host=tuple((entries + 1).tolist())), self._cache, features)
 
     def launch(self, shape: StepShape, proposed: Tensor, features: SamplingFeatures) -> None:
         """Compute the tokens behind a step of this shape, and draft. proposed [R, 1 + places] int32: what lookup has
@@ -111,6 +113,10 @@ class DrafterOnDevice:
             staged.slots_of_rows(shape), inputs, table, staged.slots, self._most, rules, pairs,
             shape.prefill_tokens or shape.num_draws,
         )  # fmt: skip
+        if self._state_features is not None:
+            last = self._features[: shape.tokens].index_select(0, pairs.last_tokens)
+            for state in staged.written_states(shape):
+                self._state_features.index_copy_(0, state, last)
         step = DraftStep(
             token_ids=pairs.token_ids, positions=pairs.positions, groups=self._groups(table, pairs.slot_mapping),
             context_lens=pairs.context_lens, cu_seqlens_q=inputs.cu_seqlens_q, logits_indices=pairs.last_tokens,

@@ -8,7 +8,8 @@ draws there if both have the same logits. A grammar is not applied: the model's 
 The drafter's keys and values are in the model's blocks. A pair of a feature and a token needs the feature of the token
 before it. Three cases follow from that:
 
-    a row that begins after a prefix hit   the model runs one token before the row again (`Row.num_reread`)
+    a row that begins after a prefix hit   the model runs one token before the row again (`Row.num_reread`); a model
+                                           with recurrent states cannot, and keeps the feature with the state
     the newest token                       the scheduler gives its position a block with the row before it
     drafts that turned out wrong           their keys and values are overwritten by those of the accepted tokens
 
@@ -19,14 +20,13 @@ Does not know: where else drafts come from (host_drafts.py), how many are worth 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_cache import LayerKV
 from localllm.models.drafters.drafter import Drafter, DraftStep
 from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch, StepRows
 from localllm.runner.kv_cache import KVCache
@@ -44,24 +44,22 @@ class OpenDrafter:
     kv: KVCache
     num_drafts: int  # most drafts at a time
     main_group: int = 0  # the model's KV group whose blocks it shares
+    state_features: Tensor | None = None
+    """[places, features] of the last token of each recurrent state (`StateCache`). None: the model has no such states,
+    or the drafter reads none."""
 
     def steps(self, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int) -> DrafterSteps:
-        groups = len(self.kv.num_blocks)
-        return DrafterSteps(
-            self.drafter, self.kv.layers, groups, self.main_group, inputs, slots, sampling, max_num_seqs
-        )  # fmt: skip
+        return DrafterSteps(self, inputs, slots, sampling, max_num_seqs)
 
 
 class DrafterSteps:
     """A drafter and its keys and values, over the slots of a runner."""
 
     def __init__(
-        self, drafter: Drafter, cache: Sequence[LayerKV | None], num_groups: int, main_group: int,
-        inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int,
-    ) -> None:  # fmt: skip
-        """cache: of the drafter's layers, which are in num_groups KV groups. main_group: the model's group whose blocks
-        they share."""
-        self._drafter, self._cache, self._num_groups, self._main_group = drafter, cache, num_groups, main_group
+        self, opened: OpenDrafter, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int
+    ) -> None:
+        self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
+        self._num_groups, self._state_features = len(opened.kv.num_blocks), opened.state_features
         self._inputs, self._slots, self._sampling = inputs, slots, sampling
         self._kept = np.zeros(max_num_seqs, np.int64)  # first tokens of each slot that have the drafter's K and V
         self._hidden: dict[int, Tensor] = {}  # [1, hidden] of each slot's newest token
@@ -106,8 +104,8 @@ class DrafterSteps:
     def _extend(self, rows: StepRows, features: Tensor | None) -> None:
         first = self._kept[rows.slots]
         known = self._slots.num_known_of(rows.slots)
-        wanted = np.minimum(known, rows.context + 1)  # a prompt's chunk ends before the token behind it, which is known
-        wanted = np.minimum(wanted, self._drafter.spec.max_position)
+        newest = np.minimum(known, rows.context + 1)  # a prompt's chunk ends before the token behind it, which is known
+        wanted = np.minimum(newest, self._drafter.spec.max_position)
         end = np.minimum(wanted, self._slots.num_places_of(rows.slots))
         chosen = np.flatnonzero(end > first)
         order = chosen[np.argsort(end[chosen] - first[chosen] > 1, kind="stable")]
@@ -119,6 +117,10 @@ class DrafterSteps:
             for place, row in enumerate(order.tolist()):
                 if end[row] == known[row]:
                     self._hidden[int(rows.slots[row])] = hidden[place : place + 1]
+        if features is not None and self._state_features is not None and rows.states is not None:
+            last = rows.starts[:-1] + newest - 2 - rows.computed
+            for places in rows.states[1:]:
+                self._state_features[places[places > 0]] = features[last[places > 0]]
 
     def _features(self, rows: StepRows, order: Ints, first: Ints, end: Ints, features: Tensor | None) -> Tensor | None:
         """Return the feature of the token before each token of the pass, [T, features]."""
@@ -127,6 +129,10 @@ class DrafterSteps:
         parts = []
         for row in order.tolist():
             begin, past = (int(place - 1 - rows.computed[row]) for place in (first[row], end[row]))
+            if begin == -1 and self._state_features is not None and rows.states is not None:  # behind a prefix hit
+                read = int(rows.states[0, row])
+                parts.append(self._state_features[read : read + 1].clone())
+                begin = 0
             assert begin >= 0, "the feature before a token is of an earlier step"
             start = int(rows.starts[row])
             parts.append(features[start + begin : start + past])

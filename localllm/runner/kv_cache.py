@@ -105,7 +105,7 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 class StateCache:
     """Zeroed states per recurrent layer; `num_places` includes the null place 0. A model without recurrent layers needs
-    none and has no layers here.
+    none and has no layers here. A drafter may read the features of the last token of a state (`features`).
 
     Raises `DoesNotFit` if the allocation fails.
     """
@@ -115,9 +115,12 @@ class StateCache:
         group = state_group(spec, str(dtype).removeprefix("torch."))
         self.num_places = num_places if group is not None else 0
         self.layers: dict[int, LayerState] = {}
+        self.features: Tensor | None = None
         if group is None:
             return
         try:
+            if group.features is not None:
+                self.features = zeros((num_places, *group.features.shape), device, dtype)
             for layer, tensors in zip(group.layers, group.tensors, strict=True):
                 parts = {each.name: zeros((num_places, *each.shape), device, _dtype(each.dtype)) for each in tensors}
                 self.layers[layer] = LayerState(parts.get("conv"), parts.get("matrix"))
@@ -131,7 +134,8 @@ class StateCache:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers.values() for tensor in layer.tensors())
+        kept = sum(tensor.nbytes for layer in self.layers.values() for tensor in layer.tensors())
+        return kept + (0 if self.features is None else self.features.nbytes)
 
 
 class StateCopies:

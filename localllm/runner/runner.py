@@ -95,7 +95,7 @@ class TorchRunner:
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
         why_no_drafts = _why_off(has_drafts, launch_options, keeps_states)
-        drafter = None if why_no_drafts else drafter
+        drafter = None if why_no_drafts or drafter is None else replace(drafter, state_features=states.features)
         moves = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
         self._copies = block_copies(kv, drafter) if moves else None
         self.block_bytes = self._copies.block_bytes if self._copies else ()
@@ -137,7 +137,7 @@ class TorchRunner:
                 steps = None
                 if drafter is not None:
                     steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
-                    reread = 1 if drafter.drafter.taps else 0
+                    reread = 1 if drafter.drafter.taps and states.features is None else 0
                     self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
                 most = 0 if drafter is None else drafter.num_drafts
                 self._drafters = HostDrafts(inputs, self._slots, steps, most)

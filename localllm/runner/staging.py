@@ -268,6 +268,12 @@ class StagedInputs:
             return StateInputs(read, nowhere, nowhere, self._host_rows.states.read, zeros, zeros, self._drafted)
         return StateInputs(read, write, save, *self._host_rows.states)
 
+    def written_states(self, shape: StepShape) -> Tensor:
+        """Return [2, R] int64 the places to which the staged rows write and save their states. 0: none. Can be
+        recorded."""
+        assert self._states is not None, "a model without recurrent states"
+        return self._states[1:, : shape.rows].long()
+
     def advance_states(self, shape: StepShape, accepted: Tensor) -> None:
         """Let recurrent states come after the accepted tokens of a step with drafts. accepted [R] int64. Can be
         recorded."""

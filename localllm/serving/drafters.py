@@ -44,13 +44,6 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
         )  # fmt: skip
     where = _place(choice) if choice.drafter else path
     plan = plan_drafter(where, choice.kind, spec, path)
-    if spec.recurrent is not None and plan.taps:
-        raise DrafterMismatch(
-            f"{spec.architecture} runs without drafters that read its hidden states.",
-            "Behind a cached prefix such a drafter reads a token's hidden state again, and a recurrent state cannot go "
-            "back to it.",
-            "--draft MODEL takes a smaller model, which reads the text alone.",
-        )
     quantization = choice.quantization or (config.quantization if plan.method == "mtp" else None)  # one checkpoint
     plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=quantization)
     length = min(plan.spec.max_position, choice.max_model_len or plan.spec.max_position)

@@ -74,13 +74,13 @@ class DecoderBuilder:
         self.shard = whole_shard(spec) if shard is None else shard
         self.group = Alone() if group is None else group
         self.share = ShardWeights(weights, self.shard, self.group)
-        self.gemma = GemmaParts(spec, self.share, self._norm, dtype)
+        self.gemma = GemmaParts(spec, self.share, self.norm, dtype)
 
     def build(self, max_model_len: int) -> DecoderModel:
         spec, shard = self.spec, self.shard
         embedding, lm_head = self._embedding_and_head()
         layers = [self.layer(index) for index in shard.layers]
-        norm = None if lm_head is None else self._norm("model.norm")
+        norm = None if lm_head is None else self.norm("model.norm")
         tables = rope_tables(spec, max_model_len, self.weights.device)
         return DecoderModel(
             local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
@@ -146,7 +146,7 @@ class DecoderBuilder:
             "scale": spec.embedding_scale,
             "positions": positions,
             "position_offset": spec.position_offset,
-            "norm": self._norm("model.embed_norm") if spec.embedding_norm else None,
+            "norm": self.norm("model.embed_norm") if spec.embedding_norm else None,
             "scales_given": spec.scales_given_embeds,
         }
         if self.shard.is_whole:
@@ -157,7 +157,7 @@ class DecoderBuilder:
 
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
-        kind, topology, norm = self._kind(index), self.spec.topology, self._norm
+        kind, topology, norm = self._kind(index), self.spec.topology, self.norm
         if topology == "single":
             is_mixer = kind.part not in ("mlp", "moe")
             part = self._mixer(index, prefix) if is_mixer else self._mlp(index, f"{prefix}mlp.")
@@ -198,7 +198,7 @@ class DecoderBuilder:
     def _parallel(self, layer: ParallelLayer) -> DecoderLayer:
         return layer if self.shard.is_whole else SummedLayer(layer, self.group)
 
-    def _norm(self, stem: str, factor: float = 1.0) -> RMSNorm | LayerNorm:
+    def norm(self, stem: str, factor: float = 1.0) -> RMSNorm | LayerNorm:
         """Return a norm of the stream. factor: on its output."""
         spec, shape = self.spec.norm, (self.spec.hidden_size,)
         if spec.weight:

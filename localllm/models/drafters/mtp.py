@@ -35,7 +35,7 @@ from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
-from localllm.models.loader import open_further_layer
+from localllm.models.loader import AROUND, open_further_layer
 from localllm.models.read_spec import families
 from localllm.models.spec.family import MTPLayout
 from localllm.models.spec.latent import heads_at_once
@@ -43,7 +43,6 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.source import EMBEDDING, LM_HEAD
 
-_PREFIX = "model.layers.0."  # of the names that the builder asks for
 _DRAFTS = 3  # the layer was trained to guess one token; each further one is right less often
 _COMPARED_ROWS = 256
 _HINT = "--speculative auto looks drafts up in the text, and --draft MODEL takes a smaller model."
@@ -121,18 +120,18 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
     """
     layout = _layout(path, target)
     with open_checkpoint(path) as checkpoint:
-        prefix = layout.stored_prefix(target.num_layers)
-        if f"{prefix}{layout.embed_norm}.weight" not in checkpoint.tensors:
+        prefix, around = layout.stored_prefix(target.num_layers), layout.parts_prefix(target.num_layers)
+        if f"{around}{layout.embed_norm}.weight" not in checkpoint.tensors:
             raise DrafterMismatch(
                 f"{path.name} has no layer for multi-token prediction.",
-                f"In a checkpoint of {target.architecture} its names begin with {prefix}, and there are none. Many "
+                f"In a checkpoint of {target.architecture} its names begin with {around}, and there are none. Many "
                 "quantised copies leave the layer out.",
                 _HINT,
             )
         stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
         spec = _layer_spec(target, has_experts=f"{prefix}mlp.gate" in stems)
-        shared = _shared_copies(checkpoint, layout, prefix)
-        own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(prefix)]
+        shared = _shared_copies(checkpoint, layout, around)
+        own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(around)]
         stored = sum(own) - sum(checkpoint.tensors[name].num_bytes for name in shared)
     return DrafterPlan("mtp", path, spec, stored, MTPDrafter.taps, MTPDrafter.first_key, _DRAFTS)
 
@@ -173,17 +172,23 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
 def _layer_spec(target: ModelSpec, *, has_experts: bool) -> ModelSpec:
     """Return the spec of a model of the prediction layer alone: the target's, with one layer that sees all tokens."""
     mixture = replace(target.mixture, layers=()) if target.mixture is not None and has_experts else None
-    return replace(target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None, drafter=None)
+    return replace(
+        target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None, drafter=None, layer_kinds=(),
+        recurrent=None,
+    )  # fmt: skip
 
 
 def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> MTPParts:
     layout = _layout(plan.path, plan.spec)
-    prefix = layout.stored_prefix(num_layers)
-    opened = open_further_layer(plan.path, plan.spec, prefix, device, dtype, quantization=plan.quantization, **load)
+    around = layout.parts_prefix(num_layers)
+    opened = open_further_layer(
+        plan.path, plan.spec, layout.stored_prefix(num_layers), device, dtype, around=around,
+        quantization=plan.quantization, **load,
+    )  # fmt: skip
     with opened as (checkpoint, weights, builder):
-        shared = _shared_copies(checkpoint, layout, prefix)
-        parts = _build(builder, layout, {name.removeprefix(prefix) for name in shared})
-        left = sorted(name for name in weights.unused(prefix) if name not in shared)
+        shared = _shared_copies(checkpoint, layout, around)
+        parts = _build(builder, layout, {name.removeprefix(around) for name in shared})
+        left = sorted(name for name in weights.unused(around) if name not in shared)
     if left:
         raise CorruptModel(
             f"The prediction layer of {plan.path.name} has {len(left)} tensors that {plan.spec.architecture} does "
@@ -195,23 +200,25 @@ def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype:
 
 
 def _build(builder: DecoderBuilder, layout: MTPLayout, shared: set[str]) -> MTPParts:
-    """Build the layer's parts. shared: names below its prefix of copies of the target's tensors."""
+    """Build the layer and the parts around it. shared: names of those that are copies of the target's tensors."""
     spec, source = builder.spec, builder.weights
     hidden, vocab = spec.hidden_size, (spec.vocab_size, spec.hidden_size)
 
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(source.take([f"{_PREFIX}{name}.weight"], (hidden,)), spec.norm.eps)
+        made = builder.norm(f"{AROUND}{name}")
+        assert isinstance(made, RMSNorm), "the families with such a layer have this norm"
+        return made
 
     def has_own(name: str) -> bool:
-        return bool(name) and f"{name}.weight" not in shared and source.has(f"{_PREFIX}{name}.weight")
+        return bool(name) and f"{name}.weight" not in shared and source.has(f"{AROUND}{name}.weight")
 
     embedding = head = None
     if has_own(layout.embedding):
-        table = source.table(f"{_PREFIX}{layout.embedding}.weight", vocab, keep_narrow=True)
+        table = source.table(f"{AROUND}{layout.embedding}.weight", vocab, keep_narrow=True)
         embedding = EmbeddingTable(table, builder.dtype, spec.embedding_scale)
     if has_own(layout.head):
-        head = source.linear([f"{_PREFIX}{layout.head}"], vocab)
-    projection = source.linear([f"{_PREFIX}{layout.projection}"], (hidden, 2 * hidden))
+        head = source.linear([f"{AROUND}{layout.head}"], vocab)
+    projection = source.linear([f"{AROUND}{layout.projection}"], (hidden, 2 * hidden))
     return MTPParts(
         norm(layout.embed_norm), norm(layout.hidden_norm), norm(layout.final_norm), projection, builder.layer(0),
         embedding, head,

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from localllm.models.families import text_part
-from localllm.models.spec.family import Config, Family, FusedRecurrent, Storage
+from localllm.models.spec.family import QWEN_MTP, Config, Family, FusedRecurrent, Storage
 from localllm.models.spec.fields import NormSpec, number, size
 from localllm.models.spec.gguf import EXPERTS, NORM_BEFORE_MLP, Fields, GGUFFacts, GGUFTensors, Metadata, per_head
 from localllm.models.spec.mixture import mixture, sparse_layers
@@ -127,8 +127,8 @@ _STORAGE = Storage(
     alternatives=text_part.STORAGE.alternatives,
     ignored=(r"(model\.)?visual\..*", r"(model\.)?mtp\..*"),
 )
-_NOTE = "multi-token prediction layers are not run"
-_TEXT_NOTE = f"{text_part.NOTE} Multi-token prediction layers are not run."
+_NOTE = "the multi-token prediction layer is run with --speculative mtp"
+_TEXT_NOTE = f"{text_part.NOTE} The multi-token prediction layer is run with --speculative mtp."
 _NORMS_PLUS_ONE = tuple(
     (f"{norm}_norm.weight", 1.0) for norm in ("attn", "post_attention", "output", "attn_q", "attn_k")
 )  # all but ssm_norm
@@ -173,6 +173,7 @@ DENSE = Family(
     _STORAGE,
     _dense_text,
     _NOTE,
+    mtp=QWEN_MTP,
     gguf={"qwen35": GGUFFacts("Qwen3_5ForCausalLM", _GGUF_EVERY, _gguf, norms=NORM_BEFORE_MLP, added=_NORMS_PLUS_ONE)},
 )
 MOE = Family(
@@ -183,6 +184,7 @@ MOE = Family(
     _STORAGE,
     _moe_text,
     _NOTE,
+    mtp=QWEN_MTP,
     gguf={
         "qwen35moe": GGUFFacts(
             "Qwen3_5MoeForCausalLM", {**_GGUF_EVERY, **EXPERTS}, _gguf_moe, norms=NORM_BEFORE_MLP, added=_NORMS_PLUS_ONE
@@ -190,11 +192,12 @@ MOE = Family(
     },
 )
 DENSE_VISION = Family(
-    "Qwen3.5", ("Qwen3_5ForConditionalGeneration",), _dense, _DEFAULTS, _STORAGE, _dense_text, _TEXT_NOTE
+    "Qwen3.5", ("Qwen3_5ForConditionalGeneration",), _dense, _DEFAULTS, _STORAGE, _dense_text, _TEXT_NOTE, mtp=QWEN_MTP
 )
 MOE_VISION = Family(
-    "Qwen3.5-MoE", ("Qwen3_5MoeForConditionalGeneration",), _moe, _MOE_DEFAULTS, _STORAGE, _moe_text, _TEXT_NOTE
-)
+    "Qwen3.5-MoE", ("Qwen3_5MoeForConditionalGeneration",), _moe, _MOE_DEFAULTS, _STORAGE, _moe_text, _TEXT_NOTE,
+    mtp=QWEN_MTP,
+)  # fmt: skip
 NEXT = Family(
     "Qwen3-Next",
     ("Qwen3NextForCausalLM",),
@@ -205,6 +208,7 @@ NEXT = Family(
         ignored=_STORAGE.ignored,
     ),
     note=_NOTE,
+    mtp=QWEN_MTP,
     gguf={
         "qwen3next": GGUFFacts(
             "Qwen3NextForCausalLM", {**_GGUF_EVERY, **EXPERTS}, _gguf_moe, norms=NORM_BEFORE_MLP, added=_NORMS_PLUS_ONE

@@ -20,7 +20,7 @@ from localllm.models.spec.recurrent import RecurrentSpec
 
 @dataclass(frozen=True, slots=True)
 class MTPLayout:
-    """The names of the layer's own parts, below its prefix, and the differences between the kinds."""
+    """The names of the parts around the layer, and the differences between the kinds."""
 
     prefix: str  # of the stored names, with {layer} for the number after the model's own layers
     embed_norm: str
@@ -31,10 +31,15 @@ class MTPLayout:
     hands_on_normed: bool  # the next draft starts from the output after the final norm, not before it
     embedding: str = ""  # copies of the model's embedding and head that checkpoints may store; "": none do
     head: str = ""
+    around: str = ""  # prefix of the parts around the layer, if it is not the layer's own
 
     def stored_prefix(self, num_layers: int) -> str:
         """Return the prefix of the MTP layer's tensor names in a model of `num_layers` layers."""
         return self.prefix.format(layer=num_layers)
+
+    def parts_prefix(self, num_layers: int) -> str:
+        """Return the prefix of the names of the parts around the layer."""
+        return self.around or self.stored_prefix(num_layers)
 
 
 DEEPSEEK_MTP = MTPLayout(
@@ -47,6 +52,16 @@ DEEPSEEK_MTP = MTPLayout(
     hands_on_normed=False,
     embedding="embed_tokens",
     head="shared_head.head",
+)
+QWEN_MTP = MTPLayout(
+    prefix="mtp.layers.0.",
+    around="mtp.",
+    embed_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    hidden_first=False,
+    final_norm="norm",
+    hands_on_normed=True,
 )
 MIMO_MTP = MTPLayout(
     prefix="model.mtp_layers.0.",

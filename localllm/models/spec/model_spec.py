@@ -238,10 +238,10 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class StateTensor(NamedTuple):
-    """One tensor of a layer's state. Its rows are places."""
+    """One tensor of a state. Its rows are places."""
 
-    name: Literal["conv", "matrix"]
-    shape: tuple[int, ...]  # of one place: conv [channels, K - 1], matrix [heads, rows, columns]
+    name: Literal["conv", "matrix", "features"]
+    shape: tuple[int, ...]  # of one place: conv [channels, K - 1], matrix [heads, rows, columns], features [F]
     dtype: str  # float32, bfloat16, float16
 
     @property
@@ -255,11 +255,13 @@ class StateGroup(NamedTuple):
 
     layers: tuple[int, ...]  # ascending
     tensors: tuple[tuple[StateTensor, ...], ...]  # per layer of `layers`
+    features: StateTensor | None = None  # of the last token, for a drafter that reads some; None: for none
 
     @property
     def bytes_per_place(self) -> int:
         """Bytes of one request's state over all layers."""
-        return sum(tensor.num_bytes for layer in self.tensors for tensor in layer)
+        kept = sum(tensor.num_bytes for layer in self.tensors for tensor in layer)
+        return kept + (0 if self.features is None else self.features.num_bytes)
 
 
 def state_group(spec: ModelSpec, dtype: str) -> StateGroup | None:
@@ -270,7 +272,9 @@ def state_group(spec: ModelSpec, dtype: str) -> StateGroup | None:
     tensors = [StateTensor("conv", recurrent.conv_shape, dtype)]
     if recurrent.matrix_shape is not None:
         tensors.append(StateTensor("matrix", recurrent.matrix_shape, "float32"))
-    return StateGroup(spec.recurrent_layers, (tuple(tensors),) * len(spec.recurrent_layers))
+    taps = () if spec.drafter is None else spec.drafter.taps
+    features = StateTensor("features", (len(taps) * spec.hidden_size,), dtype) if taps else None
+    return StateGroup(spec.recurrent_layers, (tuple(tensors),) * len(spec.recurrent_layers), features)
 
 
 def state_bytes(spec: ModelSpec, dtype: str) -> int:
