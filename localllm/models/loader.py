@@ -141,7 +141,7 @@ def _bytes_to_read(
 
 
 AROUND = "around."
-"""How names of parts around a further layer begin, where the names of its own are those of layer 0."""
+"""How names of parts around a further layer begin, whose own names begin as in layer 0."""
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def open_further_layer(
     sizes_only: bool = False,
 ) -> Iterator[tuple[Checkpoint, Weights, DecoderBuilder]]:
     """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer; names that
-    begin with AROUND are those of parts around it.
+    begin with AROUND belong to parts around it.
 
     spec: of a model of this one layer. stored_prefix, around: how the stored names of the two begin. sizes_only: read
     headers alone. Other arguments as of `load_model`.

@@ -2,7 +2,7 @@
 
 It is beside the model or in the folder above, where downloads and LM Studio put it; in Ollama's store the manifest
 names both. A file for another model is recognised by its output size, which has to be the model's hidden size. What a
-file says becomes transformers' configs; sizes of pictures that it leaves open are those of the published models.
+file says becomes transformers' configs; the published models say sizes of pictures that it leaves open.
 Does not know: torch, how its tensors become a tower (tower.py).
 """
 
