@@ -158,9 +158,10 @@ class LLM:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "options")} | options
         settings = Settings(_engine_config(given))
-        if settings.engine.data_parallel_size > 1:
-            what, why = "LLM runs one replica.", "A server (localllm up) runs several."
-            raise UnsupportedOption(what, why, "Leave data_parallel_size out.", param="data_parallel_size")
+        for name, most in (("data_parallel_size", 1), ("prefill_replicas", 0)):
+            if getattr(settings.engine, name) > most:
+                what, why = "LLM runs one replica.", "A server (localllm up) runs several."
+                raise UnsupportedOption(what, why, f"Leave {name} out.", param=name)
         set_thread_environment()  # must run before torch is imported, which building the engine does
         self._engine = build_engine(settings)
         if self._engine.admission is not None and self._engine.plan.device == "cpu":

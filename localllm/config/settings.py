@@ -240,6 +240,10 @@ class EngineConfig:
     routing_policy: str = setting(
         "prefix", PARALLEL, "how a request's replica is chosen", choices=("prefix", "least_loaded", "round_robin"),
         note="prefix weighs cached prefixes, queues, blocks and speed in seconds")
+    prefill_replicas: int = setting(
+        0, PARALLEL, "replicas that compute long prompts, whose answers the other replicas generate", unit="replicas",
+        low=0, high=63, is_of_one_model=True,
+        note="of --data-parallel-size; it seldom pays: docs/guides/several-gpus.md")
     tensor_split: tuple[float, ...] = setting(
         (), PARALLEL, "share of each rank in a layer", allowed_text="numbers above 0 such as 3,1",
         note="rounded to whole KV heads", parser=_parse_numbers, accepts=lambda share: 0 < share < math.inf,

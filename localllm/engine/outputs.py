@@ -18,6 +18,9 @@ from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Part
 
+HANDED_OVER = "handed_over"
+"""Finish reason of a request that another engine continues (`RequestOptions.hands_over`). No client sees it."""
+
 
 class EngineOutput(NamedTuple):
     """One request's output of one step. Exactly one output of a request has a `finish_reason`: the last."""
@@ -26,7 +29,7 @@ class EngineOutput(NamedTuple):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # all positions at once, with the first token
-    finish_reason: str | None = None  # stop, length, abort, error
+    finish_reason: str | None = None  # stop, length, abort, error; between engines handed_over
     stop_reason: int | None = None  # the stop token id that ended the request (None for eos)
     num_cached_tokens: int = 0
     scheduled_s: float = 0.0  # when the request first entered a step

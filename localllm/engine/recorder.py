@@ -15,6 +15,7 @@ from itertools import islice
 
 from localllm.engine.memory.ledger import Ledger
 from localllm.engine.memory.state_pool import StatePool
+from localllm.engine.outputs import HANDED_OVER
 from localllm.engine.request import Request
 from localllm.engine.stats import (
     NO_SPECULATION,
@@ -173,7 +174,9 @@ class StatsRecorder:
         self._count_ended(search)
 
     def on_finish(self, request: Request, timeline: RequestTimeline) -> None:
-        if not request.options.part_of:
+        if timeline.finish_reason == HANDED_OVER:  # the engine that continues it counts the whole request
+            self.finished[HANDED_OVER] += 1
+        elif not request.options.part_of:
             self._count_ended(timeline)
 
     def _count_ended(self, timeline: RequestTimeline) -> None:

@@ -51,6 +51,7 @@ class RequestOptions:
     replica: int | None = None  # number of the only replica that may answer (--data-parallel-size)
     keeps_no_copy: bool = False  # what it computes is not written to a disk (store: false)
     is_background: bool = False  # a line of a batch: every other request runs first, under each policy
+    hands_over: bool = False  # another engine continues it with its KV blocks, which leave when its tokens are made
 
 
 NO_OPTIONS = RequestOptions()

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from localllm.engine.media import EncoderStore
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import Hit
-from localllm.engine.outputs import EngineOutput
+from localllm.engine.outputs import HANDED_OVER, EngineOutput
 from localllm.engine.preemption import OutputReserve
 from localllm.engine.prompt_history import OFF, PromptHistory
 from localllm.engine.recorder import StatsRecorder, now_s
@@ -166,6 +166,8 @@ class RequestTable:
         if was_running:
             self.cache.name_blocks(request, request.num_computed_tokens)
             self._release(request)
+            if reason == HANDED_OVER and self.cache.tiers is not None:
+                self.cache.tiers.hand_over(request)
         elif self.cache.tiers is not None:
             self.cache.tiers.cancel(request)
         request.state = State.FINISHED

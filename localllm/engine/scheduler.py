@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, fits, plus
-from localllm.engine.outputs import EngineOutput
+from localllm.engine.outputs import HANDED_OVER, EngineOutput
 from localllm.engine.preemption import Preemption
 from localllm.engine.prefill import PromptPace, chunk_length, prefill_shares, whole_chunks
 from localllm.engine.recorder import StatsRecorder, now_s
@@ -122,9 +122,12 @@ class Scheduler:
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """End a request in any state. Return False if the id is unknown or the request has ended."""
-        request = self.requests.get(request_id)
+        request, tiers = self.requests.get(request_id), self.cache.tiers
         if request is None:
-            return False
+            if tiers is None or not tiers.stop_hand_over(request_id):
+                return False
+            self._outputs.append(EngineOutput(request_id, finish_reason=reason))
+            return True
         self.table.finish(request, reason)
         self._outputs.append(
             EngineOutput(request_id, finish_reason=reason, num_cached_tokens=request.num_cached_tokens)
@@ -132,8 +135,11 @@ class Scheduler:
         return True
 
     def take_outputs(self) -> list[EngineOutput]:
-        """Return the outputs of requests that ended outside `update`: aborted ones, and ones that can never run."""
-        outputs, self._outputs = self._outputs, []
+        """Return the outputs of requests that ended outside `update`: aborted ones, ones that can never run, and ones
+        whose blocks have left for another engine."""
+        handed = () if self.cache.tiers is None else self.cache.tiers.take_handed_over()
+        outputs = [*self._outputs, *(EngineOutput(request_id, finish_reason=HANDED_OVER) for request_id in handed)]
+        self._outputs = []
         return outputs
 
     @property

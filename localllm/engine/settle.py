@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from localllm.engine.outputs import EngineOutput
+from localllm.engine.outputs import HANDED_OVER, EngineOutput
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
@@ -93,7 +93,10 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
     if not kept:
         return None if done is None else _progress(request, done)
     table.recorder.on_tokens(request, kept, at_s)
-    if finish_reason is not None:
+    if finish_reason == "length" and request.options.hands_over:
+        table.finish(request, HANDED_OVER)
+        finish_reason = None  # its last output follows its blocks
+    elif finish_reason is not None:
         table.finish(request, finish_reason)
     return EngineOutput(
         request.request_id,

@@ -5,6 +5,7 @@ of its own (one, or as many as `-tp` and `-pp` ask for). `ReplicaLoops` stands w
 request goes to the replica with the least expected cost (routing.py), by the replicas' own state: the longest prefix in
 their caches, the prompts that wait, the requests that run, free blocks. A replica whose processes are lost is built
 again while the others continue; a request without a token goes to another replica, others hear the error at once.
+Some replicas may compute long prompts alone, which others continue (handover.py).
 Does not know: HTTP, how a replica is built, text.
 """
 
@@ -23,7 +24,7 @@ from typing import TypeVar, cast
 from localllm.config.settings import SETTINGS, EngineConfig, Settings
 from localllm.engine.client import EngineClient
 from localllm.engine.loop import EngineLoop
-from localllm.engine.outputs import EngineOutput
+from localllm.engine.outputs import HANDED_OVER, EngineOutput
 from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.pulse import Pulse
 from localllm.engine.request import Request
@@ -39,9 +40,19 @@ from localllm.errors import (
     InvalidParameter,
     LocalLLMError,
     RanksLost,
+    RequestError,
     UnsupportedOption,
 )
+from localllm.fleet.handover import (
+    HandOver,
+    Leases,
+    PrefillApart,
+    capacity_of,
+    for_another_engine,
+    may_hand_over,
+)
 from localllm.fleet.routing import MEMORY, USUAL_STEP_S, USUAL_TOKENS_PER_S, Policy, Reason, ReplicaLoad, Router
+from localllm.machine.hardware import read_hardware
 from localllm.serving.build import build_engine
 from localllm.serving.phases import OnPhase
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
@@ -64,7 +75,9 @@ class OpenRequest:
     before_tokens: int  # that waited there when it came
     given_s: float
     names: tuple[bytes, ...]  # of its prompt's blocks
-    speaks: bool = False  # it has had a token
+    hand_over: HandOver | None = None  # its prompt and its answer are computed by two replicas
+    speaks: bool = False  # it has had a token from this replica
+    cancelled: str = ""  # finish reason of a request that was cancelled
 
 
 @dataclass(slots=True)
@@ -77,7 +90,9 @@ class Replica:
     open: dict[str, OpenRequest] = field(default_factory=dict)
     names: Counter[bytes] = field(default_factory=Counter)  # of blocks of its requests without a token
     routed: Counter[Reason] = field(default_factory=Counter)
+    late: set[str] = field(default_factory=set)  # requests whose hand-over did not end in time
     restarts: int = 0
+    computes_prompts: bool = False  # of requests that other replicas continue
 
     @property
     def loop(self) -> EngineLoop:
@@ -119,9 +134,16 @@ class ReplicaRunners:
 class ReplicaLoops:
     """The engine loops of all replicas in place of one `EngineLoop`."""
 
-    def __init__(self, models: Sequence[ServedModel], build: Build, policy: Policy = "prefix") -> None:
-        """build: builds the replica of that number again; blocks, on a thread of its own."""
-        self.replicas = [Replica(number, model) for number, model in enumerate(models)]
+    def __init__(
+        self, models: Sequence[ServedModel], build: Build, policy: Policy = "prefix", apart: PrefillApart | None = None
+    ) -> None:
+        """build: builds the replica of that number again; blocks, on a thread of its own. apart: None: each replica
+        computes its own prompts."""
+        self.replicas = [
+            Replica(number, model, computes_prompts=apart is not None and apart.computes_prompts(number))
+            for number, model in enumerate(models)
+        ]
+        self.apart = apart
         self.deliver: Callable[[list[EngineOutput]], None] = lambda outputs: None
         self.on_ended: Callable[[], None] = lambda: None
         self.why_ended: EngineError | None = None
@@ -147,15 +169,35 @@ class ReplicaLoops:
         with self._lock:
             self._refuse_when_ended()
             error: LocalLLMError | None = None
-            for replica, reason in self._in_order(requests[0]):
+            order = self._in_order(requests[0])
+            if self._submit_apart(requests, order):
+                return
+            for replica, reason in order:
                 try:
                     self._give(replica, requests, reason)
                     return
                 except EngineError as refused:  # its processes were lost in this moment
                     error = refused
-            raise error or RanksLost(
-                "No replica of the model runs at the moment.", "They are being started again.", "Try again in a moment."
-            )
+            raise error or none_runs()
+
+    def _submit_apart(self, requests: Sequence[Request], order: Sequence[tuple[Replica, Reason]]) -> bool:
+        """Give a long prompt to a prefill replica. Return False for a request that one replica answers. order: of the
+        replicas that would answer it whole."""
+        apart, request = self.apart, requests[0]
+        if apart is None or not order or order[0][0].computes_prompts or not may_hand_over(requests):
+            return False
+        names = self._names(request)
+        if not names or request.prompt_len - order[0][0].hit_tokens(names) < apart.least_tokens:
+            return False
+        full = request.prompt_len // self.scheduler.ledger.block_size
+        for replica, reason in self._in_order(request, prompts=True):
+            hand_over = HandOver(request, apart.leases.open(request.block_hashes[:full]))
+            try:
+                self._give(replica, [for_another_engine(request, hands_over=True)], reason, hand_over)
+                return True
+            except EngineError:
+                apart.leases.end(hand_over.lease)
+        return False
 
     def _refuse_when_ended(self) -> None:
         if self.why_ended is not None:
@@ -163,8 +205,11 @@ class ReplicaLoops:
         if self._stopping.is_set():
             raise EngineStopped("The engine is shutting down.", hint="Retry when the server is running again.")
 
-    def _in_order(self, request: Request, without: Replica | None = None) -> list[tuple[Replica, Reason]]:
-        """Return the replicas to try, best first."""
+    def _in_order(
+        self, request: Request, without: Replica | None = None, *, prompts: bool = False
+    ) -> list[tuple[Replica, Reason]]:
+        """Return the replicas to try, best first. prompts: those that compute prompts for others. If no other replica
+        is left, they answer whole requests as well."""
         pinned = request.options.replica
         if pinned is not None and not 0 <= pinned < len(self.replicas):
             raise InvalidParameter(
@@ -175,6 +220,8 @@ class ReplicaLoops:
         able = [each for each in self.replicas if each.is_up and each is not without]
         if pinned is not None:
             return [(each, "pinned") for each in able if each.number == pinned]
+        chosen = [each for each in able if each.computes_prompts == prompts]
+        able = chosen if chosen or prompts else able
         loads = [(each.number, self._load(each, request)) for each in able]
         order = self._router.order(loads, request.prompt_len, request.max_output_tokens / 2)
         return [(self.replicas[number], reason) for number, reason in order]
@@ -204,7 +251,9 @@ class ReplicaLoops:
         cache.hasher.extend(request.block_hashes, root, request.token_ids, request.spans)
         return tuple(request.block_hashes[: (request.prompt_len - 1) // cache.hasher.block_size])
 
-    def _give(self, replica: Replica, requests: Sequence[Request], reason: Reason) -> None:
+    def _give(
+        self, replica: Replica, requests: Sequence[Request], reason: Reason, hand_over: HandOver | None = None
+    ) -> None:
         before = replica.queued_tokens
         names = self._names(requests[0])
         hit = replica.hit_tokens(names)
@@ -212,8 +261,10 @@ class ReplicaLoops:
         self._router.chosen(replica.number)
         replica.routed[reason] += len(requests)
         for request in requests:
-            uncached = max(0, request.prompt_len - hit)
-            replica.open[request.request_id] = OpenRequest(request, uncached, before, time.monotonic(), names)
+            uncached = 0 if request.num_output_tokens else max(0, request.prompt_len - hit)
+            replica.open[request.request_id] = OpenRequest(
+                request, uncached, before, time.monotonic(), names, hand_over
+            )
             replica.names.update(names)
             self._where[request.request_id] = replica
             before, hit = before + uncached, max(hit, request.prompt_len)  # choices of one prompt share it
@@ -221,6 +272,8 @@ class ReplicaLoops:
     def cancel(self, request_id: str, reason: str = "abort") -> None:
         with self._lock:
             replica = self._where.get(request_id)
+            if replica is not None and (held := replica.open.get(request_id)) is not None:
+                held.cancelled = reason
         if replica is not None:
             replica.loop.cancel(request_id, reason)
 
@@ -237,27 +290,78 @@ class ReplicaLoops:
     # Outputs, on the engines' threads ---------------------------------------------------------------------------
 
     def _deliver(self, replica: Replica, outputs: list[EngineOutput]) -> None:
-        with self._lock:
-            kept = [each for each in outputs if not self._is_retried(replica, each)]
-        if kept:
-            self.deliver(kept)
+        with self._lock:  # also while they are delivered: what another replica says next comes behind them
+            kept = [told for output in outputs if (told := self._received(replica, output)) is not None]
+            if kept:
+                self.deliver(kept)
 
-    def _is_retried(self, replica: Replica, output: EngineOutput) -> bool:
-        """Note an output. Return whether it is kept from the client, since another replica answers instead."""
+    def _received(self, replica: Replica, output: EngineOutput) -> EngineOutput | None:
+        """Note an output. Return what the client gets of it; None if another replica answers instead."""
+        if output.request_id in replica.late:
+            replica.late -= {output.request_id} if output.finish_reason else set()
+            return None
         held = replica.open.get(output.request_id)
         if held is None:
-            return False
+            return output
         if output.token_ids and not held.speaks:
             held.speaks = True
             replica.names.subtract(held.names)
             self._note_rate(held)
+        if output.token_ids and held.hand_over is not None:
+            self._note_tokens(held.hand_over, output)
         if output.finish_reason is None:
-            return False
+            return output
         self._forget(replica, held)
-        is_lost = isinstance(output.error, RanksLost | EngineCrashed)
-        return is_lost and not held.speaks and self._retry(replica, held.request)
+        reason = _why_elsewhere(held, output)
+        if reason and not held.cancelled and self._give_again(replica, held, reason):
+            return None
+        self._end_hand_over(held, "cancelled")
+        if reason and held.cancelled:
+            return output._replace(finish_reason=held.cancelled, error=None)
+        if output.finish_reason == HANDED_OVER:
+            return output._replace(finish_reason="error", error=none_runs())
+        return output
+
+    def _note_tokens(self, hand_over: HandOver, output: EngineOutput) -> None:
+        """Begin the lease of a prompt that is computed, and end the lease of one that is continued."""
+        assert self.apart is not None
+        if hand_over.is_continued:
+            self.apart.leases.end(hand_over.lease)
+        else:
+            hand_over.said += output.token_ids
+            self.apart.leases.renew(hand_over.lease, lambda: self._on_due(hand_over))
+
+    def _on_due(self, hand_over: HandOver) -> None:
+        """Runs on a thread of its own, when a lease has come to its deadline: renew it while its request waits for the
+        second replica, else let that one compute the prompt."""
+        assert self.apart is not None
+        name = hand_over.asked.request_id
+        with self._lock:
+            replica = self._where.get(name)
+            held = None if replica is None else replica.open.get(name)
+            if replica is None or held is None or held.hand_over is not hand_over or self._stopping.is_set():
+                return
+            if hand_over.is_continued:
+                self.apart.leases.renew(hand_over.lease, lambda: self._on_due(hand_over))
+                return
+            log.warning("hand-over late id=%s from=%d", name, replica.number)
+            self._end_hand_over(held, "expired")
+            self._forget(replica, held)
+            replica.late.add(name)
+            replica.loop.cancel(name)
+            if not self._give_again(replica, held, "retry"):
+                self.deliver([EngineOutput(name, finish_reason="error", error=none_runs())])
+
+    def _end_hand_over(self, held: OpenRequest, how: str) -> None:
+        if self.apart is not None and held.hand_over is not None:
+            self.apart.leases.end(held.hand_over.lease)
+            if not held.hand_over.is_continued:
+                self.apart.ended[how] += 1
+            held.hand_over.is_continued = True
 
     def _note_rate(self, held: OpenRequest) -> None:
+        if held.hand_over is not None and held.hand_over.is_continued:  # its prompt was computed elsewhere
+            return
         tokens, passed_s = held.before_tokens + held.uncached_tokens, time.monotonic() - held.given_s
         if tokens > 100:
             rate = tokens / max(passed_s, 1e-3)
@@ -272,14 +376,19 @@ class ReplicaLoops:
         if not any(not each.speaks for each in replica.open.values()):
             replica.names.clear()
 
-    def _retry(self, lost: Replica, request: Request) -> bool:
-        """Give a request without a token to another replica. Return whether one took it."""
-        for replica, _ in self._in_order(request, without=lost):
+    def _give_again(self, lost: Replica, held: OpenRequest, reason: Reason) -> bool:
+        """Give a request to another replica, with the tokens that its client has had. Return whether one took it."""
+        hand_over = held.hand_over
+        asked, said = (held.request, ()) if hand_over is None else (hand_over.asked, hand_over.said)
+        for replica, _ in self._in_order(asked, without=lost if reason == "retry" else None):
             try:
-                self._give(replica, [for_another_engine(request)], "retry")
+                self._give(replica, [for_another_engine(asked, said, held.request)], reason, hand_over)
             except LocalLLMError:
                 continue
-            log.info("request routed again id=%s from=%d to=%d", request.request_id, lost.number, replica.number)
+            if hand_over is not None and self.apart is not None and not hand_over.is_continued:
+                hand_over.is_continued = True
+                self.apart.ended["continued" if reason == "handover" else "failed"] += 1
+            log.info("request routed again id=%s from=%d to=%d", asked.request_id, lost.number, replica.number)
             return True
         return False
 
@@ -358,8 +467,8 @@ class ReplicaLoops:
             model.executor.continue_from(self._lost.pop(replica.number, ()))
             replica.model, replica.is_up = model, True
             replica.restarts += 1
-            replica.open.clear()
-            replica.names.clear()
+            for noted in (replica.open, replica.names, replica.late):
+                noted.clear()
             self._start(replica)
         log.info("replica back number=%d", replica.number)
 
@@ -370,10 +479,33 @@ class ReplicaLoops:
         return merged([each.loop.stats() for each in self.replicas])
 
 
+def _why_elsewhere(held: OpenRequest, output: EngineOutput) -> Reason | None:
+    """Return why another replica answers the rest of a request that has ended at one; None: its end is the client's."""
+    if output.finish_reason == HANDED_OVER:
+        return "handover"
+    is_prompt = held.hand_over is not None and not held.hand_over.is_continued
+    if is_prompt and output.error is not None and not isinstance(output.error, RequestError | EngineStopped):
+        return "retry"  # the other replica computes the prompt
+    is_lost = isinstance(output.error, RanksLost | EngineCrashed)
+    return "retry" if is_lost and not held.speaks else None
+
+
+def none_runs() -> RanksLost:
+    return RanksLost(
+        "No replica of the model runs at the moment.", "They are being started again.", "Try again in a moment."
+    )
+
+
 def replicas_of(model: ServedModel) -> Sequence[Replica]:
     """Return the replicas of a model; none for a model with one engine."""
     loops: object = model.loop
     return loops.replicas if isinstance(loops, ReplicaLoops) else ()
+
+
+def prefill_apart_of(model: ServedModel) -> PrefillApart | None:
+    """Return the hand-overs of a model; None: each replica computes its own prompts."""
+    loops: object = model.loop
+    return loops.apart if isinstance(loops, ReplicaLoops) else None
 
 
 def stats_of_each(model: ServedModel) -> list[EngineStats]:
@@ -381,25 +513,6 @@ def stats_of_each(model: ServedModel) -> list[EngineStats]:
     replicas = replicas_of(model)
     each = [replace(replica.loop.stats(), engine=str(replica.number)) for replica in replicas]
     return each or [model.client.stats()]
-
-
-def for_another_engine(request: Request) -> Request:
-    """Return a request that has had no token as a new one. Its grammar is where it began."""
-    return Request(
-        request.request_id,
-        request.token_ids[: request.prompt_len],
-        request.params,
-        request.options,
-        max_output_tokens=request.max_output_tokens,
-        eos_token_ids=request.eos_token_ids,
-        bad_words_token_ids=request.bad_words_token_ids,
-        dry_breakers=request.dry_breakers,
-        grammar=request.grammar,
-        reports_progress=request.reports_progress,
-        prompt_embeds=request.prompt_embeds,
-        media=request.media,
-        arrived_s=request.arrived_s,
-    )
 
 
 SAME = frozenset({"block_size", "max_model_len", "async_depth", "speculation", "engine", "tiers"})
@@ -412,6 +525,8 @@ BLOCKS = ("total_blocks", "used_blocks", "cached_blocks")
 def merged(several: Sequence[EngineStats]) -> EngineStats:
     """Return the snapshot of a fleet: counts and rates are added, lists joined."""
     first = several[0]
+    finished = sum((Counter(each.finished) for each in several), Counter[str]())
+    del finished[HANDED_OVER]  # such a request counts where it ended
     changed: dict[str, object] = {
         "taken_s": max(each.taken_s for each in several),
         "uptime_s": max(each.uptime_s for each in several),
@@ -420,7 +535,7 @@ def merged(several: Sequence[EngineStats]) -> EngineStats:
         "recent": tuple(
             sorted((line for each in several for line in each.recent), key=lambda line: -(line.finished_s or 0.0))
         ),
-        "finished": dict(sum((Counter(each.finished) for each in several), Counter[str]())),
+        "finished": dict(finished),
         "runner": merged_runners([each.runner for each in several]),
         "kv_groups": tuple(
             replace(groups[0], **{name: sum(getattr(group, name) for group in groups) for name in BLOCKS})
@@ -461,20 +576,28 @@ def build_replicas(
 ) -> ServedModel:
     """Build the model that `settings` name, with all its replicas. Raises what `build_engine` raises."""
     config = settings.engine
+    if config.prefill_replicas:
+        _refuse_apart(config)
     if config.data_parallel_size == 1:
         return build_engine(settings, on_phase, limits)
     _refuse_beside_replicas(config)
+    apart = None
+    if config.prefill_replicas:
+        apart = PrefillApart(config.prefill_replicas, Leases(capacity_of(read_hardware())))
+
+    def build(number: int, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS) -> ServedModel:
+        stores = [] if apart is None else [apart.store_of(number)]
+        return build_engine(settings_of(settings, number), on_phase, limits, stores)
+
     with ExitStack() as undo:
         models = []
         for number in range(config.data_parallel_size):
-            model = build_engine(settings_of(settings, number), on_phase, limits)
+            model = build(number, on_phase, limits)
             undo.callback(model.close)
             models.append(model)
         undo.pop_all()
     first = models[0]
-    loops = ReplicaLoops(
-        models, lambda number: build_engine(settings_of(settings, number)), cast("Policy", config.routing_policy)
-    )
+    loops = ReplicaLoops(models, build, cast("Policy", config.routing_policy), apart)
     loop, admission = cast("EngineLoop", loops), first.engine[1]
     client = EngineClient(loop, admission, first.tokenizer)
     log.info("replicas ready name=%s count=%d policy=%s", first.name, len(models), config.routing_policy)
@@ -494,6 +617,27 @@ def settings_of(settings: Settings, number: int) -> Settings:
     each_has = len(devices) // config.data_parallel_size
     own = devices[number * each_has : (number + 1) * each_has]
     return replace(settings, engine=replace(config, device_ids=own))
+
+
+def _refuse_apart(config: EngineConfig) -> None:
+    """Raise for settings with which no blocks can be handed over."""
+    if config.prefill_replicas >= config.data_parallel_size:
+        raise ConfigError(
+            f"--prefill-replicas {config.prefill_replicas} leaves no replica that answers.",
+            f"There are {config.data_parallel_size} replicas (--data-parallel-size).",
+            f"--data-parallel-size {config.prefill_replicas + 1}",
+            param="prefill_replicas",
+        )
+    num_ranks = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
+    refused = {
+        "-tp and -pp": (num_ranks > 1, "Only the KV blocks of replicas of one rank can be handed over."),
+        "--no-enable-prefix-caching": (not config.enable_prefix_caching, "Blocks are handed over by their names."),
+        "--kv-disk-gib": (config.kv_disk_gib > 0, "Blocks of replicas are not kept outside of the cache."),
+    }
+    for flag, (is_set, why) in refused.items():
+        if is_set:
+            what = f"--prefill-replicas cannot be combined with {flag}."
+            raise UnsupportedOption(what, why, "Leave out one of them.", param="prefill_replicas")
 
 
 def _refuse_beside_replicas(config: EngineConfig) -> None:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 Policy = Literal["prefix", "least_loaded", "round_robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "round_robin")
-Reason = Literal["prefix", "load", "tie", "pinned", "retry"]
+Reason = Literal["prefix", "load", "tie", "pinned", "retry", "handover"]
 
 USUAL_TOKENS_PER_S, USUAL_STEP_S = 1000.0, 0.03
 """Prompt tokens per second, and seconds of a step, of a replica or another server until they are measured."""

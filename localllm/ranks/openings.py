@@ -39,3 +39,4 @@ class Opened(msgspec.Struct, frozen=True):
     block_size: int
     vocab_size: int
     drafts: DraftSupport
+    block_bytes: tuple[int, ...] = ()  # of one block of each KV group; (): its blocks do not move

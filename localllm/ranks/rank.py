@@ -21,9 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from localllm.engine.step import PendingStep, Runner, RunnerStats, StepPlan
+from localllm.engine.step import HostBlocks, PendingStep, Runner, RunnerStats, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.processes import bind_to_node, end_with_parent
 from localllm.ranks.channel import Channel
@@ -39,7 +39,17 @@ from localllm.ranks.messages import (
     Report,
 )  # fmt: skip
 from localllm.ranks.progress import ANSWERED, BUSY_NS, LAUNCHED, STEP_NS, STEPS, ProgressTable
-from localllm.ranks.wire import Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode
+from localllm.ranks.wire import (
+    Answer,
+    BadRecord,
+    Kind,
+    Record,
+    decode,
+    decode_plan,
+    decode_sample,
+    encode,
+    encode_blocks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +214,8 @@ class Rank:
         with self._computing():
             pending = self._opened.sample(plan, masks)
         assert self._answers is not None
-        self._answers.put(record.seq, self._forwarded_ns, pending)
+        leaving = tuple([move.host for move in plan.moves if not move.is_load])
+        self._answers.put(UnansweredStep(record.seq, self._forwarded_ns, pending, leaving))
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -215,14 +226,15 @@ class Rank:
             spent_ns = time.monotonic_ns() - begun_ns - (self._share.waited_ns() - waited_ns)
             self._table.add(self._number, BUSY_NS, spent_ns)
 
-    def _settle(self, seq: int, begun_ns: int, pending: PendingStep, stats: RunnerStats | None) -> None:
+    def _settle(self, step: UnansweredStep, stats: RunnerStats | None) -> None:
         """Wait for a step's result, and send it if this rank draws the tokens."""
-        result = pending.result()
-        self._table.write(self._number, ANSWERED, seq)
-        self._table.add(self._number, STEP_NS, time.monotonic_ns() - begun_ns)
+        result = step.pending.result()
+        self._table.write(self._number, ANSWERED, step.seq)
+        self._table.add(self._number, STEP_NS, time.monotonic_ns() - step.begun_ns)
         self._table.add(self._number, STEPS, 1)
         if self._share.samples:
-            self._channel.send(Kind.RESULT, seq, encode(Answer(result, stats)))
+            answer = Answer(result, stats, encode_blocks(step.leaving))
+            self._channel.send(Kind.RESULT, step.seq, encode(answer))
 
     # ---- other records -----------------------------------------------------------------------------------------------
 
@@ -306,13 +318,22 @@ class Rank:
         return self._runner
 
 
-Settle = Callable[[int, int, PendingStep, RunnerStats | None], None]
+class UnansweredStep(NamedTuple):
+    """A step whose result has not been sent."""
+
+    seq: int  # of the record that it answers
+    begun_ns: int
+    pending: PendingStep
+    leaving: tuple[HostBlocks, ...]  # blocks that it copies out, by move
+
+
+Settle = Callable[[UnansweredStep, RunnerStats | None], None]
 
 
 class _Answers(Protocol):
     """A way to wait for the results of launched steps."""
 
-    def put(self, seq: int, begun_ns: int, pending: PendingStep) -> None: ...
+    def put(self, step: UnansweredStep) -> None: ...
     def close(self) -> None: ...
 
 
@@ -322,8 +343,8 @@ class _AtOnce:
     def __init__(self, settle: Settle, runner: Runner) -> None:
         self._settle, self._runner, self._due_s = settle, runner, 0.0
 
-    def put(self, seq: int, begun_ns: int, pending: PendingStep) -> None:
-        self._settle(seq, begun_ns, pending, self._stats())
+    def put(self, step: UnansweredStep) -> None:
+        self._settle(step, self._stats())
 
     def _stats(self) -> RunnerStats | None:
         """Return the runner's counts, if the last ones are old."""
@@ -348,12 +369,12 @@ class _Later(_AtOnce):
     ) -> None:
         super().__init__(settle, runner)
         self._enter_thread, self._end_with = enter_thread, end_with
-        self._launched: queue.SimpleQueue[tuple[int, int, PendingStep] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[UnansweredStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="localllm-rank-results", daemon=True)
         self._thread.start()
 
-    def put(self, seq: int, begun_ns: int, pending: PendingStep) -> None:
-        self._launched.put((seq, begun_ns, pending))
+    def put(self, step: UnansweredStep) -> None:
+        self._launched.put(step)
 
     def close(self) -> None:
         self._launched.put(None)
@@ -363,7 +384,7 @@ class _Later(_AtOnce):
         try:
             self._enter_thread()
             while (launched := self._launched.get()) is not None:
-                self._settle(*launched, self._stats())
+                self._settle(launched, self._stats())
         except BaseException as error:
             self._end_with(error)
 

@@ -17,7 +17,7 @@ from localllm.errors import RanksLost
 from localllm.ranks.links import Links
 from localllm.ranks.messages import Idle
 from localllm.ranks.states import InFlight
-from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, encode_sample
+from localllm.ranks.wire import Answer, BadRecord, Kind, decode, decode_blocks, encode_plan, encode_sample
 
 SLOW = 20
 """Times the slowest step so far that a step may take, if that is longer than the group's timeout."""
@@ -37,6 +37,8 @@ class RunnerSizes(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def drafts(self) -> DraftSupport: ...
+    @property
+    def block_bytes(self) -> tuple[int, ...]: ...
 
 
 class RankRunner:
@@ -52,7 +54,7 @@ class RankRunner:
         while steps are in flight."""
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
         self.num_stages, self.drafts = num_stages, opened.drafts
-        self.block_bytes: tuple[int, ...] = ()
+        self.block_bytes = opened.block_bytes  # (): the blocks of several ranks do not move
         self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank
         self._in_flight = InFlight() if in_flight is None else in_flight
@@ -73,11 +75,11 @@ class RankRunner:
             payloads[self._sampling_rank] = encode_sample(plan, masks)
         seq = self._links.post(Kind.SAMPLE, payloads, (self._sampling_rank,))
         self._open.add(seq)
-        return PendingRankStep(self, plan.step_id, seq)
+        return PendingRankStep(self, plan, seq)
 
-    def settle(self, step_id: int, seq: int) -> StepResult:
-        """Wait for the result of a step. Raises `RanksLost`."""
-        begun = time.monotonic()
+    def settle(self, plan: StepPlan, seq: int) -> StepResult:
+        """Wait for the result of a step, and for the blocks that it copied out. Raises `RanksLost`."""
+        begun, step_id = time.monotonic(), plan.step_id
         limit = max(self._timeout_s, SLOW * self._slowest_s)
         records = self._links.wait(seq, limit, f"step {step_id}")
         self._open.discard(seq)
@@ -89,6 +91,8 @@ class RankRunner:
             self._stats = answer.stats
         if answer.result.step_id != step_id:
             raise BadRecord(f"step {answer.result.step_id} was answered instead of {step_id}")
+        for move, rows in zip([each for each in plan.moves if not each.is_load], answer.moved, strict=True):
+            move.host.result = decode_blocks(rows).result
         return answer.result
 
     def use_idle_time(self) -> bool:
@@ -124,8 +128,8 @@ class RankRunner:
 class PendingRankStep:
     """A step that the ranks were told to run."""
 
-    def __init__(self, runner: RankRunner, step_id: int, seq: int) -> None:
-        self._runner, self._step_id, self._seq = runner, step_id, seq
+    def __init__(self, runner: RankRunner, plan: StepPlan, seq: int) -> None:
+        self._runner, self._plan, self._seq = runner, plan, seq
 
     def result(self) -> StepResult:
-        return self._runner.settle(self._step_id, self._seq)
+        return self._runner.settle(self._plan, self._seq)

@@ -85,7 +85,8 @@ class TorchShare:
         runner = open_on(
             kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel
         )
-        return runner, Opened(plan, runner.num_blocks, runner.block_size, runner.vocab_size, runner.drafts)
+        sizes = runner.num_blocks, runner.block_size, runner.vocab_size
+        return runner, Opened(plan, *sizes, runner.drafts, runner.block_bytes)
 
     def _measured(self, request: OpenRunner, tell: Tell) -> Measured:
         """Run the largest steps on a GPU; all ranks do so at once."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult, TokenMasks
+from localllm.engine.step import HostBlocks, Move, NewSlot, Row, RunnerStats, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from localllm.models.prompt_embeds import PromptEmbedsTensor
@@ -173,6 +173,21 @@ class New(msgspec.Struct, frozen=True, array_like=True):
     dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
+class SentMove(msgspec.Struct, frozen=True, array_like=True):
+    """A `Move`. rows: the content of each block that is copied in; of one that is copied out it comes with `Answer`."""
+
+    group: int
+    blocks: tuple[int, ...]
+    is_load: bool
+    rows: tuple[bytes, ...]
+
+    def as_move(self) -> Move:
+        """Return the move. Raises `BadRecord` if contents are missing."""
+        if self.is_load and len(self.rows) != len(self.blocks):
+            raise BadRecord(f"{len(self.rows)} contents came for {len(self.blocks)} blocks")
+        return Move(self.group, self.blocks, self.is_load, decode_blocks(self.rows))
+
+
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """A `StepPlan`. Rows are sent as they are, with their request's id: leaving it out costs more than it saves."""
 
@@ -183,6 +198,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...]
     propose: int
     is_unmasked: bool
+    moves: tuple[SentMove, ...] = ()
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
@@ -202,10 +218,12 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a step. stats: now and then, since reading them may wait for a device."""
+    """The result of a step. stats: now and then, since reading them may wait for a device. moved: the content of the
+    blocks that the step copied out, by move."""
 
     result: StepResult
     stats: RunnerStats | None
+    moved: tuple[tuple[bytes, ...], ...] = ()
 
 
 def encode(value: Any) -> bytes:
@@ -222,9 +240,12 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 def encode_plan(plan: StepPlan) -> bytes:
     news = tuple(map(_new, plan.new_slots))
-    return encode(
-        Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose, plan.is_unmasked)
-    )
+    moves = tuple([
+        SentMove(each.group, each.blocks, each.is_load, encode_blocks([each.host])[0] if each.is_load else ())
+        for each in plan.moves
+    ])  # fmt: skip
+    sizes = plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose
+    return encode(Plan(*sizes, plan.is_unmasked, moves))
 
 
 def decode_plan(payload: bytes) -> StepPlan:
@@ -233,10 +254,21 @@ def decode_plan(payload: bytes) -> StepPlan:
         plan = _PLANS.decode(payload)
         news = tuple(map(_new_slot, plan.new_slots))
         return StepPlan(
-            plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose, plan.is_unmasked
-        )
+            plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose, plan.is_unmasked,
+            moves=tuple([each.as_move() for each in plan.moves]),
+        )  # fmt: skip
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise BadRecord(f"a plan was expected: {error}") from error
+
+
+def encode_blocks(hosts: Sequence[HostBlocks]) -> tuple[tuple[bytes, ...], ...]:
+    """Return the content of blocks that were copied out, for `Answer.moved`. Waits for copies from a device."""
+    return tuple([tuple([row.tobytes() for row in host.result()]) for host in hosts])
+
+
+def decode_blocks(rows: Sequence[bytes]) -> HostBlocks:
+    found = [np.frombuffer(row, np.uint8) for row in rows]
+    return HostBlocks(lambda: found)
 
 
 def encode_sample(plan: StepPlan, masks: TokenMasks | None = None) -> bytes:

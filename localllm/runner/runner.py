@@ -96,7 +96,7 @@ class TorchRunner:
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
         why_no_drafts = _why_off(has_drafts, launch_options, keeps_states)
         drafter = None if why_no_drafts or drafter is None else replace(drafter, state_features=states.features)
-        moves = states.num_places == 0 and group is None and samples  # recurrent states and shards do not move
+        moves = states.num_places == 0 and samples and (group is None or group.size == 1)  # shards do not move
         self._copies = block_copies(kv, drafter) if moves else None
         self.block_bytes = self._copies.block_bytes if self._copies else ()
         self._steps: HostSteps | DeviceSteps | None

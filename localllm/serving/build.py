@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from localllm.engine.admission import Admission
     from localllm.engine.client import EngineClient
     from localllm.engine.loop import EngineLoop
+    from localllm.engine.memory.block_stores import BlockStore
     from localllm.engine.memory.ledger import Ledger
     from localllm.engine.memory.tiers import KVTiers
     from localllm.engine.step import Runner
@@ -55,10 +56,14 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(
-    settings: Settings, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS
+    settings: Settings,
+    on_phase: OnPhase = lambda phase: None,
+    limits: LoadLimits = NO_LIMITS,
+    stores: Sequence[BlockStore] = (),
 ) -> ServedModel:
     """Find, read, fit and load the model that `settings` name. Return its engine, not started.
 
+    stores: behind its KV cache, shared with other engines of the model; (): those of the settings.
     Blocks for seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
     """
     config = settings.engine
@@ -98,7 +103,7 @@ def build_engine(
             report(f"blocks: {plan.blocks_in_words}")
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
-            model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
+            model = _assemble(settings, found, spec, plan, tokenizer, template, runner, stores)
             executor.when_lost(model.engine[0].lose)
             model = replace(model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings))
             report(capacity(plan))
@@ -393,6 +398,7 @@ def _assemble(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     runner: Runner,
+    stores: Sequence[BlockStore],
 ) -> ServedModel:
     """Build the served model around a loaded runner."""
     from localllm.text.answers.detect import answer_format
@@ -400,7 +406,7 @@ def _assemble(
     config, sight = settings.engine, _sight(settings, found.path, spec, plan)
     template = template if sight is None else template.of_seeing(sight.marks)
     answers = answer_format(template)
-    loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, answers, runner)
+    loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, answers, runner, stores)
     name, aliases = names_of(settings, found)
     return ServedModel(
         name=name,
@@ -445,6 +451,7 @@ def engine_parts(
     tokenizer: Tokenizer,
     answers: AnswerFormat | None,
     runner: Runner,
+    stores: Sequence[BlockStore] = (),
 ) -> tuple[EngineLoop, Admission, EngineClient]:
     """Return an engine's loop, its admission and its client."""
     from localllm.engine.admission import Admission, ModelLimits
@@ -452,7 +459,7 @@ def engine_parts(
     from localllm.text.grammar import Grammars
     from localllm.text.reasoning_budget import ReasoningBudgets
 
-    loop = _engine_loop(config, plan, fingerprint(path, plan, config), runner, path.name)
+    loop = _engine_loop(config, plan, fingerprint(path, plan, config), runner, path.name, stores)
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
         most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,
@@ -465,7 +472,8 @@ def engine_parts(
 
 
 def _engine_loop(
-    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, name: str
+    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, name: str,
+    stores: Sequence[BlockStore],
 ) -> EngineLoop:  # fmt: skip
     from localllm.engine.loop import EngineLoop
     from localllm.engine.memory.block_names import BlockHasher
@@ -509,7 +517,7 @@ def _engine_loop(
         ledger,
         BlockHasher(fingerprint, plan.block_size),
         StatePool(plan.num_places) if plan.num_places else None,
-        _kv_tiers(config, plan, fingerprint, runner, ledger, name),
+        _shared_tiers(runner, ledger, stores) or _kv_tiers(config, plan, fingerprint, runner, ledger, name),
     )
     return EngineLoop(Scheduler(limits, cache, speculation=speculation), runner, depth=plan.async_depth)
 
@@ -519,11 +527,11 @@ def _kv_tiers(
 ) -> KVTiers | None:
     """Return what keeps KV blocks outside of the cache; None: nothing is to be kept. Raises `UnsupportedOption` for a
     model whose blocks cannot move, and `ConfigError` for a folder that cannot be written."""
-    from localllm.engine.memory.block_stores import BlockStore, DiskStore, RamStore, Transfers, kv_folder
+    from localllm.engine.memory.block_stores import DiskStore, RamStore, Transfers, kv_folder
     from localllm.engine.memory.tiers import KVTiers
 
     why_none = "they have no names without --enable-prefix-caching" if not config.enable_prefix_caching else ""
-    if not runner.block_bytes:
+    if plan.ranks or not runner.block_bytes:
         why_none = "it keeps recurrent states" if plan.num_places else "it is split over several ranks"
     if why_none and (plan.kv_disk_bytes or config.kv_offloading_size or config.swap_space):
         raise UnsupportedOption(
@@ -542,6 +550,20 @@ def _kv_tiers(
             raise ConfigError(f"KV blocks cannot be kept in {folder}.", why, hint, param="kv_offload_dir") from error
     log.info("kv tiers ram=%d swap=%d disk=%d", plan.kv_ram_bytes, plan.kv_swap_bytes, plan.kv_disk_bytes)
     return KVTiers(ledger, runner.block_bytes, Transfers(stores), plan.kv_swap_bytes)
+
+
+def _shared_tiers(runner: Runner, ledger: Ledger, stores: Sequence[BlockStore]) -> KVTiers | None:
+    """Return what keeps KV blocks in stores that several engines share. Raises `UnsupportedOption` for a model whose
+    blocks cannot move."""
+    from localllm.engine.memory.block_stores import Transfers
+    from localllm.engine.memory.tiers import SHARED_STEP_BYTES, KVTiers
+
+    if not stores:
+        return None
+    if not runner.block_bytes:
+        what, why = "The KV blocks of this model cannot be handed over.", "Each replica is divided over several ranks."
+        raise UnsupportedOption(what, why, "Leave out --prefill-replicas.", param="prefill_replicas")
+    return KVTiers(ledger, runner.block_bytes, Transfers(stores), step_bytes=SHARED_STEP_BYTES)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,9 +155,10 @@ def _load(settings: Settings, on_phase: OnPhase) -> BareModel:
     if settings.engine.nodes > 1:
         what, why = "--nodes cannot be combined with tuning.", "A trial reads the memory of one machine."
         raise UnsupportedOption(what, why, "Leave --nodes out.", param="nodes")
-    if settings.engine.data_parallel_size > 1:
+    if settings.engine.data_parallel_size > 1 or settings.engine.prefill_replicas:
         what, why = "Several replicas cannot be tuned.", "A trial runs one engine."
-        raise UnsupportedOption(what, why, "Leave --data-parallel-size out.", param="data_parallel_size")
+        hint = "Leave --data-parallel-size and --prefill-replicas out."
+        raise UnsupportedOption(what, why, hint, param="data_parallel_size")
     served = build_engine(settings, on_phase)
     try:
         served.require("generate")

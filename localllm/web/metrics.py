@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
 from localllm.engine.step import RankStats
-from localllm.fleet.replicas import stats_of_each
+from localllm.fleet.replicas import prefill_apart_of, replicas_of, stats_of_each
 from localllm.fleet.upstream import Upstream
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
@@ -128,6 +128,10 @@ RANK_PARTS = (
     ("other", "memory.other_bytes"),
 )
 """Value of the label `part`, attribute of RankStats."""
+ROUTED = ("routed_requests", "Requests given to the replica.", "reason")
+HANDED_OVER = ("handovers", "Prompts that a prefill replica was given for another replica, by outcome.", "outcome")
+LEASES = ("handover_leases", "Prompts whose blocks are kept for another replica.")
+LEASED = ("handover_bytes", "Bytes of these blocks.")
 # One series per other server: name, help, attribute of Upstream.
 UPSTREAM_GAUGES = (
     ("upstream_up", "1 if the server answered with its list of models when it was asked last, else 0.", "is_up"),
@@ -346,6 +350,36 @@ class RankCollector(Collector):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReplicaCollector(Collector):
+    """The choices among replicas, and prompts that one computes for another. Without replicas nothing is written."""
+
+    models: Sequence[ServedModel]
+
+    def collect(self) -> Iterator[Metric]:
+        several = [(model, replicas) for model in self.models if (replicas := replicas_of(model))]
+        if several:
+            name, text, label = ROUTED
+            routed = CounterMetricFamily(OWN + name, text, labels=[*LABELS, label])
+            for model, replicas in several:
+                for each in replicas:
+                    for reason, count in sorted(each.routed.items()):
+                        routed.add_metric([model.name, str(each.number), reason], float(count))
+            yield routed
+        apart = [(model.name, found) for model, _ in several if (found := prefill_apart_of(model)) is not None]
+        if apart:
+            name, text, label = HANDED_OVER
+            ended = CounterMetricFamily(OWN + name, text, labels=["model_name", label])
+            leases = GaugeMetricFamily(OWN + LEASES[0], LEASES[1], labels=["model_name"])
+            leased = GaugeMetricFamily(OWN + LEASED[0], LEASED[1], labels=["model_name"])
+            for model_name, found in apart:
+                for outcome in ("continued", "failed", "expired", "cancelled"):
+                    ended.add_metric([model_name, outcome], float(found.ended[outcome]))
+                leases.add_metric([model_name], float(found.leases.num_open))
+                leased.add_metric([model_name], float(found.leases.used_bytes))
+            yield from (ended, leases, leased)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class UpstreamCollector(Collector):
     """Other servers behind this address. Without one neither series nor names are written."""
 
@@ -446,6 +480,7 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     registry.register(EngineCollector(engines, aliases))
     registry.register(KVGroupCollector(engines))
     registry.register(RankCollector(engines))
+    registry.register(ReplicaCollector(manager.ready))
     registry.register(UpstreamCollector(upstreams_of(request).all))
     registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))

@@ -69,13 +69,13 @@ class FakeShare:
 
     def __init__(self) -> None:
         self.samples = self.answers_later = False
-        self._rank = 0
+        self._rank, self._is_alone = 0, False
         self.thread: threading.Thread | None = None  # that waits for results, if results come later
         self._fault: Fault | None = None
         self._options: dict[str, Any] = {}
 
     def connect(self, rank: int, asked: Connect) -> Connected:
-        self._rank = rank
+        self._rank, self._is_alone = rank, len(asked.devices) == 1
         self.samples = rank == len(asked.devices) - asked.shards
         self.answers_later = asked.backend == "later"
         return Connected(1e-6 * (rank + 1), "gloo")
@@ -102,7 +102,7 @@ class FakeShare:
         runner = FaultyRunner(tuple(plan["num_blocks"]), self._fault, self._options, self.samples)
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
         sizes["drafts"] = runner.drafts
-        return runner, {"plan": plan, **sizes}
+        return runner, {"plan": plan, **sizes, "block_bytes": runner.block_bytes if self._is_alone else ()}
 
     def waited_ns(self) -> int:
         return 0

@@ -138,6 +138,7 @@ class FakeOpened(msgspec.Struct):
     block_size: int
     vocab_size: int
     drafts: DraftSupport
+    block_bytes: tuple[int, ...] = ()
 
 
 class ThreadShare(FakeShare):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.engine.memory.block_stores import RamStore
 from localllm.engine.step import Row, RunnerStats, StepPlan
 from localllm.errors import ModelNotFound, RanksLost
 from localllm.ranks.links import Links
@@ -16,7 +17,7 @@ from localllm.ranks.messages import PutAdapter, Report
 from localllm.ranks.remote import QUIET_S, RankRunner
 from localllm.ranks.wire import Kind, Record, encode, encode_plan, encode_record, encode_sample
 from tests.draws import draws
-from tests.engine.harness import EveryOther, SmallEngine, make_engine
+from tests.engine.harness import EveryOther, PlannedTransfers, SmallEngine, make_engine
 from tests.fake_runner import expected_output
 from tests.ranks.harness import ThreadGroup
 
@@ -53,6 +54,35 @@ def test_tokens_are_those_of_one_process(size: int, depth: int) -> None:
             engine.add(name, prompt, max_tokens=12)
         assert engine.run() == {name: expected_output(prompt, 12) for name, prompt in PROMPTS.items()}
         assert ranks.loss.error is None
+
+
+def test_blocks_leave_a_rank_and_come_back() -> None:
+    """The model made of memory checks what it reads, so a block in another place or of another prompt is noticed."""
+    with group(1) as ranks:
+        runner = ranks.open()
+        engine = make_engine(
+            depth=2,
+            num_blocks=runner.num_blocks,
+            transfers=PlannedTransfers([RamStore(2**20)]),
+            max_num_batched_tokens=16,
+        )
+        engine.loop.runner = runner
+        tiers, prompt = engine.scheduler.cache.tiers, list(range(1, 31))
+        assert tiers is not None
+        for name in ("a", "b"):
+            engine.add(name, prompt)
+            assert engine.run()[name] == expected_output(prompt, 8)
+            while tiers.transfers.jobs:  # type: ignore[attr-defined]
+                tiers.transfers.advance()  # type: ignore[attr-defined]
+            engine.loop.step()
+            engine.scheduler.ledger.forget_all()
+        assert engine.scheduler.recorder.prompt_tokens == 30 + 2
+        assert runner.block_bytes == engine.runner.block_bytes
+
+
+def test_the_blocks_of_several_ranks_do_not_move() -> None:
+    with group(2) as ranks:
+        assert ranks.open().block_bytes == ()
 
 
 def test_masks_reach_the_rank_that_draws_and_no_other() -> None:

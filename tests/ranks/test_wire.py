@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
+    HostBlocks,
+    Move,
     NewSlot,
     Row,
     RowResult,
@@ -35,9 +37,11 @@ from localllm.ranks.wire import (
     Plan,
     Record,
     decode,
+    decode_blocks,
     decode_plan,
     decode_sample,
     encode,
+    encode_blocks,
     encode_plan,
     encode_record,
     encode_sample,
@@ -68,7 +72,7 @@ plans = st.builds(
 
 
 def test_records_have_every_field_of_a_plan() -> None:
-    here = {"dropped", "encodes", "gives_way", "media", "moves"}  # of models in the server's process alone
+    here = {"dropped", "encodes", "gives_way", "media"}  # of models in the server's process alone
     for record, plain in ((Plan, StepPlan), (New, NewSlot)):
         assert record.__struct_fields__ == tuple(field.name for field in fields(plain) if field.name not in here)
     assert set(Params.__struct_fields__) < {field.name for field in fields(SamplingParams)}
@@ -94,6 +98,22 @@ def test_prompt_embeddings_arrive_bit_for_bit(dtype: torch.dtype) -> None:
     assert isinstance(arrived, PromptEmbedsTensor)
     assert arrived.digest == "digest"
     assert torch.equal(arrived.values, embeds.values)
+
+
+def test_blocks_arrive_as_they_were_sent() -> None:
+    rows = [np.arange(12, dtype=np.uint8), np.arange(12, 24, dtype=np.uint8)]
+    moves = (Move(0, (3, 5), True, HostBlocks(lambda: rows)), Move(1, (7,), False, HostBlocks(list)))
+    loads, leaves = decode_plan(encode_plan(StepPlan(1, (), moves=moves))).moves
+    assert (loads[:3], leaves[:3]) == ((0, (3, 5), True), (1, (7,), False))
+    assert [row.tolist() for row in loads.host.result()] == [row.tolist() for row in rows]
+    [sent] = encode_blocks([loads.host])
+    assert [row.tolist() for row in decode_blocks(sent).result()] == [row.tolist() for row in rows]
+
+
+def test_a_load_with_too_few_contents_is_refused() -> None:
+    move = Move(0, (3, 5), True, HostBlocks(lambda: [np.zeros(4, np.uint8)]))
+    with pytest.raises(BadRecord, match="1 contents came for 2 blocks"):
+        decode_plan(encode_plan(StepPlan(1, (), moves=(move,))))
 
 
 def test_masks_arrive_as_they_were_sent() -> None:

@@ -34,6 +34,8 @@ from localllm.engine.step import Bytes, HostBlocks, Move, StepPlan
 
 STEP_BYTES = 64 * 2**20
 """Bytes copied out of queued blocks in one step, and copied in: what a step may wait for."""
+SHARED_STEP_BYTES = 8 * 2**20
+"""Bytes of one step where the model is in another process: they travel over a socket while the step waits."""
 MOST_OUT_BYTES = 256 * 2**20
 """Bytes that were copied out and are not written yet. Blocks that are evicted meanwhile are lost."""
 MOST_READ_BYTES = 128 * 2**20  # of one load, read ahead of the steps that copy them in
@@ -152,13 +154,13 @@ class KVTiers:
 
     def __init__(
         self, ledger: Ledger, block_bytes: Sequence[int], transfers: Transfers, swap_bytes: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, step_bytes: int = STEP_BYTES,
     ) -> None:  # fmt: skip
         """block_bytes: of one block of each KV group. swap_bytes: of RAM that swapped requests may hold; None: half of
-        the tier."""
+        the tier. step_bytes: that queued blocks and loads may move in one step."""
         assert len(block_bytes) == len(ledger.pools), (block_bytes, ledger.num_blocks)
         self.ledger, self.transfers, self.costs, self._clock = ledger, transfers, TierCosts(), clock
-        self._block_bytes = tuple(block_bytes)
+        self._block_bytes, self._step_bytes = tuple(block_bytes), step_bytes
         self._private: set[Key] = set()  # names of requests that must not reach a disk
         self._queued: dict[Key, int] = {}  # blocks to copy out, oldest first
         self._launched: deque[_Copies] = deque()  # of launched steps, oldest first
@@ -167,6 +169,7 @@ class KVTiers:
         self._leaving: set[Key] = set()  # copied out, not written yet
         self._out_bytes = 0
         self._loads: list[_Load] = []
+        self._handing: dict[str, set[Key]] = {}  # blocks of requests that another engine continues, by their ids
         self._loaded: dict[str, int] = {}  # tokens that a waiting request has loaded, by its id
         self._arrived: deque[BlockArrived] = deque()
         ram = next((store for store in transfers.stores if isinstance(store, RamStore)), None)
@@ -209,13 +212,34 @@ class KVTiers:
         """Queue the named blocks of a request that gives them back."""
         if request in self.swaps:
             names = self.swaps.names(request)
-        else:
+        elif self.transfers.accepts(is_private=request.is_private):
             names = request.block_hashes[: min(request.num_registered_blocks, request.num_blocks)]
+        else:
+            return
         for group, (pool, table) in enumerate(zip(self.ledger.pools, request.block_tables, strict=True)):
             for name, block in zip(names, table, strict=False):
                 key = group, name
                 if block and pool.name_of(block) == name and key not in self._leaving and key not in self.transfers:
                     self._queued[key] = block
+
+    def hand_over(self, request: Request) -> None:
+        """Note a request whose blocks were queued and that another engine continues."""
+        keys = {(group, name) for group in range(len(self._block_bytes)) for name in request.block_hashes}
+        self._handing[request.request_id] = {key for key in keys if self._is_leaving(key)}
+
+    def _is_leaving(self, key: Key) -> bool:
+        return key in self._queued or key in self._leaving
+
+    def take_handed_over(self) -> list[str]:
+        """Return the ids of requests whose blocks have all been written since the last call, or were lost."""
+        handed = [name for name, keys in self._handing.items() if not any(map(self._is_leaving, keys))]
+        for name in handed:
+            del self._handing[name]
+        return handed
+
+    def stop_hand_over(self, request_id: str) -> bool:
+        """Forget a request whose blocks are leaving. Return False if there is none with this id."""
+        return self._handing.pop(request_id, None) is not None
 
     def _on_evicted(self, group: int, name: bytes, block: int) -> None:
         """Copy a block out in the step that reuses it: behind the steps that wrote it, in the order of the device."""
@@ -257,7 +281,7 @@ class KVTiers:
 
     def _copy_queued_out(self) -> None:
         """Copy queued blocks out, oldest first."""
-        left = min(STEP_BYTES, MOST_OUT_BYTES - self._out_bytes)
+        left = min(self._step_bytes, MOST_OUT_BYTES - self._out_bytes)
         for key, block in list(self._queued.items()):
             if left <= 0:
                 break
@@ -351,7 +375,7 @@ class KVTiers:
                 self._leaving.difference_update(entry[0] for entry in news.keys if entry is not None)
                 self.moved.add("out", news.num_bytes, news.seconds)
                 self.costs.observe_copy("write", news.num_bytes, news.first_s)
-        left = STEP_BYTES
+        left = self._step_bytes
         while self._arrived and left > 0:
             load, index, block, store, seconds = self._arrived.popleft()
             if load not in self._loads or index in load.answered:
@@ -477,7 +501,7 @@ class KVTiers:
     @property
     def has_work(self) -> bool:
         """Return whether blocks are to be copied. Queued ones wait for those that are being written."""
-        return bool(self._moves or self._loads or self._queued or self.transfers.news)
+        return bool(self._moves or self._loads or self._queued or self._handing or self.transfers.news)
 
     @property
     def waits(self) -> bool:
@@ -506,7 +530,9 @@ class KVTiers:
         for out in (*self._launched, *self._moves):
             self._out_bytes -= 0 if out.is_load else self._bytes_of(out)
             self._leaving.difference_update(entry[0] for entry in out.keys if entry is not None)
-        for held in (self._loads, self._loaded, self._queued, self._launched, self._moves, self._private):
+        for held in (
+            self._loads, self._loaded, self._queued, self._launched, self._moves, self._private, self._handing,
+        ):  # fmt: skip
             held.clear()
         self.swaps.clear()
 
