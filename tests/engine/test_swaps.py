@@ -10,6 +10,7 @@ import pytest
 from localllm.engine.memory.block_stores import RamStore
 from localllm.engine.memory.tiers import TierCosts
 from localllm.engine.request import State
+from localllm.engine.step import StepPlan
 from tests.engine.harness import (
     BLOCK_SIZE,
     PlannedTransfers,
@@ -218,9 +219,28 @@ def test_an_id_that_is_used_again_finds_no_tail_of_another_request() -> None:
     engine.endings.pop(name)
     request = engine.add(name, list(PROMPTS[name])[::-1], max_tokens=40)
     engine.loop.step()
-    assert request not in engine.scheduler.cache.tiers.swaps
+    swaps = engine.scheduler.cache.tiers.swaps
+    assert request not in swaps
+    while (swap := swaps.plan(request) if request.state is State.RUNNING else None) is None:
+        engine.loop.step()
+    assert not {name[:20] for name in before} & {name[:20] for name in swap.tail}
     assert engine.run()[name] == expected_output(list(PROMPTS[name])[::-1], 40)
     assert before
+
+
+def test_a_copy_is_written_when_its_step_is_settled_and_not_before() -> None:
+    engine = swapping()
+    tiers, pool = engine.scheduler.cache.tiers, engine.scheduler.ledger.main_pool
+    [block] = pool.take(1)
+    pool.register(block, bytes(16))
+    tiers._queued[0, bytes(16)] = block
+    tiers.begin_step()
+    [move] = tiers.take_moves(8)
+    move.host.result = lambda: [np.zeros(BLOCK_BYTES, np.uint8)]
+    tiers.settle(StepPlan(7, ()), 0.0)
+    assert not tiers.transfers.jobs
+    tiers.settle(StepPlan(8, ()), 0.0)
+    assert len(tiers.transfers.jobs) == 1
 
 
 def test_a_preemption_keeps_a_block_for_each_running_request_for_two_steps() -> None:
