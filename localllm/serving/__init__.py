@@ -8,6 +8,6 @@ sleep.py      weights to host memory and back               lending.py      weig
 adapters.py   LoRA adapters of a model that runs            loading.py      the blocking calls, and the loading thread
 profiles.py   tuned settings; hashes of checkpoints       eviction.py     which model makes room for another
 phases.py     progress reports of a load                    names.py        the names of a served model
-compute.py    torch, its threads, free memory             drain.py        how long running requests may take
+compute.py    torch, its threads, free memory
 answers/      from a conversation to events, counts and whole answers, and the calls of tools
 """
