@@ -17,9 +17,9 @@ from localllm.models.fit import MemoryPlan
 from localllm.runner.runner import TorchRunner
 from localllm.serving import build
 from localllm.serving.build import build_engine, sampling_defaults
-from localllm.serving.names import short_name
 from localllm.serving.phases import Phase
 from localllm.serving.profiles import fingerprint
+from localllm.serving.served import short_name
 from tests.serving import PHASES, settings_for, spy_on_closing
 
 

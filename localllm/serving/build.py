@@ -25,10 +25,9 @@ from localllm.engine.params import GENERATION_CONFIG, SAMPLING_PARAMS
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.serving.compute import start_torch
 from localllm.serving.drafters import check_vocabulary, describe_choice, require_place, with_drafter
-from localllm.serving.names import names_of
 from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
 from localllm.serving.profiles import fingerprint, from_profile
-from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
+from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel, names_of
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:

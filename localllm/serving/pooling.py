@@ -14,9 +14,8 @@ from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.pooling_client import PoolingClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedModel
 from localllm.serving.compute import start_torch
-from localllm.serving.names import names_of
 from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
-from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
+from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel, names_of
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from localllm.config.settings import Settings, Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.serving.entry import ModelEntry, ModelLoading, ModelNotLoaded, ModelUnusable
 from localllm.serving.loading import Loader
-from localllm.serving.names import expected_name, short_name
+from localllm.serving.served import expected_name, short_name
 
 KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from localllm.config.settings import Task
+from localllm.config.settings import Settings, Task
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter, QueueFull, RequestError, UnsupportedOption
+from localllm.models.formats.gguf.file_names import whole_stem
+from localllm.models.library.names import looks_like_path
 from localllm.units import format_count
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from localllm.engine.pooling_client import PoolingClient
     from localllm.engine.step import Profiler
     from localllm.models.fit import MemoryPlan, MemoryReport
+    from localllm.models.library.catalog import ResolvedModel
     from localllm.models.prompt_embeds import PromptEmbedsReader
     from localllm.models.spec.model_spec import ModelSpec
     from localllm.runner.executor import Executor
@@ -237,3 +240,28 @@ class ServedModel:
         """Stop the engine (its requests get an error), and keep the weights. Idempotent."""
         self.loop.stop()
         self.loop.runner.close()
+
+
+def names_of(settings: Settings, found: ResolvedModel) -> tuple[str, frozenset[str]]:
+    """Return the model's displayed name, and the other names that clients may use."""
+    names = settings.server.served_model_name
+    aliases = frozenset(names) if names else frozenset({found.name, settings.engine.model})
+    return (names[0] if names else short_name(found.name)), aliases
+
+
+def expected_name(asked: str) -> str:
+    """Return the displayed name that a model will have once it has loaded. A name is never a path: every client of the
+    server can see it.
+    """
+    if not looks_like_path(asked):
+        return short_name(asked)
+    path = Path(asked).expanduser().absolute()
+    if path.suffix == ".gguf":
+        return whole_stem(path.name)
+    is_snapshot = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
+    return path.parent.parent.name.rpartition("--")[2] if is_snapshot else short_name(str(path))
+
+
+def short_name(name: str) -> str:
+    """Return the last part of a repository's or a folder's name."""
+    return Path(name).name or name
