@@ -16,7 +16,7 @@ from localllm.kernels.prepare_step import SlotTokens
 from localllm.kernels.sampling import nucleus as nucleus_file
 from localllm.kernels.sampling import selection
 from localllm.kernels.sampling.draw import BLOCK as DRAW_BLOCK
-from localllm.kernels.sampling.draw import Cutoff, Record, draw, draw_reference, summarize_logits
+from localllm.kernels.sampling.draw import Cutoff, DrawRecord, draw, draw_reference, summarize_logits
 from localllm.kernels.sampling.edit import BLOCK as EDIT_BLOCK
 from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.logprobs import BLOCK as LOGPROBS_BLOCK
@@ -398,7 +398,7 @@ def test_a_recorded_draw_is_behind_its_slots_tokens(device: torch.device) -> Non
     text = torch.arange(50, dtype=torch.int32).view(5, 10) + 2000
     tokens = SlotTokens(text.to(device), longs([5] * 5, device), torch.full((5,), 3, dtype=torch.int32, device=device))
     counts = torch.full((2, 5), 9, device=device)
-    got, _ = draw(logits, longs(slots, device), longs(lengths, device), tables, record=Record(tokens, counts))
+    got, _ = draw(logits, longs(slots, device), longs(lengths, device), tables, record=DrawRecord(tokens, counts))
     assert torch.equal(got, draw(logits, longs(slots, device), longs(lengths, device), tables)[0])
     assert counts.tolist() == [[1, 0, 1, 1, 0], [0] * 5]
     for row, slot in enumerate(slots):
