@@ -125,7 +125,7 @@ class TorchRunner:
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
             taps = drafter.drafter.taps if drafter is not None else ()
             self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps)
-        self._inputs, self._exchange = inputs, None if group is None or group.size == 1 else _IdExchange(group, device)
+        self._inputs, self._exchange = inputs, None if group is None or group.size == 1 else IdExchange(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
@@ -342,7 +342,7 @@ class TorchRunner:
         return self._steps
 
 
-class _IdExchange:
+class IdExchange:
     """Gives the ids that a tensor-parallel model's first shard has drawn to the others. An id is complemented if its
     draw is not usable, since a row with drafts ends before such a draw."""
 

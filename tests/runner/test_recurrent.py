@@ -84,7 +84,7 @@ def test_output_depends_on_the_request_alone(hybrid, depth, num_blocks, step, wa
 
 def test_layers_keep_what_their_kind_needs(hybrid):
     _, spec = hybrid
-    kv, states = KVCache(spec, of_each(spec, 5), 8, CPU, torch.float32), StateCache(spec, 6, CPU, "float32")
+    kv, states = KVCache(spec, of_each(spec, 5), 8, CPU, "float32"), StateCache(spec, 6, CPU, torch.float32)
     caches = layer_caches(kv.layers, states)
     assert len(caches) == spec.num_layers
     expected = {"attention": LayerKV, "recurrent": LayerState, "both": HybridCache, "mlp": type(None)}
@@ -134,7 +134,7 @@ def test_a_runner_refuses_places_that_two_rows_need(tmp_path, way):
     params = SamplingParams(temperature=0.0)
 
     def step(*uses: StateUse | None) -> None:
-        kv, states = KVCache(spec, of_each(spec, 5), 8, CPU, torch.float32), StateCache(spec, 4, CPU, "float32")
+        kv, states = KVCache(spec, of_each(spec, 5), 8, CPU, "float32"), StateCache(spec, 4, CPU, torch.float32)
         runner = TorchRunner(model, spec, kv, device=CPU, states=states, **sizes, **way)
         rows = tuple(Row(i, str(i), 0, 2, ((1 + i,),), True, (), use) for i, use in enumerate(uses))
         new = tuple(NewSlot(i, str(i), [1, 2], 2, params, ((),), 0) for i in range(len(uses)))

@@ -23,10 +23,9 @@ from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.graphs import AgreedCapture
 from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.host_steps import HostSteps
-from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
-from localllm.runner.runner import TorchRunner
+from localllm.runner.runner import IdExchange, TorchRunner
 from localllm.runner.stage import StageModel
 from tests.kv import of_each
 from tests.models.sharded import ShardedModel, even_shards
@@ -313,9 +312,7 @@ def test_the_scheduler_over_shards(
 
 
 def test_a_draw_that_is_not_usable_arrives_as_such() -> None:
-    first, second = (exchange_of(member, CPU) for member in Threads(2).members())
-    assert first is not None
-    assert second is not None
+    first, second = (IdExchange(member, CPU) for member in Threads(2).members())
     best = torch.tensor([1.0, torch.nan, -torch.inf, 2.0])
     threads = first._group._threads  # type: ignore[attr-defined]
     _, (ids, usable) = threads.run([lambda: first.send(torch.tensor([0, 0, 7, 9]), best), lambda: second.receive(4)])
