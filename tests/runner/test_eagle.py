@@ -61,7 +61,7 @@ def spec(path: Path) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def model(path: Path, spec: ModelSpec) -> Any:
-    return load_model(path, spec, CPU, "float32")
+    return load_model(path, spec, CPU, F32)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options, launching_with
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
+from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import executor, opening
 from localllm.runner.executor import LocalExecutor
@@ -21,6 +23,7 @@ from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import largest_steps, launch_options_of, launches_early_by_default, open_runner, replan
 from localllm.runner.runner import TorchRunner
 from tests.kv import of_each
+from tests.tiny import make_tiny_model
 
 GIB = 1024**3
 CPU = torch.device("cpu")
@@ -33,7 +36,11 @@ def small_plan(spec: ModelSpec, **asked: Any) -> MemoryPlan:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8", "k8v4"])
-def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype: str) -> None:
+def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, tmp_path: Path, kv_dtype: str) -> None:
+    if kv_dtype == "k8v4":  # needs heads of a multiple of 32 numbers
+        path = make_tiny_model(tmp_path / "wide", head_dim=32)
+        spec = read_spec(path)
+        model = load_model(path, spec, CPU, torch.float32)
     plan = small_plan(spec, max_model_len=128, kv_cache_dtype=kv_dtype)
     runner, kept = open_runner(model, spec, EngineConfig(), plan, MACHINE, lambda text: None)
     assert kept == plan
