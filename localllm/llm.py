@@ -239,11 +239,8 @@ class LLM:
                 for output in result.outputs:
                     answer, reader = ParsedAnswer(), new_reader()
                     add_up(answer, [*reader.feed(output.text), *reader.end()])
-                    output.text, output.reasoning, output.tool_calls = (
-                        answer.text,
-                        answer.reasoning or None,
-                        answer.calls,
-                    )
+                    output.text, output.tool_calls = answer.text, answer.calls
+                    output.reasoning = answer.reasoning or None
         return results
 
     def beam_search(

@@ -301,10 +301,8 @@ def _tell_plan(plan: DownloadPlan, options: argparse.Namespace) -> None:
         return
     rows = []
     for file in plan.files:
-        here = (
-            "yes" if file.cached_bytes == file.size else format_bytes(file.cached_bytes) if file.cached_bytes else "no"
-        )
-        rows.append((file.name, format_bytes(file.size), here))
+        cached = format_bytes(file.cached_bytes) if file.cached_bytes else "no"
+        rows.append((file.name, format_bytes(file.size), "yes" if file.cached_bytes == file.size else cached))
     print_table([("FILE", "SIZE", "HERE"), *rows])
     room = f"{format_bytes(plan.free_bytes)} are free" + ("" if plan.fits else ": not enough")
     print(f"{plan.name}: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)} to download; {room}.")

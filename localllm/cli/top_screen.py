@@ -109,8 +109,8 @@ def _stores(tiers: TierStats) -> list[Text]:
     """Draw a bar of each tier: blocks of preempted requests, other blocks, and what is free."""
     lines = []
     for store in tiers.stores:
-        total, held = store.capacity_bytes or 1, tiers.held_bytes if store.name == "ram" else 0
-        used, own = round(BAR * min(1, store.used_bytes / total)), round(BAR * min(held, store.used_bytes) / total)
+        total = store.capacity_bytes or 1
+        used, own = round(BAR * min(1, store.used_bytes / total)), round(BAR * tiers.held_in(store) / total)
         line = Text({"ram": "KV in RAM ", "disk": "KV on disk"}[store.name])
         line.append("█" * own, style="green").append("▒" * (used - own), style="cyan")
         line.append("·" * (BAR - used), style="dim")

@@ -235,7 +235,11 @@ class TierStats(NamedTuple):
     num_resumed: int = 0  # preempted requests that came back from a tier
     num_swapped_out: int = 0  # preemptions after which the blocks of a request were kept in RAM
     num_swapped_in: int = 0  # of those, the ones after which nothing was computed again
-    held_bytes: int = 0  # of RAM that swapped requests hold
+    held_bytes: int = 0  # of RAM that swapped requests hold, or will when the blocks are written
+
+    def held_in(self, store: StoreStats) -> int:
+        """Return the bytes in a store that swapped requests hold: only RAM is held."""
+        return min(self.held_bytes, store.used_bytes) if store.name == "ram" else 0
 
 
 NO_TIERS = TierStats()

@@ -1,7 +1,7 @@
 """Prefill and decode apart (`--prefill-replicas`): requests whose prompt one engine computes and another one continues.
 
-    submit     a prompt of which a decode replica's cache lacks `LEAST_TOKENS` goes to a prefill replica, which makes
-               its first token; every other request goes to a decode replica whole
+    submit     a prompt goes to a prefill replica, which makes its first token, if a decode replica's cache lacks at
+               least `LEAST_TOKENS` of it; every other request goes to a decode replica whole
     lease      the blocks that the prompt's engine copies out are kept in RAM, until the other engine has had a token,
                or the deadline has passed
     continue   the other engine waits with the tokens so far, and loads the blocks under their names as from any tier

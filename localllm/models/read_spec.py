@@ -310,7 +310,7 @@ def _with_projector(path: Path, spec: ModelSpec, asked: str | None) -> ModelSpec
     sections = metadata.get(f"{architecture}.rope.dimension_sections")
     if vision is None or not vision.grids or not isinstance(sections, list):
         return replace(spec, vision=vision)
-    interleaved = architecture not in ("qwen2vl",)
+    interleaved = architecture != "qwen2vl"
     rope = replace(spec.rope, sections=tuple(map(int, sections[:3])), interleaved_sections=interleaved)
     if sum(rope.sections) != rope.rotary_dim // 2:
         raise CorruptModel(

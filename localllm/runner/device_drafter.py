@@ -51,7 +51,7 @@ class DrafterOnDevice:
         features_size: int, max_model_len: int, *, has_states: bool = False,
     ) -> None:  # fmt: skip
         """most: [slots] int32, drafts that a slot may have. features_size: of one tap. has_states: whether the model
-        has recurrent states, of which no token runs again."""
+        has recurrent states, which cannot run a token again."""
         self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
         self._num_groups, self._staged, self._tables, self._most = len(opened.kv.num_blocks), staged, tables, most
         self._rules = DraftRules(

@@ -62,7 +62,7 @@ def build_engine(
 ) -> ServedModel:
     """Find, read, fit and load the model that `settings` name. Return its engine, not started.
 
-    stores: behind its KV cache, shared with other engines of the model; (): those of the settings.
+    stores: behind its KV cache, shared with other engines of the model; (): the stores that the settings ask for.
     Blocks for seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
     """
     config = settings.engine
@@ -541,7 +541,7 @@ def _kv_tiers(
         return None
     stores: list[BlockStore] = [RamStore(plan.kv_ram_bytes)] if plan.kv_ram_bytes else []
     if plan.kv_disk_bytes:
-        folder = Path(config.kv_offload_dir).expanduser() if config.kv_offload_dir else kv_folder()
+        folder = kv_folder(config.kv_offload_dir)
         try:
             stores.append(DiskStore(folder, fingerprint, plan.kv_disk_bytes, name))
         except OSError as error:

@@ -78,8 +78,11 @@ class TrialRunner:
         """Compare the answers under two settings. Raises what opening either engine raises."""
         source = PromptSource(seed, self.vocab_size)
         prompts = [source.prompt(GUARD_PROMPT_LEN) for _ in range(GUARD_PROMPTS)]
-        ours, theirs = (partial(_running_with, self, settings) for settings in (base, changed))
-        return agreement(ours, theirs, prompts, GUARD_ANSWER_LEN)
+
+        def opened(settings: Mapping[str, Any]) -> AbstractAsyncContextManager[EngineClient]:
+            return running(self.open(settings))
+
+        return agreement(partial(opened, base), partial(opened, changed), prompts, GUARD_ANSWER_LEN)
 
     def refusal(self, settings: Mapping[str, Any], goal: Goal, floor: int) -> tuple[Predicted | None, Fate | None, str]:
         """Return a trial's prediction, and the fate and reason if arithmetic already rules the trial out."""
@@ -145,10 +148,6 @@ class TrialRunner:
             return figures
         grown_bytes = figures.peak_bytes - held_bytes  # during the trial: the interpreter and libraries do not count
         return replace(figures, peak_bytes=self.bare.weights_bytes + grown_bytes)
-
-
-def _running_with(runner: TrialRunner, settings: Mapping[str, Any]) -> AbstractAsyncContextManager[EngineClient]:
-    return running(runner.open(settings))
 
 
 def _load(settings: Settings, on_phase: OnPhase) -> BareModel:

@@ -106,7 +106,7 @@ def test_prompt_logprobs_are_computed_once() -> None:
 
 @pytest.mark.parametrize("ram_blocks", [2, 30, 60])
 def test_swapped_requests_hold_at_most_half_of_the_tier(ram_blocks: int) -> None:
-    """What does not fit is computed again, or found by the names of its content."""
+    """A request that does not fit is computed again, or its blocks are found by the names of their content."""
     engine, most = swapping(ram_blocks), 0
     swaps, store = engine.scheduler.cache.tiers.swaps, engine.scheduler.cache.tiers.transfers.stores[0]
     begin = swaps.begin

@@ -272,9 +272,9 @@ def _key_of(path: Path) -> Key | None:
         return None
 
 
-def kv_folder() -> Path:
-    """Return the folder of blocks on disk, unless a setting names another."""
-    return cache_folder() / "kv"
+def kv_folder(asked: str | None = None) -> Path:
+    """Return the folder of blocks on disk. asked: the setting `kv_offload_dir`."""
+    return Path(asked).expanduser() if asked else cache_folder() / "kv"
 
 
 class KeptModel(NamedTuple):

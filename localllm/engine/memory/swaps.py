@@ -52,7 +52,7 @@ class Swaps:
         names = (*request.block_hashes[:num_shared], *tail)
         first = request.num_dropped_blocks
         keys = tuple([(group, name) for group, index in enumerate(first) for name in names[index:]])
-        if self.used_bytes + self._bytes_of(key for key in keys if key not in self._holders) > self.capacity_bytes:
+        if self.used_bytes + self.bytes_of(key for key in keys if key not in self._holders) > self.capacity_bytes:
             return None
         pool, table = self._ledger.main_pool, request.block_tables[self._ledger.pools.index(self._ledger.main_pool)]
         owned = [index for index, block in enumerate(table) if block != NULL_BLOCK and pool.ref_count[block] == 1]
@@ -65,7 +65,7 @@ class Swaps:
                 if table[index] != NULL_BLOCK:
                     pool.register(table[index], name)
         self._swaps[request.sequence] = swap
-        self.used_bytes += self._bytes_of(key for key in swap.keys if key not in self._holders)
+        self.used_bytes += self.bytes_of(key for key in swap.keys if key not in self._holders)
         self._holders.update(swap.keys)
         assert self._store is not None
         self._store.hold(swap.keys)
@@ -113,7 +113,7 @@ class Swaps:
         over = [key for key in swap.keys if not self._holders[key]]
         for key in over:
             del self._holders[key]
-        self.used_bytes -= self._bytes_of(over)
+        self.used_bytes -= self.bytes_of(over)
         self._store.let_go(over, forget=[key for key in swap.keys if key[1] in swap.tail])
         for pool in self._ledger.pools:
             for name in swap.tail:
@@ -128,5 +128,6 @@ class Swaps:
         self._holders.clear()
         self.used_bytes = 0
 
-    def _bytes_of(self, keys: Iterable[Key]) -> int:
+    def bytes_of(self, keys: Iterable[Key]) -> int:
+        """Return the bytes of blocks with these keys."""
         return sum([self._block_bytes[group] for group, _ in keys])

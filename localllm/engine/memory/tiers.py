@@ -198,8 +198,8 @@ class KVTiers:
         swap = self.swaps.plan(request)
         if swap is None:
             return
-        num_bytes = sum([self._block_bytes[group] for group, _ in swap.keys])
-        num_unsaved = sum([self._block_bytes[key[0]] for key in swap.keys if key not in self.transfers])
+        num_bytes = self.swaps.bytes_of(swap.keys)
+        num_unsaved = self.swaps.bytes_of(key for key in swap.keys if key not in self.transfers)
         first = swap.num_resident * self.ledger.block_size
         if self.costs.swap_pays(first, swap.num_tokens, num_bytes, num_unsaved):
             self.swaps.begin(request, swap._replace(written_by_s=self._clock() + LATE_S))

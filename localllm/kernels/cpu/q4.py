@@ -146,11 +146,10 @@ def _write(blocks: Tensor, part: PlanarWeight) -> None:
     into = blocks[:, :, :CODE_BYTES].unflatten(2, (4, OUTPUTS, 4))
     into.copy_((low | high << 4).permute(0, 2, 3, 1, 4))
     halves = blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :].unflatten(2, (-1, OUTPUTS))
+    repeats = min(part.group, part.columns) // GROUP
     for index, values in enumerate(_scales_and_minima(part)):
         per_block = F.pad(values, (0, padding)).unflatten(1, (-1, OUTPUTS)).transpose(0, 1)  # [b, G, 64]
-        halves[:, :, index] = per_block.repeat_interleave(min(part.group, part.columns) // GROUP, dim=1)[
-            :, : columns // GROUP
-        ]
+        halves[:, :, index] = per_block.repeat_interleave(repeats, dim=1)[:, : columns // GROUP]
 
 
 def _scales_and_minima(weight: PlanarWeight) -> list[Tensor]:

@@ -99,10 +99,8 @@ class StepMemory:
             self._recurrent(),
             self._attention() + sum(self._prompt_buffers(context)),
         )
-        altup = self.spec.altup
-        streams = (
-            0 if altup is None else self._stream(2 * altup.num_streams)
-        )  # as they are, and as a layer changes them
+        altup = self.spec.altup  # whose further streams are held twice: as they are, and as a layer changes them
+        streams = 0 if altup is None else self._stream(2 * altup.num_streams)
         held = self._masks(context) + self._codes() + self._prompt_embeds_bytes() + streams
         return max(max(parts) + self._layer_inputs(1), self._layer_inputs(4)) + held
 

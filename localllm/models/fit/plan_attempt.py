@@ -189,7 +189,8 @@ class PlanAttempt:
         """Return the plan for this context and cache, whether it fits or not."""
         ranks, inputs = self.ranks, self.inputs
         places = self.places if self.gpu else self.places[:1]  # on a CPU all ranks share the memory
-        asked = self.config.async_scheduling
+        asked, swap_space = self.config.async_scheduling, self.config.swap_space
+        kv_ram = 0 if self.shards or self.num_places else self._kv_ram()
         return MemoryPlan(
             device=ranks[0].device,
             dtype=self.dtype,
@@ -220,10 +221,8 @@ class PlanAttempt:
             fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             pictures=inputs.pictures,
             ranks=self._rank_plans(max_model_len, num_blocks),
-            kv_ram_bytes=0 if self.shards or self.num_places else self._kv_ram(),
-            kv_swap_bytes=self._kv_ram() // 2
-            if self.config.swap_space is None
-            else int(self.config.swap_space * 2**30),
+            kv_ram_bytes=kv_ram,
+            kv_swap_bytes=kv_ram // 2 if swap_space is None else int(swap_space * 2**30),
             kv_disk_bytes=int(self.config.kv_disk_gib * 2**30),
         )
 

@@ -184,17 +184,10 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
     for layer in range(spec.num_layers):
         if keeps_kv(spec, layer):
             kinds.setdefault((layer_window(spec, layer), *kv_shape(spec, layer)), []).append(layer)
-    groups = [
-        KVGroup(
-            "full" if window is None else f"window_{window}",
-            tuple(layers),
-            window,
-            heads,
-            head_dim,
-            spec.latent is not None,
-        )
-        for (window, heads, head_dim), layers in kinds.items()
-    ]
+    groups = []
+    for (window, heads, head_dim), layers in kinds.items():
+        name = "full" if window is None else f"window_{window}"
+        groups.append(KVGroup(name, tuple(layers), window, heads, head_dim, spec.latent is not None))
     return _with_distinct_names(groups)
 
 

@@ -126,7 +126,7 @@ def open_processor(path: Path, spec: VisionSpec) -> Any:
     try:
         if spec.projector:
             return image_processor(spec)
-        if spec.model_type == "gemma4_unified":  # its own needs torchvision; the tensors are those of larger patches
+        if spec.model_type == "gemma4_unified":  # its own class needs torchvision; this one makes the same tensors
             from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
             sizes = {"patch_size": spec.patch, "pooling_kernel_size": spec.merge}

@@ -119,12 +119,9 @@ class AnswerReader:
     def _read(self, format: AnswerFormat, prompt: PromptEnd, *, calls: bool) -> Read[None]:
         tools, pair, orphan = format.tools, format.reasoning, ""
         own = tools is not None and tools.reads_reasoning
-        if (
-            pair
-            and not own
-            and not (yield from read_reasoning(self._scan, self._output, pair, inside=prompt.opens(pair)))
-        ):
-            orphan = pair.closer
+        if pair and not own:
+            was_read = yield from read_reasoning(self._scan, self._output, pair, inside=prompt.opens(pair))
+            orphan = "" if was_read else pair.closer
         content = ContentReader(self._scan, self._output, format.frame, orphan)
         if tools and (calls or own):
             yield from tools.read(self._scan, self._output, content)

@@ -9,7 +9,7 @@ STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
 CACHE_TYPES = {
     "plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8", "k8v4_ptx": "i8", "int4": "u8",
 }  # fmt: skip
-"""Of the keys by the format. Values are the same, or of 4 bits."""
+"""Types of the keys by the format. Values have the same type, or 4 bits."""
 FOUR_BITS = ("k8v4_ptx", "int4")
 POINTERS = {
     "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",

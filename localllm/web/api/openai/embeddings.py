@@ -74,11 +74,7 @@ def input_texts(given: Any) -> list[Text]:
     """Return the texts, or lists of token ids, of a field `input`. Raises `InvalidType`, `InvalidParameter`."""
     if isinstance(given, str) or (isinstance(given, list) and given and all(_is_id(each) for each in given)):
         given = [given]
-    if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each))) for each in given)
-    ):
+    if not isinstance(given, list) or not given or not all(_is_text(each) for each in given):
         raise InvalidType(
             "Invalid type for 'input'.",
             "Expected a string, a list of strings, token ids, or a list of token id lists.",
@@ -93,6 +89,10 @@ def input_texts(given: Any) -> list[Text]:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(_is_id(each) for each in value))
 
 
 def _prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str]) -> str:

@@ -105,11 +105,12 @@ def sparkline(
         now=print_value(values[-1]),
         low=print_value(min(values)),
         high=print_value(max(values)),
-        samples=tuple(
-            (f"{ago:.0f} s" if (ago := end - taken_s) < 120 else f"{ago / 60:.0f} min", print_value(value))
-            for taken_s, value in told
-        ),
+        samples=tuple((_ago(end - taken_s), print_value(value)) for taken_s, value in told),
     )
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _thinned(samples: Sequence[tuple[float, float]], span: Span) -> list[tuple[float, float]]:

@@ -376,8 +376,8 @@ def kv_usage(stats: EngineStats, samples: Sequence[StatsSample] = (), span: Span
 
 
 def _store_usage(tiers: TierStats, store: StoreStats) -> StoreUsage:
-    """Return what a tier holds. Only RAM is held for preempted requests."""
-    held = min(tiers.held_bytes, store.used_bytes) if store.name == "ram" else 0
+    """Return what a tier holds, and how much of it for preempted requests."""
+    held = tiers.held_in(store)
     parts = (
         ("Preempted requests", "used", held),
         ("Reusable", "cached", store.used_bytes - held),

@@ -14,7 +14,7 @@ from litestar.response import Redirect, Response
 
 from localllm.config.edit import planned, present_line, write
 from localllm.config.settings import SETTINGS
-from localllm.engine.memory.block_stores import delete_kept, kept_models
+from localllm.engine.memory.block_stores import delete_kept, kept_models, kv_folder
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
@@ -27,7 +27,6 @@ from localllm.web.pages.settings.views import (
     ChangePage,
     file_of,
     keys_card,
-    kv_folder_of,
     settings_of,
     whole_page,
 )
@@ -86,7 +85,7 @@ async def set_log_level(request: Request[Any, Any, Any]) -> Redirect:
 @post("/settings/kv/delete", status_code=303, sync_to_thread=True, request_max_body_size=1000)
 def delete_kv_blocks(request: Request[Any, Any, Any]) -> Redirect:
     """Delete the KV blocks on disk, of all models. Servers that run find nothing there and compute."""
-    folder = kv_folder_of(settings_of(request))
+    folder = kv_folder(settings_of(request).engine.kv_offload_dir)
     for each in kept_models(folder):
         try:
             delete_kept(each)

@@ -77,7 +77,7 @@ async def delete_key(request: Request[Any, Any, Any]) -> Response[Any]:
         why = lockout_warning(found, [key for key in keys if key is not found], given=given, mine=found == mine)
         title = f"Removing {name} locks users out."
         others = [key for key in keys if key is not found and key.scope == "infer" and key.owner == found.owner]
-        if not why and found.scope == "infer" and not others:  # nobody else sees the same chats
+        if not why and found.scope == "infer" and not others:  # no other key sees the same chats
             num_chats = 0
             with suppress(ChatsUnavailable):  # an unavailable store must not block the removal of a key
                 num_chats = await chat_state(request).store.call(Chats.count, found.owner)

@@ -119,7 +119,7 @@ async def whole_page(
     request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED, query: str = ""
 ) -> SettingsPage:
     state, settings = pages_state(request), settings_of(request)
-    storage = await asyncio.to_thread(read_storage, settings.file, kv_folder_of(settings))
+    storage = await asyncio.to_thread(read_storage, settings.file, kv_folder(settings.engine.kv_offload_dir))
     return SettingsPage(
         shell=state.shell(request, "Settings", "settings"),
         groups=groups(settings, state.served, query),
@@ -158,12 +158,6 @@ def key_of(request: Request[Any, Any, Any]) -> Key | None:
 def settings_of(request: Request[Any, Any, Any]) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
-
-
-def kv_folder_of(settings: Settings) -> Path:
-    """Return the folder of this server's KV blocks on disk."""
-    asked = settings.engine.kv_offload_dir
-    return Path(asked).expanduser() if asked else kv_folder()
 
 
 def file_of(settings: Settings) -> Path:

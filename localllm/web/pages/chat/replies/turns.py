@@ -145,8 +145,7 @@ async def continue_reply(
             read = await _fit(state, owner, chat, messages, None, settings, claim, form, goes_on=True)
             read = await resumed(read, message.details, settings, claim)
             reply = reply_of(claim, message.id)
-            names = {"prompt_tokens", "completion_tokens", "ttft_s", "edited"} & message.details.keys()
-            figures = {name: message.details[name] for name in names}
+            figures = {name: message.details[name] for name in FIGURES if name in message.details}
             writing = ActiveReply(owner, chat.id, message, reply, figures)
             writing.kept = sources_of(message.details)
             said = message.details
@@ -277,6 +276,8 @@ def title_of(text: str) -> str:
     return first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1].rstrip() + "…"
 
 
+FIGURES = ("prompt_tokens", "completion_tokens", "ttft_s", "edited")
+"""Details that a continued reply begins with."""
 KEPT = ("model", "calls", SUMMARY_OF)
 """Details that an edited version has, too. Figures and reasoning belong to the model's own text."""
 

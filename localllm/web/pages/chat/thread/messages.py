@@ -314,7 +314,7 @@ def _figures_line(details: Mapping[str, Any]) -> list[str]:
     found = []
     if details.get("ttft_s") is not None:
         waited_s = details["ttft_s"]  # 0.15 s, as a person counts; from two seconds on as everywhere
-        found.append(f"{f'{waited_s:.2f} s' if waited_s < 2 else format_seconds(waited_s)} to first word")
+        found.append((f"{waited_s:.2f} s" if waited_s < 2 else format_seconds(waited_s)) + " to first word")
     if details.get("tokens_per_s") is not None:
         found.append(format_rate(details["tokens_per_s"]))
     count = details.get("completion_tokens", 0)
