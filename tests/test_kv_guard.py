@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from localllm.config.settings import EngineConfig
 from localllm.errors import UnsupportedOption
 from localllm.kernels.kv_format import KV_FORMATS
+from localllm.machine.hardware import read_hardware
 from localllm.models.library.catalog import demo_path
-from localllm.serving.build import build_engine
-from localllm.serving.guard import Agreement, require_agreement
+from localllm.serving.build import build_engine, plan_again
+from localllm.serving.guard import Agreement, guard_config, require_agreement
 from localllm.serving.profiles import fingerprint
 from tests.serving import answer, settings_for
 from tests.tiny import make_tiny_model
@@ -46,6 +48,16 @@ def test_a_model_that_loses_its_values_in_four_bits_is_refused_with_the_numbers(
 
 def test_its_own_cache_is_not_compared(outliers_path: Path) -> None:
     build_engine(settings_for(outliers_path)).close()
+
+
+def test_the_engines_of_the_comparison_keep_nothing_outside_of_the_cache(outliers_path: Path) -> None:
+    model = build_engine(settings_for(outliers_path, swap_space=0.5))
+    try:
+        assert model.plan.kv_ram_bytes
+        small = guard_config(EngineConfig(swap_space=0.5), model.plan, "int4")
+        assert not plan_again(model.executor, model.spec, model.plan, small, read_hardware()).kv_ram_bytes
+    finally:
+        model.close()
 
 
 @pytest.mark.rotates(2)

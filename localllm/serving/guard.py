@@ -93,7 +93,7 @@ def guard_config(config: EngineConfig, plan: MemoryPlan, kv_cache_dtype: str) ->
     per_token = plan.kv_bytes / max(1, plan.num_kv_tokens)
     return replace(
         config, kv_cache_dtype=kv_cache_dtype, max_num_seqs=len(QUESTIONS), enforce_eager=True, kv_offloading_size=0.0,
-        kv_disk_gib=0.0, max_model_len=min(plan.max_model_len, MOST_PROMPT + ANSWER_LEN + 1),
+        swap_space=0.0, kv_disk_gib=0.0, max_model_len=min(plan.max_model_len, MOST_PROMPT + ANSWER_LEN + 1),
         kv_cache_memory_bytes=int(16 * per_token * (tokens + 2 * len(QUESTIONS) * plan.block_size)),
     )  # fmt: skip
 
