@@ -84,7 +84,7 @@ def _unknown(name: str, place: str, known: Iterable[str]) -> ConfigError:
     """Return the error of a name that is not a setting: first the nearest names, then all."""
     from difflib import get_close_matches  # 6 ms, and most starts have no wrong name
 
-    near = get_close_matches(name, known, n=3, cutoff=0.6)
+    near = get_close_matches(name, known, n=3, cutoff=0.65)
     why = f"Did you mean {' or '.join(near)}? " if near else ""
     return ConfigError(f"Unknown setting {name!r} in {place}.", f"{why}Known: {', '.join(sorted(known))}.")
 
