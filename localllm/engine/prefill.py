@@ -48,11 +48,13 @@ class PromptPace:
         """Seconds of a step without prompts; 0: not known yet."""
         return median(self._decode_s) if self._decode_s else 0.0
 
-    def num_tokens(self) -> int:
-        """Return the prompt tokens that the next step may have."""
+    def num_tokens(self, *, of_background: bool = False) -> int:
+        """Return the prompt tokens that the next step may have. of_background: they are of background requests. Such a
+        step takes a quarter of the time, since a request that arrives waits for the layer that runs."""
         if not self._token_s:
             return FIRST
-        left_s = max(self.target_s - self.decode_s, self.decode_s)
+        target_s = self.target_s / 4 if of_background else self.target_s
+        left_s = max(target_s - self.decode_s, self.decode_s)
         return max(LEAST, int(left_s / median(self._token_s)))
 
 

@@ -295,9 +295,10 @@ class Scheduler:
         for the step's time, by what prompt tokens were measured to take (prefill.py)."""
         config = self.config
         cap = config.long_prefill_token_threshold or step.budget
+        of_background = has_background and not step.defers_background
         if config.target_step_s:
-            cap = min(cap, self._pace.num_tokens())
-        is_limited = bool(step.rows) or (has_background and not step.defers_background)
+            cap = min(cap, self._pace.num_tokens(of_background=of_background))
+        is_limited = bool(step.rows) or of_background
         is_limited = is_limited or any(map(self._is_held_back, self.running))
         return min(step.budget, max(cap, config.fixed_chunk)) if is_limited else step.budget
 

@@ -2,20 +2,16 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from localllm.engine.request import BACKGROUND_PRIORITY, Request
 from localllm.engine.step import StepPlan
-from tests.engine.harness import SmallEngine, check_invariants, make_engine, make_request
+from tests.engine.harness import SmallEngine, check_invariants, make_engine
 
 
 def background(engine: SmallEngine, name: str, prompt: list[int], max_tokens: int = 8) -> Request:
-    request = make_request(name, prompt, max_tokens=max_tokens)
-    request.options = replace(request.options, is_background=True)
-    engine.loop.submit(request)
-    return request
+    return engine.add(name, prompt, max_tokens=max_tokens, is_background=True)
 
 
 def alone(name: str, prompt: list[int], max_tokens: int = 8) -> list[int]:

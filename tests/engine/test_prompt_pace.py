@@ -93,6 +93,16 @@ def test_beside_streams_it_takes_what_the_target_leaves() -> None:
     assert all(80 <= tokens <= 96 for tokens in middle), middle
 
 
+def test_a_prompt_in_the_background_takes_a_quarter_of_the_time() -> None:
+    """A request that arrives waits for one layer of its step."""
+    engine = make(Machine(0.001, 0.001, 0.0005))
+    engine.add("prompt", [1] * 1500, max_tokens=1, is_background=True)
+    engine.run()
+    middle = [plan.num_tokens for plan in engine.plans[5:-2]]
+    assert len(middle) > 10
+    assert all(40 <= tokens <= 56 for tokens in middle), middle
+
+
 def test_a_slow_machine_doubles_its_steps_and_no_more() -> None:
     machine = Machine(1.0, 0.0, 0.01)
     steps = run_streams_and_prompt(make(machine), 2, 600)
