@@ -4,7 +4,7 @@
     Int8Weight     kernels/int8_linear.py    int8 per channel
     Int4Weight     kernels/int4_linear.py    4 or 8 bits in groups: AWQ, GPTQ
     GGUFWeight     kernels/gguf_linear.py    a GGUF file's blocks
-    StackedWeight  kernels/stacked_weight.py parts that are stored in different ways
+    StackedWeight  kernels/linear.py         parts that are stored in different ways
 
 `Linear` (models/layers/linear.py) holds one of these in place of a plain tensor. An instance is on one device, in the
 layout that its kernels read; models/formats/ converts a checkpoint's tensors to that layout.

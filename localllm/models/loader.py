@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,7 @@ from localllm.models.read_spec import family_of
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
+from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.source import LM_HEAD, Progress
@@ -72,7 +73,9 @@ def load_model(
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     _refuse_shard(spec, shard, verify=verify)
-    quantize = _at_load(spec, quantization)
+    kept: dict[str, Any] = {
+        "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
+    }  # fmt: skip
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
         from localllm.models.transformers_backend.loading import load_through_transformers
@@ -81,13 +84,12 @@ def load_model(
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         spec = _with_stored_head(spec, checkpoint)
-        weights = _weights(
-            Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, half_weights, progress
-        )
+        weights = _weights(Weights, checkpoint, spec, device, dtype, progress, lora=bank, **kept)
         if shard is not None:
-            weights.total_bytes = _bytes_to_read(
-                checkpoint, spec, device, dtype, quantize, cpu_weights, half_weights, shard
-            )
+            with torch.device("meta"):  # from the headers: what the shard reads, whole or in part
+                counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
+                DecoderBuilder(spec, counted, device, dtype, shard).build(1)
+            weights.total_bytes = counted.done_bytes
         builder = DecoderBuilder(spec, weights, device, dtype, shard, group)
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
@@ -116,7 +118,9 @@ def resident_bytes(
 ) -> int:
     """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
     _refuse_shard(spec, shard)
-    quantize = _at_load(spec, quantization)
+    kept: dict[str, Any] = {
+        "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
+    }  # fmt: skip
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
         from localllm.models.transformers_backend.loading import bytes_through_transformers
@@ -124,20 +128,9 @@ def resident_bytes(
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         spec = _with_stored_head(spec, checkpoint)
-        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, half_weights)
+        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
         builder = DecoderBuilder(spec, weights, device, dtype, shard)
         return held_bytes(builder.build(max_model_len or spec.max_position))
-
-
-def _bytes_to_read(
-    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantize: AtLoad | None,
-    cpu_weights: str, half_weights: bool, shard: Shard,
-) -> int:  # fmt: skip
-    """Return the bytes of the tensors that a shard reads, whole or in part, from the headers."""
-    with torch.device("meta"):
-        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, None, cpu_weights, half_weights)
-        DecoderBuilder(spec, weights, device, dtype, shard).build(1)
-    return weights.done_bytes
 
 
 AROUND = "around."
@@ -175,7 +168,7 @@ def open_further_layer(
             ),
         )
         weights = (MetaWeights if sizes_only else Weights)(
-            checkpoint, spec, storage, _format(checkpoint, spec), device, dtype,
+            StoredLayout(checkpoint, spec, storage, _format(checkpoint, spec)), device, dtype,
             quantize=_at_load(spec, quantization), cpu_weights=cpu_weights, half_weights=half_weights,
         )  # fmt: skip
         with torch.device("meta") if sizes_only else nullcontext():
@@ -217,24 +210,13 @@ def _refuse_shard(spec: ModelSpec, shard: Shard | None, *, verify: bool | None =
 
 
 def _weights(
-    kind: type[Weights],
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: AtLoad | None,
-    bank: LoraBank | None,
-    cpu_weights: str,
-    half_weights: bool,
-    progress: Progress | None = None,
-) -> Weights:
+    kind: type[Weights], checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype,
+    progress: Progress | None = None, **options: Any,
+) -> Weights:  # fmt: skip
     """Return the source of the builder's tensors from this checkpoint: real ones, or sizes only."""
-    format, storage = _format(checkpoint, spec), _storage(checkpoint, spec)
-    return kind(
-        checkpoint, spec, storage, format, device, dtype, progress,
-        quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage), cpu_weights=cpu_weights,
-        half_weights=half_weights,
-    )  # fmt: skip
+    storage = _storage(checkpoint, spec)
+    layout = StoredLayout(checkpoint, spec, storage, _format(checkpoint, spec))
+    return kind(layout, device, dtype, progress, lora_storage=_lora_storage(spec, storage), **options)
 
 
 def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:

@@ -26,8 +26,8 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.int4_linear import pack_int4, quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.layers.linear import Linear, device_layout_bytes, to_device_layout
 from localllm.models.weights.parameters import held_bytes
 from tests.kernels.harness import gguf_linear

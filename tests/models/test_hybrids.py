@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, UnsupportedOption
 from localllm.kernels.int4_linear import Int4Weight
-from localllm.kernels.stacked_weight import StackedWeight
+from localllm.kernels.linear import StackedWeight
 from localllm.models.fit import kv_bytes_per_token
 from localllm.models.fit.devices import Division, require_possible
 from localllm.models.layers.lora import LoraLimits

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.int4_linear import quantize_int4
-from localllm.kernels.stacked_weight import StackedWeight
+from localllm.kernels.linear import StackedWeight
 from localllm.models.layers.linear import Linear
 from localllm.models.weights.parameters import held_bytes, replace_tensors
 from tests.models.harness import Harness

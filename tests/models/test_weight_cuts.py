@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.registry import linear_format
 from localllm.models.spec.family import Storage
+from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.weights import Weights
 from tests.gguf_files import blocks_of
@@ -28,9 +29,8 @@ Opened = tuple[Weights, MetaWeights, Held]
 
 
 def opened(held: Held, config: Mapping[str, Any] | None = None, **storage: Any) -> Opened:
-    given = Storage(**storage), linear_format(config)
-    real = Weights(held, SPEC, *given, CPU, torch.float32, cpu_weights="exact")
-    return real, MetaWeights(held, SPEC, *given, CPU, torch.float32, cpu_weights="exact"), held
+    given = StoredLayout(held, SPEC, Storage(**storage), linear_format(config)), CPU, torch.float32
+    return Weights(*given, cpu_weights="exact"), MetaWeights(*given, cpu_weights="exact"), held
 
 
 def dense(weight: Any) -> Tensor:

@@ -21,9 +21,8 @@ from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
 from localllm.kernels.cpu.native.structures import MAX_INT8_INPUTS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.q4 import CpuQ4Weight
-from localllm.kernels.linear import PACK_MIN_ELEMENTS, linear
+from localllm.kernels.linear import PACK_MIN_ELEMENTS, StackedWeight, linear
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 
 _CODES = 4  # int8 inputs in a lane
 

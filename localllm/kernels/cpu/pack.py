@@ -34,9 +34,9 @@ from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 
 Layout = Literal["q4", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate

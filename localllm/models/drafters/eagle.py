@@ -35,6 +35,7 @@ from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.weights import Weights
@@ -153,7 +154,8 @@ def plan_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> DrafterPla
     eagle = read_eagle(path, method, target)
     dtype = getattr(torch, eagle.layer.dtype)
     with open_eagle(path) as checkpoint, torch.device("meta"):
-        weights = MetaWeights(checkpoint, eagle.layer, _STORAGE[method], None, torch.device("cpu"), dtype)
+        layout = StoredLayout(checkpoint, eagle.layer, _STORAGE[method], None)
+        weights = MetaWeights(layout, torch.device("cpu"), dtype)
         held = held_bytes(_build(eagle, checkpoint, weights, None, dtype))
     return DrafterPlan(method, path, eagle.layer, held, eagle.taps, EagleDrafter.first_key)
 
@@ -170,8 +172,8 @@ def load_eagle(
     eagle = replace(read_eagle(plan.path, plan.method, target.spec), layer=plan.spec)
     quantize = at_load(plan.quantization, None)
     with torch.inference_mode(), open_eagle(plan.path) as checkpoint:
-        storage = _STORAGE[plan.method]
-        weights = Weights(checkpoint, eagle.layer, storage, None, device, dtype, quantize=quantize, **load)
+        layout = StoredLayout(checkpoint, eagle.layer, _STORAGE[plan.method], None)
+        weights = Weights(layout, device, dtype, quantize=quantize, **load)
         drafter = _build(eagle, checkpoint, weights, target, dtype)
     drafter.serve_context(max_model_len)
     return drafter

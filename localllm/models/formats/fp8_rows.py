@@ -16,8 +16,8 @@ from torch import Tensor
 
 from localllm.errors import UnsupportedModel
 from localllm.kernels.fp8_linear import Fp8Weight
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.quantized_weight import SCALE_BLOCK
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.linear_format import StoredPart
 
 MOST_RUNS = 8

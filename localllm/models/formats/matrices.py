@@ -21,10 +21,10 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight, stack_rows
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
 from localllm.models.formats.fp8_rows import joinable, piece_heights, stacked_fp8, take_block_rows
 from localllm.models.formats.linear_format import StoredPart

@@ -12,10 +12,9 @@ from torch import Tensor
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished
-from localllm.kernels.linear import linear, linear_fp32, linear_unfinished, pack_weight
+from localllm.kernels.linear import StackedWeight, linear, linear_fp32, linear_unfinished, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.stacked_weight import StackedWeight
 
 Weight = Tensor | QuantizedWeight
 

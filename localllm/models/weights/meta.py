@@ -52,7 +52,7 @@ class MetaWeights(Weights):
         return torch.empty(shape, dtype=found.dtype, device="cpu")
 
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
-        return format.read_meta(self._checkpoint, parts, self._dtype)
+        return format.read_meta(self.layout.checkpoint, parts, self._dtype)
 
     def _slices(
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
@@ -76,7 +76,7 @@ class MetaWeights(Weights):
         return MetaWeight((weight.shape[0], weight.shape[1]), held)
 
     def _stored(self, part: StoredPart) -> Tensor:
-        info = matrices.info(self._checkpoint, part.stem)
+        info = matrices.info(self.layout.checkpoint, part.stem)
         dtype = matrices.TYPES.get(info.dtype, torch.float32)
         shape = info.shape[::-1] if part.transposed else info.shape
         rows = shape[0] if part.order is None else len(part.order)

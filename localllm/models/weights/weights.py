@@ -1,17 +1,14 @@
-"""The tensors for a builder, read from a checkpoint.
+"""The tensors for a builder, read from where a checkpoint stores them (layout.py).
 
-`Storage` (spec/family.py) maps Llama's names to the checkpoint's names and row order, and the checkpoint's
-`LinearFormat` says how matrices are stored.
 Does not know: how the parts make a model (decoder/builder.py).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import cast
 
 import torch
@@ -21,19 +18,18 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.half import fits_half, pack_half
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
-from localllm.kernels.linear import should_pack
+from localllm.kernels.linear import StackedWeight, should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import QuantizedTable
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
-from localllm.models.formats.checkpoint import FLOATS, Checkpoint
+from localllm.models.formats.checkpoint import FLOATS
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
 from localllm.models.layers.linear import Linear, Weight, as_head
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.layout import StoredLayout, split_order, wrong_shape
 from localllm.models.weights.source import LM_HEAD, ExpertCut, Progress
 
 
@@ -42,10 +38,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        storage: Storage,
-        format: LinearFormat | None,
+        layout: StoredLayout,
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress | None = None,
@@ -67,20 +60,18 @@ class Weights:
         self._quantize, self.packer = quantize, CpuPacker(cpu_weights)
         self._half_weights = half_weights and device.type == "cpu" and dtype == torch.float32
         self._lora, self._lora_storage = lora, lora_storage
-        self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
-        self._dtype, self._progress = dtype, progress
-        self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
+        self.layout, self._dtype, self._progress = layout, dtype, progress
         self._used: set[str] = set()
-        self._unread = self._stems_of_unread_kv()
         self.done_bytes = 0  # of the stored tensors that were read, whole or in part
-        self.total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
+        tensors = layout.checkpoint.tensors
+        self.total_bytes = sum(info.num_bytes for name, info in tensors.items() if not layout.is_ignored(name))
 
     def _load_device(self, target: torch.device) -> torch.device:
         """Return the device of the tensors for a model that runs on `target`."""
         return target
 
     def has(self, name: str) -> bool:
-        return self._name(name) in self._checkpoint.tensors
+        return self.layout.name(name) in self.layout.checkpoint.tensors
 
     def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
         return self._half_weights and fits_half(dtype, *shape)
@@ -94,36 +85,37 @@ class Weights:
         dtype: torch.dtype | None = None,
         rows: range | None = None,
     ) -> Tensor:
-        stored = [self._name(name) for name in names]
+        layout = self.layout
+        stored = [layout.name(name) for name in names]
         if rows is None or len(rows) == shape[0]:
             orders: Sequence[Tensor | None] = [None] * len(stored)
         else:
-            heights = [self._height_of(name) for name in stored]
+            heights = [layout.height_of(name) for name in stored]
             if sum(heights) != shape[0]:
-                raise _wrong_shape(stored, (sum(heights), *shape[1:]), shape)
-            orders = self._orders_of(torch.arange(rows.start, rows.stop, device="cpu"), heights, [None] * len(stored))
-        parts = [StoredPart(name, order, self._is_transposed(name)) for name, order in zip(stored, orders, strict=True)]
+                raise wrong_shape(stored, (sum(heights), *shape[1:]), shape)
+            orders = split_order(torch.arange(rows.start, rows.stop, device="cpu"), heights, [None] * len(stored))
+        parts = [StoredPart(n, order, layout.is_transposed(n)) for n, order in zip(stored, orders, strict=True)]
         own = (shape[0] if rows is None else len(rows), *shape[1:])
         return self._plain(parts, own, keep_narrow, dtype=dtype)
 
     def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
-        found = matrices.info(self._checkpoint, self._name(name)).shape
+        found = matrices.info(self.layout.checkpoint, self.layout.name(name)).shape
         if math.prod(found) != math.prod(shape):
-            raise _wrong_shape([self._name(name)], found, shape)
+            raise wrong_shape([self.layout.name(name)], found, shape)
         return self.take([name], found, dtype=dtype).view(shape)
 
     def table(
         self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
     ) -> Tensor | QuantizedTable:
-        stored, format = self._name(name), self._format
+        stored, format = self.layout.name(name), self.layout.format
         stem = stored.removesuffix(".weight")
-        if not isinstance(format, TableFormat) or not format.is_table(self._checkpoint, stem):
+        if not isinstance(format, TableFormat) or not format.is_table(self.layout.checkpoint, stem):
             return self.take([name], shape, keep_narrow=keep_narrow, rows=rows)
-        found = format.shape(self._checkpoint, stem)
+        found = format.shape(self.layout.checkpoint, stem)
         if found != shape:
-            raise _wrong_shape([stored], found, shape)
+            raise wrong_shape([stored], found, shape)
         order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
-        table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem, order)], shape)
+        table = self._matrix(format.kind(self.layout.checkpoint, stem), [StoredPart(stem, order)], shape)
         return self._kept(cast(QuantizedTable, table))  # guaranteed by `is_table`
 
     def _kept(self, table: QuantizedTable) -> QuantizedTable:
@@ -138,7 +130,7 @@ class Weights:
         order: Tensor | None = None,
         columns: range | None = None,
     ) -> Linear:
-        parts = self._parts(stems, order, shape, columns)
+        parts = self.layout.parts(stems, order, shape, columns)
         own = (shape[0] if order is None else len(order), shape[1] if columns is None else len(columns))
         weight = self._weight(parts, own, self._at_load(list(stems)))
         biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
@@ -151,22 +143,22 @@ class Weights:
 
     def _at_load(self, stems: list[str]) -> list[AtLoad | None]:
         """Return how each of the layer's stored matrices is quantised after reading; None: it is kept as it is."""
-        fused, _ = self._fused(stems)
+        fused, _ = self.layout.fused(stems)
         known = stems[:1] if len(fused) == 1 else fused
         return [self._quantize if self._quantize is not None and self._quantize.takes([s]) else None for s in known]
 
     def widened(self, stem: str, columns: range, total: int) -> range | None:
         quantize = self._quantize if self._quantize is not None and self._quantize.takes([stem]) else None
-        return self._widened(self._name(f"{stem}.weight").removesuffix(".weight"), columns, total, quantize)
+        return self._widened(self.layout.name(f"{stem}.weight").removesuffix(".weight"), columns, total, quantize)
 
     def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range | None:
-        stored = self._stacked_name(f"{prefix}.{name}")
-        stored = stored or self._name(f"{prefix}.0.{name}.weight").removesuffix(".weight")
+        stored = self.layout.stacked_name(f"{prefix}.{name}")
+        stored = stored or self.layout.name(f"{prefix}.0.{name}.weight").removesuffix(".weight")
         return self._widened(stored, columns, total, self._quantize)
 
     def _widened(self, stored: str, columns: range, total: int, quantize: AtLoad | None) -> range | None:
-        if (format := self._format_of(stored)) is not None:
-            return format.widened(self._checkpoint, stored, columns)
+        if (format := self.layout.format_of(stored)) is not None:
+            return format.widened(self.layout.checkpoint, stored, columns)
         return columns if quantize is None else quantize.widened(columns, total)
 
     def experts(
@@ -199,20 +191,20 @@ class Weights:
     def unused(self, prefix: str = "") -> frozenset[str]:
         """Return the names of tensors below `prefix` that no layer has taken, without those that carry no
         information."""
-        names = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
-        left = [name for name in names if name not in self._used and not self._is_ignored(name)]
+        names = [name for name in self.layout.checkpoint.tensors if name.startswith(prefix)]
+        left = [name for name in names if name not in self._used and not self.layout.is_ignored(name)]
         return frozenset(name for name in left if not self._is_zero_bias(name))
 
     def _is_zero_bias(self, stored: str) -> bool:
         """Return whether a tensor is one of the zeros that AutoGPTQ wrote as the bias of every quantised matrix.
         Raises `CorruptModel` for another bias that no layer adds."""
         stem = stored.removesuffix(".bias")
-        if stem == stored or self._format_of(stem) is None:
+        if stem == stored or self.layout.format_of(stem) is None:
             return False
-        if matrices.stored(self._checkpoint, stored).any():
+        if matrices.stored(self.layout.checkpoint, stored).any():
             raise CorruptModel(
                 f"{stored} is not zero.",
-                f"{self._spec.architecture} has no bias there, and ignoring the tensor would change the answers.",
+                f"{self.layout.spec.architecture} has no bias there, and ignoring the tensor would change the answers.",
                 "Use another quantisation of the same model.",
             )
         return True
@@ -223,18 +215,18 @@ class Weights:
         self, stems: Sequence[str], parts: Sequence[StoredPart], order: Tensor | None, width: int
     ) -> list[LoraPart]:
         """Return the names that adapters use for the parts of a layer, and the rows and columns of each part."""
-        fused, _ = self._fused(list(stems))
+        fused, _ = self.layout.fused(list(stems))
         storage = self._lora_storage
         if storage is None:
-            storage = self._storage
+            storage = self.layout.storage
             orders: Sequence[Tensor | None] = [part.order for part in parts]
         else:
             fuses = storage.fuses([stem.rpartition(".")[2] for stem in stems])
             if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
-                count = sum(self._rows_of(part.stem) for part in parts) if order is None else len(order)
+                count = sum(self.layout.rows_of(part.stem) for part in parts) if order is None else len(order)
                 return [LoraPart((), 0, count, None, (0, width))]
-            orders = self._orders_of(order, [self._rows_of(part.stem) for part in parts], [None] * len(parts))
-        heights = [self._rows_of(part.stem) for part in parts]
+            orders = split_order(order, [self.layout.rows_of(part.stem) for part in parts], [None] * len(parts))
+        heights = [self.layout.rows_of(part.stem) for part in parts]
         counts = [height if rows is None else len(rows) for height, rows in zip(heights, orders, strict=True)]
         starts = [0, *accumulate(counts)]
         names = [storage.spellings(storage.stored_name(f"{stem}.weight")) for stem in fused]
@@ -258,41 +250,24 @@ class Weights:
     ) -> Iterator[Weight]:
         """Yield one expert's matrix after another, each read only when requested."""
         count, rows, columns = shape
-        stacked, stored_order = self._stacked_experts(prefix, names, rows)
+        stacked, stored_order = self.layout.stacked_experts(prefix, names, rows)
         if not stacked:
             for expert in cut.own:
                 stems = [f"{prefix}.{expert}.{name}" for name in names]
-                parts = self._parts(stems, cut.order, (rows, columns), cut.columns)
+                parts = self.layout.parts(stems, cut.order, (rows, columns), cut.columns)
                 yield self._weight(parts, cut.shape(rows, columns), [self._quantize])
-        elif (format := self._format_of(stacked[0])) is None:
+        elif (format := self.layout.format_of(stacked[0])) is None:
             yield from self._slices(stacked, stored_order, shape, cut)
         else:
-            heights = [format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
+            heights = [format.shape(self.layout.checkpoint, stem)[0] // count for stem in stacked]
             if cut.order is not None and sum(heights) != rows:
-                raise _wrong_shape(stacked, (sum(heights), columns), (rows, columns))
+                raise wrong_shape(stacked, (sum(heights), columns), (rows, columns))
             whole = [torch.arange(h, device="cpu") if stored_order is None else stored_order for h in heights]
-            orders = [order for order in self._orders_of(cut.order, heights, whole) if order is not None]
+            orders = [order for order in split_order(cut.order, heights, whole) if order is not None]
             for expert in cut.own:
                 tall = zip(stacked, orders, heights, strict=True)
                 parts = [StoredPart(stem, own + expert * height, columns=cut.columns) for stem, own, height in tall]
                 yield self._weight(parts, cut.shape(rows, columns))
-
-    def _stacked_experts(self, prefix: str, names: Sequence[str], rows: int) -> tuple[list[str], Tensor | None]:
-        """Return the stored tensors that hold these matrices for all experts, and the order of an expert's rows."""
-        interleaved = torch.cat((torch.arange(0, rows, 2, device="cpu"), torch.arange(1, rows, 2, device="cpu")))
-        if len(names) == 2 and (stored := self._stacked_name(f"{prefix}.gate_up_proj")):
-            return [stored], interleaved if self._storage.interleaved_experts else None
-        found = [self._stacked_name(f"{prefix}.{name}") for name in names]
-        return [stored for stored in found if stored is not None], None
-
-    def _stacked_name(self, stem: str) -> str | None:
-        for stored in self._storage.spellings(self._storage.stored_name(f"{stem}.weight")):
-            bare = stored.removesuffix(".weight")
-            if self._format_of(bare) is not None:
-                return bare
-            if found := next((name for name in (stored, bare) if name in self._checkpoint.tensors), None):
-                return found
-        return None
 
     def _slices(
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
@@ -301,7 +276,7 @@ class Weights:
         views = self._expert_views(stacked, shape)
         if cut.columns is not None:
             views = [view[:, :, cut.columns.start : cut.columns.stop] for view in views]
-        orders = self._orders_of(cut.order, [view.shape[1] for view in views], [stored_order] * len(views))
+        orders = split_order(cut.order, [view.shape[1] for view in views], [stored_order] * len(views))
         orders = [None if order is None else order.to(views[0].device) for order in orders]
         for expert in cut.own:
             each = zip(views, orders, strict=True)
@@ -316,23 +291,14 @@ class Weights:
     def _expert_views(self, stacked: Sequence[str], shape: tuple[int, int, int]) -> Sequence[Tensor]:
         """Return the stored tensors as [E, n, K]; together they have `shape`."""
         views = [self._stored(StoredPart(name)) for name in stacked]
-        views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
+        views = [v.transpose(1, 2) if self.layout.is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
         flipped = [view.transpose(1, 2) for view in views]  # transformers 5 writes some families' the other way
-        ways = [views, flipped] if self._is_transposed(stacked[0]) else [views]
-        for each in ways[::-1] if self._is_flipped(stacked[0], shape) else ways:
+        ways = [views, flipped] if self.layout.is_transposed(stacked[0]) else [views]
+        for each in ways[::-1] if self.layout.is_flipped(stacked[0], shape) else ways:
             got = (sum(view.shape[1] for view in each), *each[0].shape[2:])
             if all(view.shape[0] == shape[0] for view in each) and got == shape[1:]:
                 return each
-        raise _wrong_shape(stacked, views[0].shape, shape)
-
-    def _is_flipped(self, stored: str, shape: tuple[int, int, int]) -> bool:
-        """Return whether the other matrix of a mixture is stored [E, n, K] where [E, K, n] was published. That decides
-        for a square matrix, which fits either way."""
-        first, last = "gate_up_proj", "down_proj"
-        other = stored.replace(first, last) if first in stored else stored.replace(last, first)
-        wanted = (shape[2], shape[1] // 2) if first in stored else (2 * shape[2], shape[1])
-        found = self._checkpoint.tensors.get(other)
-        return found is not None and tuple(found.shape[1:]) == wanted and wanted[0] != wanted[1]
+        raise wrong_shape(stacked, views[0].shape, shape)
 
     def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut) -> Tensor:
         biases = self._all_expert_biases(prefix, names, shape)
@@ -348,7 +314,7 @@ class Weights:
             if not self.has(stored):
                 continue
             biases = self.take([stored], shape)
-            if len(names) == 2 and self._storage.interleaved_experts and not biases.is_meta:
+            if len(names) == 2 and self.layout.storage.interleaved_experts and not biases.is_meta:
                 biases = torch.cat((biases[:, ::2], biases[:, 1::2]), dim=1)
             return biases
         each = (shape[0], shape[1] // len(names))
@@ -365,97 +331,19 @@ class Weights:
         """
         each = list(quantize) * (len(parts) if len(quantize) == 1 else 1)
         weights = []
-        for (kind, made), run in groupby(zip(parts, each, strict=True), lambda of: (self._kind(of[0].stem), of[1])):
+        for (kind, made), run in groupby(
+            zip(parts, each, strict=True), lambda of: (self.layout.kind(of[0].stem), of[1])
+        ):
             weight = self._matrix(kind, [part for part, _ in run], shape, made is not None)
             weights.append(made(weight) if made is not None and isinstance(weight, Tensor) else weight)
         weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
         if tuple(weight.shape) != shape:
-            raise _wrong_shape([part.stem for part in parts], weight.shape, shape)
+            raise wrong_shape([part.stem for part in parts], weight.shape, shape)
         return self._finished(weight, None)
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         """Return the weight as the layer gets it, quantised if requested."""
         return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
-
-    def _parts(
-        self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int], columns: range | None = None
-    ) -> list[StoredPart]:
-        """Return the stored matrices that fill `shape` with the rows of `stems`, and what to take of each."""
-        stems = list(stems)
-        fused, own = self._fused(stems)
-        stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
-        transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
-        rows = [self._rows_of(stem) for stem in stored]
-        if sum(rows) != shape[0]:  # check before missing rows are selected or rows are left over
-            raise _wrong_shape(stored, (sum(rows), shape[1]), shape)
-        for stem in stored if columns is not None else ():
-            if (width := self._columns_of(stem)) != shape[1]:
-                raise _wrong_shape([stem], (self._rows_of(stem), width), shape)
-        orders = self._orders_of(order, rows, own)
-        return [StoredPart(*part, columns) for part in zip(stored, orders, transposed, strict=True)]
-
-    @staticmethod
-    def _orders_of(
-        order: Tensor | None, heights: Sequence[int], own: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """Split `order`, of all stacked matrices, into one order each. own: its rows in the stored matrix."""
-        if order is None:
-            return own
-        wanted = [order[(order >= a) & (order < b)] - a for a, b in pairwise([0, *accumulate(heights)])]
-        return [rows if each is None else each[rows] for rows, each in zip(wanted, own, strict=True)]
-
-    def _stored_rows(self, stem: str) -> Tensor | None:
-        """Return the order of a matrix's rows in the stored one; None: unchanged."""
-        rows, spec = self._storage.rows.get(stem.rpartition(".")[2]), self._spec
-        if rows is None:
-            return None
-        return torch.tensor(rows(spec.num_heads, spec.num_kv_heads, spec.head_dim), device="cpu")
-
-    def _fused(self, stems: list[str]) -> tuple[list[str], list[Tensor | None]]:
-        """Return the stems under which a fusing checkpoint stores these, and the order of the rows of each."""
-        storage, spec = self._storage, self._spec
-        prefix, words = stems[0].rpartition(".")[0], [stem.rpartition(".")[2] for stem in stems]
-        if storage.fused_qkv and words[0] == "q_proj" and len(stems) == 3:
-            rows = storage.qkv_rows
-            sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
-            order = None if rows is None else torch.tensor(rows(*sizes), device="cpu")
-            fused = f"{prefix}.{storage.fused_qkv}"
-            return [fused], [self._stored_rows(fused) if order is None else order]
-        if storage.fused_gate_up and words[0] == "gate_proj" and len(stems) == 2:
-            fused = f"{prefix}.{storage.fused_gate_up}"
-            return [fused], [self._stored_rows(fused)]
-        names, orders = list(stems), [self._stored_rows(stem) for stem in stems]
-        for matrix in storage.fused_recurrent:
-            if matrix.parts[0] in words and spec.recurrent is not None:
-                first = words.index(matrix.parts[0])
-                replaced = slice(first, first + len(matrix.parts))
-                words[replaced], names[replaced] = [matrix.name], [f"{prefix}.{matrix.name}"]
-                orders[replaced] = [torch.tensor(matrix.rows(spec.recurrent), device="cpu")]
-        return names, orders
-
-    def _kind(self, stem: str) -> object:
-        """Return how the checkpoint's format stores this matrix; None: unquantised."""
-        return None if self._format is None else self._format.kind(self._checkpoint, stem)
-
-    def _format_of(self, stem: str) -> LinearFormat | None:
-        """Return the checkpoint's format if it stores this matrix, else None."""
-        return None if self._kind(stem) is None else self._format
-
-    def _rows_of(self, stem: str) -> int:
-        return self._height_of(f"{stem}.weight")
-
-    def _columns_of(self, stem: str) -> int:
-        if (format := self._format_of(stem)) is not None:
-            return format.shape(self._checkpoint, stem)[1]
-        shape = matrices.info(self._checkpoint, f"{stem}.weight").shape
-        return shape[0] if self._is_transposed(f"{stem}.weight") else shape[-1]
-
-    def _height_of(self, name: str) -> int:
-        """Return the first dimension of a tensor, whatever its rank."""
-        if (format := self._format_of(name.removesuffix(".weight"))) is not None:
-            return format.shape(self._checkpoint, name.removesuffix(".weight"))[0]
-        shape = matrices.info(self._checkpoint, name).shape
-        return shape[-1] if self._is_transposed(name) else shape[0]
 
     def _matrix(
         self, kind: object, parts: list[StoredPart], layer: tuple[int, int], keep_narrow: bool = False
@@ -464,25 +352,26 @@ class Weights:
         if kind is None:
             named = [replace(part, stem=f"{part.stem}.weight") for part in parts]
             # Packing copies the weight, so a single matrix may be read from the mapped file.
-            rows = self._rows_of(parts[0].stem) if parts[0].order is None else len(parts[0].order)
+            rows = self.layout.rows_of(parts[0].stem) if parts[0].order is None else len(parts[0].order)
             may_view = len(parts) == 1 and should_pack(rows * layer[1], self.device, self._dtype)
             is_half = not keep_narrow and self._is_half(parts, layer[1])
             matrix = self._plain(named, None, keep_narrow or is_half, columns=layer[1], may_view=may_view)
             return pack_half(matrix) if is_half else matrix
-        assert self._format is not None
-        weight = self._read(self._format, parts)
-        self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
+        assert self.layout.format is not None
+        weight = self._read(self.layout.format, parts)
+        self._count([name for part in parts for name in self.layout.format.tensors(self.layout.checkpoint, part.stem)])
         return weight
 
     def _is_half(self, parts: Sequence[StoredPart], columns: int) -> bool:
         """Return whether the layer's unquantised parts, together, stay 16 bits wide."""
-        types = {matrices.TYPES.get(matrices.info(self._checkpoint, f"{part.stem}.weight").dtype) for part in parts}
-        rows = sum(self._rows_of(part.stem) if part.order is None else len(part.order) for part in parts)
+        stored = [matrices.info(self.layout.checkpoint, f"{part.stem}.weight") for part in parts]
+        types = {matrices.TYPES.get(info.dtype) for info in stored}
+        rows = sum(self.layout.rows_of(part.stem) if part.order is None else len(part.order) for part in parts)
         dtype = types.pop()
         return not types and dtype is not None and self.keeps_half(dtype, (rows, columns))
 
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
-        return format.read(self._checkpoint, parts, self.device, self._dtype)
+        return format.read(self.layout.checkpoint, parts, self.device, self._dtype)
 
     # -- plain tensors; here a part's stem is the full stored name
 
@@ -506,10 +395,10 @@ class Weights:
         width = shape[1:] if shape is not None else (columns,)
         for part, tensor in zip(parts, tensors, strict=True):
             if tuple(tensor.shape[1:]) != width:
-                raise _wrong_shape([part.stem], tensor.shape, shape or ("any", columns))
+                raise wrong_shape([part.stem], tensor.shape, shape or ("any", columns))
         got = (sum(tensor.shape[0] for tensor in tensors), *width)
         if shape is not None and got != shape:
-            raise _wrong_shape([part.stem for part in parts], got, shape)
+            raise wrong_shape([part.stem for part in parts], got, shape)
         dtype = dtype or self._dtype
         if keep_narrow and tensors[0].dtype.itemsize < dtype.itemsize:
             dtype = tensors[0].dtype
@@ -521,74 +410,29 @@ class Weights:
             whole = torch.empty(got, dtype=dtype, device=self.device)
             for tensor, place in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
                 place.copy_(tensor)
-        self._count([name for part in parts for name in self._names(part.stem)])
+        self._count([name for part in parts for name in self.layout.tensors_of(part.stem)])
         return whole
 
     def _stored(self, part: StoredPart) -> Tensor:
-        info = matrices.info(self._checkpoint, part.stem)
+        info = matrices.info(self.layout.checkpoint, part.stem)
         stem = part.stem.removesuffix(".weight")
-        if (format := self._format_of(stem)) is not None:
-            tensor = format.dequantize(self._checkpoint, stem)
+        if (format := self.layout.format_of(stem)) is not None:
+            tensor = format.dequantize(self.layout.checkpoint, stem)
         elif info.dtype in FLOATS:
-            tensor = self._checkpoint.tensor(part.stem)
+            tensor = self.layout.checkpoint.tensor(part.stem)
         else:
             raise UnsupportedModel(
                 f"{part.stem} in {info.file.name} is stored as {info.dtype}.", f"Supported: {', '.join(FLOATS)}."
             )
-        for end, value in self._storage.added:
+        for end, value in self.layout.storage.added:
             tensor = tensor.float() - value if part.stem.endswith(end) else tensor
         tensor = tensor.t() if part.transposed else tensor
         tensor = tensor if part.columns is None else tensor[:, part.columns.start : part.columns.stop]
         return tensor if part.order is None else tensor[part.order.to(tensor.device)]
 
-    def _names(self, name: str) -> Sequence[str]:
-        stem = name.removesuffix(".weight")
-        if (format := self._format_of(stem)) is not None:
-            return format.tensors(self._checkpoint, stem)
-        return [name]
-
-    def _name(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor; of one stored as several tensors, the stem must exist."""
-        spellings = self._storage.spellings(self._storage.stored_name(name))
-        there = self._checkpoint.tensors
-        found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
-        return next(found, spellings[0])
-
-    def _is_transposed(self, stored: str) -> bool:
-        return bool(self._storage.transposed) and stored.endswith(self._storage.transposed)
-
-    def _is_ignored(self, stored: str) -> bool:
-        """Return whether a tensor carries no information: tables that are recomputed, a second copy of a tied head."""
-        head = self._name(LM_HEAD)
-        return (
-            stored.endswith("rotary_emb.inv_freq")
-            or (self._spec.tie_word_embeddings and stored == head)
-            or any(re.fullmatch(pattern, stored) for pattern in self._storage.ignored)
-            or (self._format is not None and self._format.ignores(stored))
-            or stored.rpartition(".")[0] in self._unread
-            or (self._storage.more_layers and _layer_of(stored) >= self._spec.num_layers)
-        )
-
-    def _stems_of_unread_kv(self) -> frozenset[str]:
-        """Return the stems of unused K and V weights: layers that read another layer's KV may still store them."""
-        readers = [layer for layer, source in enumerate(self._spec.kv_source) if source != layer]
-        parts = ("k_proj", "v_proj", "k_norm", "v_norm")
-        names = (f"model.layers.{layer}.self_attn.{part}.weight" for layer in readers for part in parts)
-        return frozenset(self._name(name).removesuffix(".weight") for name in names)
-
     def _count(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self._used]
         self._used.update(new)
-        self.done_bytes += sum(self._checkpoint.tensors[name].num_bytes for name in new)
+        self.done_bytes += sum(self.layout.checkpoint.tensors[name].num_bytes for name in new)
         if self._progress is not None:
             self._progress(self.done_bytes, self.total_bytes)
-
-
-def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[object]) -> CorruptModel:
-    return CorruptModel(f"{' + '.join(names)} has shape {list(got)}.", f"The model's config asks for {list(wanted)}.")
-
-
-def _layer_of(stored: str) -> int:
-    """Return the number of a tensor's layer; -1: none."""
-    found = re.search(r"\.layers\.(\d+)\.", stored)
-    return -1 if found is None else int(found[1])

@@ -16,9 +16,8 @@ from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.cpu.q4 import pack_q4
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
-from localllm.kernels.linear import pack_weight
+from localllm.kernels.linear import StackedWeight, pack_weight
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 
 pytestmark = pytest.mark.skipif(native() is None, reason="matrices are the native library's")
 Weight = Tensor | QuantizedWeight

@@ -16,7 +16,7 @@ from localllm.kernels.cpu.stored_blocks import KINDS, GGUFBlocks, blocks_codes, 
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.stacked_weight import StackedWeight
+from localllm.kernels.linear import StackedWeight
 from localllm.models.weights.parameters import held_bytes
 
 pytestmark = pytest.mark.skipif(native() is None or INTERPRETED, reason="there is no native library here")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from localllm.kernels.stacked_weight import StackedWeight
+from localllm.kernels.linear import StackedWeight
 from localllm.models.formats.checkpoint import TensorInfo
 
 NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8", torch.int8: "I8",

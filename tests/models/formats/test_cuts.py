@@ -21,8 +21,8 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.at_load import AT_LOAD
 from localllm.models.formats.blocks import MOST_SPANS, along, row_spans, whole_blocks
 from localllm.models.formats.checkpoint import TensorInfo

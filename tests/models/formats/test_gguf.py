@@ -17,7 +17,7 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight
-from localllm.kernels.stacked_weight import StackedWeight
+from localllm.kernels.linear import StackedWeight
 from localllm.models.formats.gguf.checkpoint import config_of, metadata_of, open_gguf
 from localllm.models.formats.gguf.file_names import parts_of
 from localllm.models.formats.gguf.matrices import DEQUANTISED

@@ -20,8 +20,8 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.linear import StackedWeight
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.registry import quantization_in_words, quantization_notes
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
