@@ -9,10 +9,11 @@ from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.state_pool import StatePool
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Request
+from localllm.engine.request import Request, RequestOptions
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import TokenLogprobs
+from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.tower import load_tower
@@ -31,7 +32,7 @@ class Engine:
 
     def __init__(
         self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0,
-        staged: bool | None = None, encoder_rows: int = 0, **config: int,
+        staged: bool | None = None, encoder_rows: int = 0, lora: LoraLimits | None = None, **config: int,
     ):  # fmt: skip
         spec = read_spec(path)
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
@@ -47,7 +48,7 @@ class Engine:
         hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
         pool = StatePool(24) if spec.recurrent is not None else None
         self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
-        model = load_model(path, spec, CPU, torch.float32)
+        self.model = model = load_model(path, spec, CPU, torch.float32, lora=lora)
         kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, "float32")
         states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
         for layer in filter(None, kv.layers):
@@ -69,9 +70,9 @@ class Engine:
         self.loop = EngineLoop(self.scheduler, runner, depth=depth)
         self.loop._recover = _raise
 
-    def generate(self, prompts, count=NUM_TOKENS, media=None, **params):
-        """media: the pictures of each prompt; None: there are none."""
-        media = media or [()] * len(prompts)
+    def generate(self, prompts, count=NUM_TOKENS, media=None, adapters=None, **params):
+        """media, adapters: the pictures and the adapter of each prompt; None: there are none."""
+        media, adapters = media or [()] * len(prompts), adapters or [None] * len(prompts)
         tokens = {index: [] for index in range(len(prompts))}
         self.logprobs: dict[int, list[TokenLogprobs]] = {index: [] for index in tokens}
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -91,8 +92,8 @@ class Engine:
         asked = SamplingParams(**{"temperature": 0.0, "max_tokens": count, **params})
         self.loop.submit(
             *(
-                Request(str(i), p, asked, max_output_tokens=count, media=of)
-                for i, (p, of) in enumerate(zip(prompts, media, strict=True))
+                Request(str(i), p, asked, RequestOptions(adapter=adapter), max_output_tokens=count, media=of)
+                for i, (p, of, adapter) in enumerate(zip(prompts, media, adapters, strict=True))
             )
         )
         while self.scheduler.has_work or self.loop._inbox:

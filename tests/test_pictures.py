@@ -2,24 +2,31 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from localllm.config.settings import EngineConfig
+from localllm.engine.adapter import Adapter
+from localllm.errors import UnsupportedModel
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.fit.pictures import with_tower
+from localllm.models.layers.lora import LoraLimits
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.processor import Processed
 from localllm.models.vision.tower import load_tower
+from localllm.models.weights.lora import open_lora, put_lora
 from localllm.runner.pictures import rotary_positions
+from tests.adapters import make_tiny_adapter, merged
 from tests.golden_engine import Engine
 from tests.models.seeing import SEEING, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans
 
 NUM_TOKENS = 4
 SIZES = ((50, 70), (70, 33))
+TARGETS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 QUICK = ("qwen2_5_vl", "gemma3")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.rotates(4)) for name in SEEING]
 
@@ -34,7 +41,7 @@ class Case:
         self.processed = [self.processor.process_image(picture(*size, seed)) for seed, size in enumerate(SIZES)]
         self.rows = max(each.rows for each in self.processed)
 
-    def engine(self, **sizes: int) -> Engine:
+    def engine(self, **sizes: Any) -> Engine:
         return Engine(self.path, encoder_rows=self.rows, **sizes)
 
     @cache  # noqa: B019
@@ -128,6 +135,32 @@ def test_pictures_are_told_apart_by_what_they_show(folder: Path) -> None:
         for each, salt in ((case.processed[0], None), (other, None), (other, None), (other, "a"))
     ]
     assert seen == [0, 8, (len(ids) - 1) // 8 * 8, 8]
+
+
+def test_an_adapter_changes_a_prompt_with_pictures_as_merging_it_would(folder: Path, tmp_path: Path) -> None:
+    """The decoder's layers alone change, and the rows of a picture are shared by requests with and without."""
+    case = case_of(folder, "qwen2_5_vl")
+    targets = tuple(f"language_model.layers.{layer}.{name}" for layer in (0, 1) for name in TARGETS)
+    path = make_tiny_adapter(tmp_path / "a", case.path, targets=targets)
+    ids, media = prompt_of(case.processed, 1), case.processed
+    expected = [
+        [int(reference_with_pictures(model, ids, media)[-1].argmax())]
+        for model in (case.model, merged(case.path, path))
+    ]
+    engine = case.engine(lora=LoraLimits(1, 4), max_num_batched_tokens=9)
+    put_lora(open_lora(path), engine.model.lora, 0)
+    of = spans(ids, media)
+    answers = engine.generate([ids, ids], 1, media=[of, of], adapters=[None, Adapter("a", 0, "a")])
+    assert answers == expected
+    assert expected[0] != expected[1]
+
+
+def test_an_adapter_of_the_tower_is_refused(folder: Path, tmp_path: Path) -> None:
+    case = case_of(folder, "qwen2_5_vl")
+    path = make_tiny_adapter(tmp_path / "a", case.path, targets=("attn.qkv", "layers.0.self_attn.q_proj"))
+    engine = case.engine(lora=LoraLimits(1, 4))
+    with pytest.raises(UnsupportedModel, match="model.visual.*not supported for the part that reads pictures"):
+        put_lora(open_lora(path), engine.model.lora, 0)
 
 
 def test_positions_are_those_of_transformers(folder: Path) -> None:

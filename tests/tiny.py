@@ -608,7 +608,8 @@ def class_of(config: Any) -> Any:
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in known:
         return known[type(config)]
-    return getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
+    saved = config.architectures or [type(config).__name__.replace("Config", "ForCausalLM")]
+    return getattr(transformers, saved[0])
 
 
 def save_tiny_tokenizer(path: Path, special_tokens: Sequence[str] | None = None) -> None:

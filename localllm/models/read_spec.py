@@ -175,15 +175,17 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
         hidden_act="silu",
         rope=RopeSpec(rotary_dim=fields["head_dim"]),
         dtype=_dtype({**_DEFAULTS, **config}),
-        **_generation(config, _read_generation_config(path)),
+        **_generation(config, _read_generation_config(path), fields["vocab_size"]),
         **fields,
     )
 
 
-def _generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens that end an answer, and the recommended sampling parameters."""
+def _generation(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the tokens that end an answer, and the recommended sampling parameters. Ids behind the vocabulary's end,
+    which configs of shortened models still have, are left out: no logit belongs to them."""
+    ends = _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id")
     return {
-        "eos_token_ids": _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id"),
+        "eos_token_ids": tuple(token_id for token_id in ends if token_id < vocab_size),
         "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
         "generation_defaults": {n: generation[n] for n in _GENERATION_FIELDS if generation.get(n) is not None},
     }
@@ -219,7 +221,7 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
         "rope": rope,
         "local_rope": local_rope,
         "quantization": _quantization(config),
-        **_generation(config, generation),
+        **_generation(config, generation, sizes["vocab_size"]),
     }
     activation = _activation(differences.get("hidden_act", config["hidden_act"]))
     spec = ModelSpec(**{**sizes, **common, **differences, "hidden_act": activation})

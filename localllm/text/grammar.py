@@ -389,7 +389,7 @@ class _TokenizerVocabulary:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        known = eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None)
+        known = eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None and i < vocab_size)
         if not known:
             raise InvalidParameter(
                 "This model has no token that ends a text.", "A grammar needs such a token to end its output."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from localllm.models.vision.families import GEMMA4_TOKENS, keywords
 from localllm.models.vision.tower import load_tower
 from tests.models.seeing import SEEING, make_seeing, opened, picture
 
-SIZES = ((1, 1), (3, 200), (200, 3), (33, 35), (97, 61))
+SIZES = ((1, 1), (4, 200), (200, 4), (33, 35), (97, 61))
 QUICK = ("gemma4", "llava_next")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.rotates(4)) for name in SEEING]
 
@@ -31,6 +33,58 @@ def test_the_rows_of_a_size_are_those_of_the_tower(name: str, tmp_path: Path) ->
         assert len(tower.encode(made.pixels())) == layout.rows == made.rows == made.prompt.count(pad)
         assert (made.shown, made.grid, made.prompt) == (layout.shown, layout.grid, layout.prompt)
         assert layout.rows <= spec.vision.limits.max_tokens
+
+
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_5_vl": ("qwen2_5_vl.Qwen2_5_VL", {"image_token": "<|image_pad|>"}),
+    "qwen3_vl": ("qwen3_vl.Qwen3VL", {"image_token": "<|image_pad|>"}),
+    "gemma3": (
+        "gemma3.Gemma3",
+        {"full_image_sequence": f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"},
+    ),
+    "gemma4": ("gemma4.Gemma4", {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}),
+    "internvl": (
+        "internvl.InternVL",
+        {"start_image_token": "<img>", "image_token": "<IMG_CONTEXT>", "end_image_token": "</img>",
+         "image_seq_length": 1},
+    ),
+    "smolvlm": ("smolvlm.SmolVLM", {"image_seq_len": 1, "global_image_token": "<global-img>"}),
+    "idefics3": ("idefics3.Idefics3", {"image_seq_len": 1, "global_image_tag": "<global-img>"}),
+    "llava": ("llava.Llava", {"num_additional_image_tokens": 1}),
+    "llava_next": ("llava_next.LlavaNext", {"num_additional_image_tokens": 1}),
+    "llava_onevision": (
+        "llava_onevision.LlavaOnevision",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_1"},
+    ),
+}  # fmt: skip
+"""transformers' processors and their attributes. Pixtral's cannot be imported without torchvision."""
+USUAL = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "patch_size": 4,
+         "vision_feature_select_strategy": "default"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rotates(4)) for name in PROCESSORS])
+def test_tensors_and_text_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    make_seeing(tmp_path, name)
+    processor = opened(tmp_path, read_spec(tmp_path))
+    place, attributes = PROCESSORS[name]
+    package, _, kind = place.partition(".")
+    base = getattr(import_module(f"transformers.models.{package}.processing_{package}"), f"{kind}Processor")
+    other = base.__new__(base)  # its __init__ asks for a video processor, which needs torchvision
+    vars(other).update({**USUAL, **attributes, "image_processor": processor.processor})
+    for number, size in enumerate(((1, 1), (40, 3), (97, 61), (500, 375))):
+        image = picture(*size, seed=number)
+        wanted = processor.processor(images=[image], return_tensors="pt", **getattr(base, "images_kwargs", {}))
+        made = processor.process_image(image)
+        assert made.prompt == other.replace_image_token(wanted, 0)
+        for key, tensor in made.tensors.items():
+            assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(wanted[key])), key
+
+
+def test_a_picture_that_scaling_would_make_a_line_without_width_is_refused(tmp_path: Path) -> None:
+    make_seeing(tmp_path, "mistral3")
+    processor = opened(tmp_path, read_spec(tmp_path))
+    with pytest.raises(InvalidParameter, match="3 x 200 pixels would be scaled to 0 x 64"):
+        processor.process_image(picture(3, 200))
 
 
 def test_patches_of_a_model_without_a_tower_are_squares_of_the_picture(tmp_path: Path) -> None:

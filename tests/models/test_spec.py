@@ -194,6 +194,10 @@ def test_generation_config_wins_and_gives_defaults(tmp_path: Path) -> None:
     assert spec.generation_defaults == {"temperature": 0.6, "top_k": 20, "do_sample": True}
 
 
+def test_ends_behind_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, {**LLAMA, "eos_token_id": [2, 512, 151_645]}).eos_token_ids == (2,)
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"architectures": None}, UnsupportedModel, "names no architecture"),
     ({"architectures": []}, UnsupportedModel, "names no architecture"),

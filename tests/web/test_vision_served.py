@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,27 @@ def test_another_picture_is_another_answer_and_the_same_one_is_cached(
     first, other = (each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers)
     assert first > asked["usage"]["prompt_tokens_details"]["image_tokens"] > other
     assert answers[0]["choices"][0]["logprobs"] != answers[1]["choices"][0]["logprobs"]
+
+
+def test_grammars_choices_and_stop_strings_work_beside_a_picture(asked: dict[str, Any], server: ManagedServer) -> None:
+    content = [{"type": "image_url", "image_url": {"url": URL}}, {"type": "text", "text": QUESTION}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NUM_TOKENS, "temperature": 0}
+    schema = {"type": "object", "properties": {"is_red": {"type": "boolean"}}, "required": ["is_red"],
+              "additionalProperties": False}  # fmt: skip
+    for fields, pattern in (
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}, "max_tokens": 40, "n": 2},
+         r'\{"is_red": ?(true|false)\}'),
+    ):  # fmt: skip
+        response = server.post("/v1/chat/completions", {**body, **fields})
+        assert response.status_code == 200, response.text
+        for choice in response.json()["choices"]:
+            assert re.fullmatch(pattern, choice["message"]["content"])
+            assert choice["finish_reason"] == "stop"
+    stop = said(asked)[2:4]
+    stopped = server.post("/v1/chat/completions", {**body, "stop": [stop], "ignore_eos": True}).json()
+    assert said(stopped) == said(asked).partition(stop)[0]
 
 
 def test_anthropic_and_ollama_get_the_same_answer(asked: dict[str, Any], server: ManagedServer) -> None:

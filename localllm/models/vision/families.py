@@ -306,6 +306,11 @@ def _pixtral_layout(asked: Size, spec: VisionSpec) -> Layout:
     edge, factor = asked.keywords["size"]["longest_edge"], asked.keywords["patch_size"]
     shrink = max(asked.height / edge, asked.width / edge, 1)
     tall, wide = (math.floor(side / shrink) if shrink > 1 else side for side in (asked.height, asked.width))
+    if not tall * wide:
+        raise InvalidParameter(
+            f"A picture of {asked.width} x {asked.height} pixels would be scaled to {wide} x {tall}.",
+            f"Its longer side may have {edge} pixels.", "Send a part of it, or allow it more tokens.", param="messages",
+        )  # fmt: skip
     lines, columns = -(-tall // factor), -(-wide // factor)
     prompt = ("[IMG]" * columns + "[IMG_BREAK]") * lines
     rows = lines * columns

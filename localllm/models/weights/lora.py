@@ -120,6 +120,8 @@ def _why_not(stem: str) -> str:
         return "Adapters are not supported for experts and their router."
     if last in ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in", "word_embeddings"):
         return "Adapters are not supported for embeddings and the output head."
+    if re.search(r"\b(visual|vision_\w+|connector|multi_modal_projector)\.", stem):
+        return "Adapters are not supported for the part that reads pictures."
     if last == "kv_b_proj":
         return (
             "Adapters are not supported for this matrix of latent attention, which is merged into queries and values."
