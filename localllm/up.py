@@ -31,8 +31,8 @@ from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.loading import Loader
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import DRAIN_S, Phase
+from localllm.serving.reopen import put_to_sleep, wake_up
 from localllm.serving.served import ServedModel
-from localllm.serving.sleep import put_to_sleep, wake_up
 from localllm.web.access.keys import KeyRing, one_time_link
 from localllm.web.access.tls import fingerprint
 from localllm.web.app import Server, bind, create_app

@@ -30,8 +30,8 @@ from localllm.serving.lease import Lease
 from localllm.serving.loading import Loader
 from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
 from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.reopen import SleepingModel
 from localllm.serving.served import LoadLimits, ModelCard, ServedModel
-from localllm.serving.sleep import SleepingModel
 from tests.draws import draws
 from tests.web.pages_stub import stub_plan, stub_spec
 

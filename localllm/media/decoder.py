@@ -1,8 +1,8 @@
 """A child process that decodes pictures for the server: if it crashes or is killed, only its picture fails.
 
-It is started by file name and imports Pillow, but nothing of localllm or torch. It reads requests from stdin: a JSON
-object, and behind it the bytes of a file. It writes a JSON object, and behind it pixels. The size of a picture comes
-from the file's header and is checked before any pixel is decoded. `Decoders` in picture.py is its parent.
+It is a script of machine/child_main.py and imports Pillow, but nothing of localllm or torch. A message is a JSON
+object, and behind it the bytes of a file. The answer is a JSON object, and behind it pixels. The size of a picture
+comes from the file's header and is checked before any pixel is decoded. `Decoders` in picture.py is its parent.
 Does not know: models, requests, web addresses.
 """
 
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import struct
-import sys
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("<I")
@@ -149,38 +147,13 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     return width & 0x3FFF, height & 0x3FFF
 
 
-def main() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while head := source.read(LENGTH.size):
-        message = source.read(*LENGTH.unpack(head))
-        [length] = LENGTH.unpack_from(message)
-        asked, data = json.loads(message[LENGTH.size : LENGTH.size + length]), message[LENGTH.size + length :]
-        _limit(asked["memory_bytes"], asked["cpu_s"])
-        facts, pixels = answer(asked, data)
-        _limit(0, 0)
-        facts_bytes = json.dumps(facts).encode()
-        sink.write(LENGTH.pack(LENGTH.size + len(facts_bytes) + len(pixels)) + LENGTH.pack(len(facts_bytes)))
-        sink.write(facts_bytes)
-        sink.write(pixels)
-        sink.flush()
+def worker() -> Callable[[bytes], bytes]:
+    return _answer_message
 
 
-def _limit(memory_bytes: int, cpu_s: float) -> None:
-    """Let SIGPROF end this process after so much CPU time, 0: never; 0 bytes: leave the limit of memory."""
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    if not memory_bytes:
-        return
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-    with suppress(ValueError, OSError):  # the system may refuse
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-if __name__ == "__main__":
-    main()
+def _answer_message(message: bytes) -> bytes:
+    [length] = LENGTH.unpack_from(message)
+    asked, data = json.loads(message[LENGTH.size : LENGTH.size + length]), message[LENGTH.size + length :]
+    facts, pixels = answer(asked, data)
+    facts_bytes = json.dumps(facts).encode()
+    return b"".join((LENGTH.pack(len(facts_bytes)), facts_bytes, pixels))

@@ -96,7 +96,7 @@ def too_many_bytes(num_bytes: int, where: str) -> MediaTooLarge:
 
 
 def _ask(asked: dict[str, Any], data: bytes, where: str) -> tuple[dict[str, Any], bytes]:
-    facts, rest = _decoders().ask({**asked, "memory_bytes": MEMORY_BYTES, "cpu_s": CPU_S}, data, where)
+    facts, rest = _decoders().ask(asked, data, where)
     if (error := facts.get("error")) is None:
         return facts, rest
     if error == "pixels":
@@ -143,7 +143,8 @@ class Decoders:
             if child is None or child.has_ended:
                 child = ChildProcess(Path(decoder.__file__), {"MALLOC_ARENA_MAX": "2"})
             head = json.dumps(asked).encode()
-            answer = child.ask(decoder.LENGTH.pack(len(head)) + head + data, WALL_S)
+            message = b"".join((decoder.LENGTH.pack(len(head)), head, data))
+            answer = child.ask(message, WALL_S, memory_bytes=MEMORY_BYTES, cpu_s=CPU_S)
         except (OSError, EOFError) as error:
             if child is None:
                 why = f"The process that decodes pictures does not start: {error}."

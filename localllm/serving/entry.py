@@ -24,8 +24,8 @@ from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.serving.adapters import Adapters
 from localllm.serving.lease import Lease
 from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.reopen import SleepingModel
 from localllm.serving.served import ModelCard, ServedModel
-from localllm.serving.sleep import SleepingModel
 
 State = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
 

@@ -19,9 +19,8 @@ from localllm.errors import EngineStopped
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.entry import ModelEntry
 from localllm.serving.phases import OnPhase, Phase
-from localllm.serving.reopen import BareModel, close_engine, open_engine
+from localllm.serving.reopen import BareModel, SleepingModel, close_engine, open_engine
 from localllm.serving.served import LoadLimits, ServedModel
-from localllm.serving.sleep import SleepingModel
 
 if TYPE_CHECKING:
     from localllm.models.library.catalog import ResolvedModel

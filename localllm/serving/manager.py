@@ -5,7 +5,7 @@ load. A load that does not fit evicts other models by LRU: models without reques
 requests, which may finish. Pinned models are never evicted. If the load then fails, the evicted models are loaded
 again. A model without requests for its keep-alive time is unloaded. The changes of state themselves are in
 transitions.py; lending.py lends one model at a time to a tuning run.
-Does not know: how a model is loaded (build.py) or sleeps (sleep.py), HTTP, terminals.
+Does not know: how a model is loaded (build.py) or sleeps (reopen.py), HTTP, terminals.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from localllm.serving.lending import Lending
 from localllm.serving.loading import Loader, load_in_thread
 from localllm.serving.phases import DRAIN_S, OnPhase
 from localllm.serving.register import Register
+from localllm.serving.reopen import put_to_sleep, wake_up
 from localllm.serving.served import LoadLimits, ServedModel
-from localllm.serving.sleep import put_to_sleep, wake_up
 from localllm.serving.transitions import ModelTransitions
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,13 @@
-"""Replace a model's engine while its weights stay in memory.
+"""Replace a model's engine while its weights stay in memory, or drop it while the model sleeps.
 
 `close_engine` ends an engine and frees its KV cache, graphs and buffers. `open_engine` runs the last phases of build.py
 again, with other settings: fit, weights, memory, engine. This takes milliseconds on a CPU and seconds on a GPU, while a
-load from disk takes much longer. Waking a model (sleep.py) and tuning trials (tuning/trial.py) use it.
-Does not know: why another engine is needed.
+load from disk takes much longer. Tuning trials (tuning/trial.py) use it.
+
+A sleeping model keeps only its weights, in host memory. `put_to_sleep` drops the KV cache with its prefixes, the CUDA
+graphs and the engine. Weights on a GPU are copied to page-locked host memory; on a CPU they stay where they are.
+`wake_up` opens an engine on the weights again: CUDA graphs are captured again, and the KV cache may have another size.
+Does not know: why another engine is needed, when a model should sleep (manager.py).
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.config.settings import EngineConfig
+from localllm.config.settings import EngineConfig, Settings
 from localllm.serving.build import capacity, engine_parts, plan_again, require_context
-from localllm.serving.compute import start_torch
+from localllm.serving.compute import release_cached_memory, start_torch
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.units import format_bytes
@@ -94,3 +98,31 @@ def open_engine(
             report(capacity(plan))
         undo.pop_all()
     return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)
+
+
+class SleepingModel(BareModel):
+    """A bare model whose weights are in host memory."""
+
+
+def put_to_sleep(served: ServedModel) -> SleepingModel:
+    """End the engine (its requests get an error), drop the KV cache and graphs, move the weights to host memory."""
+    bare = close_engine(served)
+    bare.executor.move_to_host()
+    release_cached_memory()
+    return SleepingModel(bare.executor, served)
+
+
+def wake_up(
+    asleep: SleepingModel, settings: Settings, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS
+) -> ServedModel:
+    """Open an engine on the weights of a sleeping model; after an error the model is still asleep."""
+    with ExitStack() as undo:
+
+        def bring() -> None:
+            undo.callback(asleep.executor.move_to_host)
+            asleep.executor.move_to_device()
+
+        config = replace(settings.engine, **asleep.served.tuned)
+        served = open_engine(asleep, config, on_phase, limits, bring=bring)
+        undo.pop_all()
+    return served

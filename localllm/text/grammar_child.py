@@ -1,7 +1,7 @@
 """A child process that compiles grammars for the server: if it crashes or is killed, only its grammar fails.
 
-It is started by file name and imports llguidance, but nothing of localllm or torch. It reads the vocabulary and then
-grammars from stdin, and writes an error or null for each to stdout. `GrammarTrials` in grammar_trial.py is its parent.
+It is a script of machine/child_main.py and imports llguidance, but nothing of localllm or torch. Its messages are the
+vocabulary and then grammars, its answers an error or null. `GrammarTrials` in grammar_trial.py is its parent.
 Does not know: requests, tokenizers.
 """
 
@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import json
 import pickle
-import signal
-import struct
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
-LENGTH = struct.Struct("<I")
 WALK_TOKENS = 16
 LONGEST_TOKEN = 16
 
@@ -44,23 +39,29 @@ class ChildVocabulary:
         return ids
 
 
-def main() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    facts = pickle.loads(_read(source))
-    _limit_memory(facts["memory_bytes"])
-    from llguidance import LLTokenizer
+def worker() -> Callable[[bytes], bytes]:
+    return GrammarTrial()
 
-    words = ChildVocabulary(facts)
-    vocabulary = LLTokenizer(words, n_vocab=len(words.tokens), eos_token=facts["eos_token_ids"])  # type: ignore[arg-type]
-    _write(sink, None)
-    while grammar := _read(source).decode():
-        _end_after(facts["cpu_s"])
-        threading.stack_size(facts["stack_bytes"])
-        matchers = [_on_thread(_compile, vocabulary, grammar, facts["limits"])]
+
+class GrammarTrial:
+    """Answers the first message, the vocabulary, with null, and each further one, a grammar, with an error or null."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+        self._vocabulary: Any = None
+
+    def __call__(self, message: bytes) -> bytes:
+        if self._vocabulary is None:
+            from llguidance import LLTokenizer
+
+            facts = self._facts = pickle.loads(message)
+            words = ChildVocabulary(facts)
+            self._vocabulary = LLTokenizer(words, n_vocab=len(words.tokens), eos_token=facts["eos_token_ids"])  # type: ignore[arg-type]
+            return b"null"
+        threading.stack_size(self._facts["stack_bytes"])
+        matchers = [_on_thread(_compile, self._vocabulary, message.decode(), self._facts["limits"])]
         threading.stack_size(0)
-        reason = _on_thread(_walk, matchers)  # on a thread, like the engine
-        _end_after(0)
-        _write(sink, reason)
+        return json.dumps(_on_thread(_walk, matchers)).encode()  # on a thread, like the engine
 
 
 def _on_thread(work: Callable[..., Any], *given: Any) -> Any:
@@ -91,37 +92,3 @@ def _walk(matchers: list[Any]) -> str | None:
         if begun.is_stopped():
             break
     return None
-
-
-def _end_after(cpu_s: float) -> None:
-    """Let SIGPROF end this process after so much CPU time, even inside native code or without its parent. 0: cancel."""
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-
-
-def _limit_memory(most_bytes: int) -> None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
-    with suppress(ValueError, OSError):  # the system may refuse
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _read(source: BinaryIO) -> bytes:
-    """Read a message; empty at the end of the input."""
-    head = source.read(LENGTH.size)
-    return source.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
-
-
-def _write(sink: BinaryIO, reason: str | None) -> None:
-    body = json.dumps(reason).encode()
-    sink.write(LENGTH.pack(len(body)) + body)
-    sink.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,9 @@ class GrammarTrials:
                 self.close()
             child = self._child = self._child or self._start()
             try:
-                reason: str | None = json.loads(child.ask(grammar.encode("utf-8", "replace"), WALL_S))
+                message = grammar.encode("utf-8", "replace")
+                answer = child.ask(message, WALL_S, memory_bytes=MEMORY_BYTES, cpu_s=CPU_S)
+                reason: str | None = json.loads(answer)
                 return reason
             except TimeoutError:
                 self.close()
@@ -86,14 +88,14 @@ class GrammarTrials:
         words = self._words()
         facts = {
             "tokens": words.tokens, "special_token_ids": words.special_token_ids, "bos_token_id": words.bos_token_id,
-            "eos_token_ids": list(words.eos_token_ids), "limits": self._limits, "cpu_s": CPU_S,
-            "stack_bytes": STACK_BYTES, "memory_bytes": MEMORY_BYTES,
+            "eos_token_ids": list(words.eos_token_ids), "limits": self._limits,
+            "stack_bytes": STACK_BYTES,
         }  # fmt: skip
         began_s = time.monotonic()
         try:
             threads = {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # these use less address space
             child = ChildProcess(Path(grammar_child.__file__), threads)
-            child.ask(pickle.dumps(facts), START_S)
+            child.ask(pickle.dumps(facts), START_S, memory_bytes=MEMORY_BYTES, cpu_s=0)
         except (OSError, EOFError, TimeoutError) as error:
             self._cannot_start = True
             log.warning("large grammars are compiled without a trial reason=%r", f"{type(error).__name__}: {error}")

@@ -31,7 +31,7 @@ from localllm.serving.profiles import (
     save_profile,
     with_profile,
 )
-from localllm.serving.sleep import put_to_sleep, wake_up
+from localllm.serving.reopen import put_to_sleep, wake_up
 
 KEY = ProfileKey("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
 FOUND = {"max_num_seqs": 8, "max_num_batched_tokens": 64}

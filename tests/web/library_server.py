@@ -12,8 +12,8 @@ from localllm.errors import DoesNotFit
 from localllm.models.library.catalog import DEMO_NAME, resolve_model
 from localllm.serving import manager, suggestions
 from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.reopen import SleepingModel
 from localllm.serving.served import LoadLimits, ServedModel, short_name
-from localllm.serving.sleep import SleepingModel
 from tests.web.live_server import ManagedServer, PacedRunner, fake_model
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from litestar import post
 from litestar.response.base import ASGIResponse
 
@@ -14,8 +17,8 @@ from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic import shapes
 from localllm.web.api.anthropic.answer import FRAMING, AnthropicHead, MessageEvents, message_object
-from localllm.web.api.anthropic.conversation import chat_request, params_of
-from localllm.web.api.anthropic.remote import remote_messages
+from localllm.web.api.anthropic.conversation import chat_request, messages_of, params_of, tools_of
+from localllm.web.api.anthropic.documents import read_documents
 from localllm.web.api.anthropic.schema import (
     CHOICE_RULES,
     OUTPUT_RULES,
@@ -38,7 +41,8 @@ from localllm.web.api.exchange import (
     warning_headers,
 )
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
-from localllm.web.api.reading import read
+from localllm.web.api.reading import read, read_object
+from localllm.web.api.remote import RemoteGeneration, openai_messages, openai_tools, remote_model
 
 INSIDE = {
     "output_config": RequestBody(OutputConfig, OUTPUT_RULES),
@@ -67,7 +71,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     With `stream: true` the answer is sent as events.
     """
     body, warnings = await read(await json_body(request), MessagesBody, RULES)
-    if (answer := await remote_messages(request, body, warnings)) is not None:
+    if (answer := await _answer_remotely(request, body, warnings)) is not None:
         return answer
     model = await served_model(request, body.model)
     asked, more = await chat_request(body, params_of(body, model), model)
@@ -86,6 +90,43 @@ async def messages(request: ApiRequest) -> ASGIResponse:
         lambda choices: message_object(head, choices, generation.progress),
         [*warnings, *more],
     )
+
+
+async def _answer_remotely(request: ApiRequest, body: MessagesBody, warnings: list[str]) -> ASGIResponse | None:
+    """Answer a body by another server; None: this process should."""
+    parts = [body.system, *(msgspec.to_builtins(message) for message in body.messages)]
+    remote = await remote_model(request, body.model, parts)
+    if remote is None:
+        return None
+    asked, more = await _openai_body(body)
+    generation = RemoteGeneration(remote, "/chat/completions", asked)
+    head = AnthropicHead.new(remote.name, 0, body.max_tokens)  # the prompt is counted by the server that reads it
+    warnings = [*warnings, *more]
+    if body.stream:
+        return await streamed(request, generation, MessageEvents(head, request.scope), warnings, FRAMING)
+    return await whole(
+        request, generation, lambda choices: message_object(head, choices, generation.progress), warnings
+    )
+
+
+async def _openai_body(body: MessagesBody) -> tuple[dict[str, Any], list[str]]:
+    """Return the same request in OpenAI's dialect, and warnings."""
+    await read_documents(body)
+    output, warnings = read_object(body.output_config or {}, OutputConfig, OUTPUT_RULES, "output_config.")
+    tools, more = tools_of(body, None)
+    asked: dict[str, Any] = {"messages": openai_messages(messages_of(body)), "max_tokens": body.max_tokens}
+    asked |= openai_tools(tools)
+    named = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences}
+    asked |= {name: value for name, value in named.items() if value is not None}
+    if output.format is not None:
+        schema = {"name": "answer", "schema": output.format.schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if output.effort is not None:
+        asked["reasoning_effort"] = output.effort
+    thinking = (body.thinking or {}).get("type")
+    if thinking in ("enabled", "disabled"):
+        asked["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
+    return asked, [*warnings, *more]
 
 
 async def _token_ids(asked: ChatRequest, model: ServedModel) -> PromptIds:

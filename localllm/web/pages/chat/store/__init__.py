@@ -1,11 +1,10 @@
 """Chats on disk: SQLite with full-text search, a tree of messages for each chat; prompts and projects beside them.
 
 records.py  plain values, errors, trees of messages  database.py    the file: schema, migrations, damaged files
-search.py   the lists, and the search                chats.py       operations on chats and messages
+search.py   the lists, and the search                chats.py       operations on chats, messages, consents
 tables.py   transactions and deletions               selections.py  operations on several chats
 saved_prompts.py  operations on prompts              projects.py    operations on projects
-file_passages.py  operations on long files           consents.py    decisions about tools
-chat_store.py     the one thread that runs all of them
+file_passages.py  operations on long files           chat_store.py  the one thread that runs all of them
 file_versions.py  several processes and versions at one file: lock, copies before migrations
 Does not know: HTTP, templates, the engine.
 """

@@ -1,4 +1,4 @@
-"""Operations on chats and their messages: plain calls on a database, each in one transaction.
+"""Operations on chats, their messages, and consents to tools: plain calls on a database, each in one transaction.
 
 A chat has an owner, the name of a key or an empty string; every call for a chat names the owner. Deleted rows are
 marked first, so that they can be restored, and purged later.
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.consents import Consents
 from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.file_versions import delete_copies
 from localllm.web.pages.chat.store.pictures import PictureFiles
@@ -24,6 +23,7 @@ from localllm.web.pages.chat.store.records import (
     Branch,
     Chat,
     ChatNotFound,
+    Consent,
     FoundChat,
     Restored,
     Role,
@@ -32,7 +32,7 @@ from localllm.web.pages.chat.store.records import (
 )
 from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
 from localllm.web.pages.chat.store.selections import Selections
-from localllm.web.pages.chat.store.tables import GONE_HINT, as_json, new_id
+from localllm.web.pages.chat.store.tables import GONE_HINT, Tables, as_json, new_id
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
@@ -42,6 +42,27 @@ UNDO_S = 120.0
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
+
+
+class Consents(Tables):
+    """Decisions of owners about tools of servers: always, or never. One for each owner, server and tool."""
+
+    def consents(self, owner: str) -> list[Consent]:
+        """Return what an owner decided about tools, by server and tool."""
+        rows = self._db.execute(
+            "SELECT server, tool, digest, choice, at_s FROM tool_consent WHERE owner = ? ORDER BY server, tool",
+            (owner,),
+        )
+        return [Consent(*row) for row in rows]
+
+    def set_consent(self, owner: str, server: str, tool: str, digest: str, choice: str) -> None:
+        row = (owner, server, tool, digest, choice, time.time())
+        self._db.execute("INSERT OR REPLACE INTO tool_consent VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def revoke_consent(self, owner: str, server: str, tool: str) -> None:
+        """Have a tool ask again."""
+        where = (owner, server, tool)
+        self._db.execute("DELETE FROM tool_consent WHERE owner = ? AND server = ? AND tool = ?", where)
 
 
 class Chats(Consents, FilePassages, PictureFiles, SavedPrompts, Selections):
