@@ -21,8 +21,9 @@
     │   ├── InvalidParameter        a field has an invalid value or type
     │   ├── UnsupportedParameter    a known field or value that is not supported: refused by name, never ignored
     │   ├── ContextTooLong          the prompt, or prompt plus output, is longer than the served context
-    │   ├── UnreadableMedia         a picture is damaged, or of a format that is not read
-    │   ├── MediaTooLarge           a picture has too many bytes or pixels
+    │   ├── UnreadableMedia         a picture or a sound is damaged, or a picture has a format that is not read
+    │   │   └── UnknownSound        a file is not sound, or of a format that is not read
+    │   ├── MediaTooLarge           a picture has too many bytes or pixels, or a sound is too long
     │   └── MediaUnreachable        a picture could not be downloaded from its URL
     └── EngineError                 the engine failed
         ├── QueueFull               too many requests are waiting
@@ -187,13 +188,19 @@ class ContextTooLong(RequestError):
 
 
 class UnreadableMedia(RequestError):
-    """A picture is damaged, or of a format that is not read."""
+    """A picture or a sound file is damaged, or a picture has a format that is not read."""
 
     code = "unreadable_media"
 
 
+class UnknownSound(UnreadableMedia):
+    """A file is not sound, or of a format that this installation does not read."""
+
+    status = 415
+
+
 class MediaTooLarge(RequestError):
-    """A picture has more bytes or pixels than are read."""
+    """A picture has more bytes or pixels than are read, or sound is longer."""
 
     status, code = 413, "media_too_large"
 
