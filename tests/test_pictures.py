@@ -159,7 +159,7 @@ def test_an_adapter_of_the_tower_is_refused(folder: Path, tmp_path: Path) -> Non
     case = case_of(folder, "qwen2_5_vl")
     path = make_tiny_adapter(tmp_path / "a", case.path, targets=("attn.qkv", "layers.0.self_attn.q_proj"))
     engine = case.engine(lora=LoraLimits(1, 4))
-    with pytest.raises(UnsupportedModel, match="model.visual.*not supported for the part that reads pictures"):
+    with pytest.raises(UnsupportedModel, match=r"model\.visual.*not supported for the part that reads pictures"):
         put_lora(open_lora(path), engine.model.lora, 0)
 
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from localllm.engine.adapter import Adapter
-from localllm.engine.outputs import EngineOutput
+from localllm.engine.outbox import Deliver, Outbox, begin_use
 from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.pulse import Pulse, pulse_of
 from localllm.engine.recorder import now_s
@@ -53,8 +52,6 @@ MOST_FAILURES = 3
 """Failures in a row after which the engine ends:
 outputs that `deliver` refuses, or failed steps that end no request."""
 
-Deliver = Callable[[list[EngineOutput]], None]
-"""Callback that takes all outputs. If it raises, it has taken none of them, and they are offered again."""
 Drafter = Callable[[Request], tuple[int, ...]]
 """Function that guesses the tokens that follow a request's known ones (speculative decoding)."""
 
@@ -92,19 +89,17 @@ class EngineLoop:
         self.scheduler, self.runner = scheduler, runner
         self.depth = config.num_cohorts if config.num_stages > 1 else depth
         self.deliver: Deliver = deliver or (lambda outputs: None)
+        self.outbox = Outbox()
         self.on_ended: Callable[[], None] = lambda: None  # called last on the thread, if the engine ended by itself
         self.why_ended: EngineError | None = None  # None while it runs, and after `stop`
         self._drafter = drafter
         self._pending: deque[PendingStep] = deque()
-        self._open: dict[str, Request] = {}  # accepted requests without a last output
-        self._left: deque[Adapter] = deque()  # adapters of ended requests, to be released
-        self._outputs: list[EngineOutput] = []  # outputs not delivered yet
         self._inbox: deque[Request | _Cancel | RequestTimeline | _Errand] = deque()
         self._wake = threading.Condition()
         self._has_urgent = threading.Event()  # a request in the inbox before which background requests give way
         self._stopping = False
         self._uses_idle_time = True
-        self._num_undelivered = self._num_fruitless = 0  # failures in a row
+        self._num_fruitless = 0  # failures in a row
         self._thread: threading.Thread | None = None
         self._stats = scheduler.stats(depth, runner.stats())
         self._stats_failed = False
@@ -118,7 +113,7 @@ class EngineLoop:
         Raises `EngineStopped`, `RanksLost`, or `ModelNotFound` if an adapter was unloaded."""
         with self._wake:
             self._refuse_when_ended()
-            _begin([adapter for request in requests if (adapter := request.options.adapter) is not None])
+            begin_use([adapter for request in requests if (adapter := request.options.adapter) is not None])
             self._inbox.extend(requests)
             if not all(request.options.is_background for request in requests):
                 self._has_urgent.set()
@@ -232,7 +227,7 @@ class EngineLoop:
             return False
 
     def _may_rest(self) -> bool:
-        return not (self._stopping or self.why_ended or self._inbox or self._outputs or self.scheduler.has_work)
+        return not (self._stopping or self.why_ended or self._inbox or self.outbox or self.scheduler.has_work)
 
     def _end_everything(self) -> None:
         """End every open request with an output, even if the scheduler's state is broken."""
@@ -241,7 +236,7 @@ class EngineLoop:
         error = self.why_ended or EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
         self._pending.clear()
         acts: list[Callable[[], None]] = [
-            partial(self._fail_all, error), partial(self._end_open, error), partial(self._refuse_inbox, error),
+            partial(self._fail_all, error), partial(self.outbox.fail_open, error), partial(self._refuse_inbox, error),
             partial(self._refresh_stats, 0.0), self._hand_over,
         ]  # fmt: skip
         if self.runner.profiler is not None:
@@ -260,10 +255,7 @@ class EngineLoop:
                 break
             except BaseException:
                 log.exception("requests were ended in part left=%d", len(self.scheduler.requests))
-        self._collect(self.scheduler.take_outputs())
-
-    def _end_open(self, error: LocalLLMError) -> None:
-        self._collect([EngineOutput(name, finish_reason="error", error=error) for name in self._open])
+        self.outbox.add(self.scheduler.take_outputs())
 
     def _refuse_inbox(self, error: LocalLLMError) -> None:
         """Refuse what was not taken in. An interrupt may come in between: the rest is refused all the same."""
@@ -271,8 +263,8 @@ class EngineLoop:
             item = self._inbox.popleft()
             try:
                 if isinstance(item, Request):
-                    self._open[item.request_id] = item
-                    self._collect([EngineOutput(item.request_id, finish_reason="error", error=error)])
+                    self.outbox.open(item)
+                    self.outbox.fail(item.request_id, error)
                 elif isinstance(item, _Errand) and item.answer.set_running_or_notify_cancel():
                     item.answer.set_exception(error)
             except BaseException:
@@ -299,7 +291,7 @@ class EngineLoop:
             elif not launched and self.scheduler.waits_for_tier:
                 self._wait_for_tier()
         with self._recovering():
-            self._collect(self.scheduler.take_outputs())
+            self.outbox.add(self.scheduler.take_outputs())
             if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last a whole step
                 self._tell()
 
@@ -329,7 +321,7 @@ class EngineLoop:
             item = self._inbox.popleft()
             if isinstance(item, _Cancel):
                 self.scheduler.abort(item.request_id, item.reason)
-                self._collect(self.scheduler.take_outputs())  # at once: the next item may reuse the id
+                self.outbox.add(self.scheduler.take_outputs())  # at once: the next item may reuse the id
             elif isinstance(item, RequestTimeline):
                 try:
                     self.scheduler.recorder.on_search(item)
@@ -341,38 +333,13 @@ class EngineLoop:
                 self._take_in(item)
 
     def _take_in(self, request: Request) -> None:
-        self._open[request.request_id] = request
+        self.outbox.open(request)
         if self._drafter is not None and request.grammar is None:
             request.most_unseen = 0  # guesses extend tokens that the host has seen
         try:
             self.scheduler.add(request)
         except Exception as error:
-            told = as_localllm_error(error, request)
-            self._collect([EngineOutput(request.request_id, finish_reason="error", error=told)])
-
-    def _collect(self, outputs: list[EngineOutput]) -> None:
-        """Add outputs to the next delivery, and close the requests that they end."""
-        self._outputs += outputs
-        self._let_go(outputs)
-
-    def _let_go(self, outputs: list[EngineOutput]) -> None:
-        for output in outputs:
-            if output.finish_reason is not None:
-                request = self._open.pop(output.request_id, None)
-                if request is not None and (adapter := request.options.adapter) is not None:
-                    self._left.append(adapter)
-        while self._left:
-            _end(self._left.popleft())
-
-    def _collect_with_lost(self, error: LocalLLMError) -> None:
-        """Collect outputs, and end every open request that the scheduler lost track of in a failure."""
-        self._outputs += self.scheduler.take_outputs()
-        running = self.scheduler.requests
-        ended = [output for output in self._outputs if output.finish_reason and output.request_id not in running]
-        known = running.keys() | {output.request_id for output in ended}
-        lost = [EngineOutput(n, finish_reason="error", error=error) for n in self._open if n not in known]
-        self._outputs += lost
-        self._let_go(ended + lost)  # an interrupt may have prevented this earlier
+            self.outbox.fail(request.request_id, as_localllm_error(error, request))
 
     def _launch(self) -> bool:
         if self._drafter is not None:
@@ -381,7 +348,9 @@ class EngineLoop:
         if plan is None:
             return False
         requests = self.scheduler.launched[-1].requests
-        rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
+        rows = [
+            i for i, request in enumerate(requests) if plan.rows[i].samples and _may_forbid(self.scheduler, request)
+        ]
         plan = plan if plan.is_unmasked or rows else replace(plan, is_unmasked=True)
         if self.scheduler.can_take_back():
             plan = replace(plan, gives_way=self._has_urgent.is_set)
@@ -406,34 +375,10 @@ class EngineLoop:
         places: list[tuple[int, int]] = []  # (row, which of its draws)
         filled = []
         for row in rows:
-            bits = self._masks_of(requests[row], plan.rows[row].num_drafts)
+            bits = _allowed_tokens(self.scheduler, requests[row], plan.rows[row].num_drafts, self.runner.vocab_size)
             places += [(row, place) for place in range(len(bits))]
             filled.append(bits)
         return TokenMasks(tuple([row for row, _ in places]), np.concatenate(filled), tuple([at for _, at in places]))
-
-    def _masks_of(self, request: Request, num_drafts: int) -> npt.NDArray[np.int32]:
-        """Return the allowed tokens of one row's draws; all, if its result will be dropped anyway."""
-        drafts = request.proposed[:num_drafts]
-        bits = np.full((1 + len(drafts), -(-self.runner.vocab_size // 32)), -1, np.int32)
-        if request.grammar is None or request.is_finished or request.is_redrawn:
-            return bits[:1]
-        try:
-            return bits[: fill_along(request.grammar, drafts, bits)]
-        except Exception as error:
-            bits[:] = -1
-            self.scheduler.fail(request, as_localllm_error(error, request))
-            return bits[:1]
-
-    def _may_forbid(self, request: Request) -> bool:
-        """Return whether the grammar may forbid a token in this step. The first of the newest placeholders is what the
-        step being launched draws; hence minus one. The others are its drafts, and the draws of earlier steps."""
-        if request.grammar is None or request.is_finished:
-            return False
-        try:
-            return request.grammar.may_forbid(request.num_output_placeholders - 1)
-        except Exception as error:
-            self.scheduler.fail(request, as_localllm_error(error, request))
-            return False
 
     def _draft(self, drafter: Drafter) -> None:
         for request in self.scheduler.running:
@@ -445,7 +390,7 @@ class EngineLoop:
                     log.exception("draft failed request id=%s", request.request_id)
 
     def _settle(self) -> None:
-        self._collect(self.scheduler.update(self._pending.popleft().result()))
+        self.outbox.add(self.scheduler.update(self._pending.popleft().result()))
         self._num_fruitless = 0
 
     def _recover(self, error: BaseException) -> None:
@@ -476,7 +421,8 @@ class EngineLoop:
             ended = self.scheduler.fail_step(told, everyone=everyone)
             self._num_fruitless = 0 if ended else self._num_fruitless + 1
         finally:  # an interrupt may arrive here, too
-            self._collect_with_lost(told)
+            outputs = self.scheduler.take_outputs()
+            self.outbox.add_with_lost(outputs, self.scheduler.requests, told)
         if interrupt is not None:
             raise interrupt
 
@@ -485,21 +431,12 @@ class EngineLoop:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        outputs, self._outputs = self._outputs, []
-        if not outputs:
-            return
         try:
-            self.deliver(outputs)
-        except BaseException as error:
-            self._outputs = outputs + self._outputs
-            self._num_undelivered += 1
-            if not isinstance(error, Exception):
-                raise
-            log.exception("outputs were not delivered count=%d", len(outputs))
-            if self._num_undelivered >= MOST_FAILURES:
+            self.outbox.hand_over(self.deliver)
+        except Exception as error:
+            log.exception("outputs were not delivered")
+            if self.outbox.num_refused >= MOST_FAILURES:
                 raise _crashed(f"Outputs were not delivered. {type(error).__name__}: {error}") from error
-        else:
-            self._num_undelivered = 0
 
     def _refresh_stats(self, interval_s: float) -> None:
         if now_s() - self._stats.taken_s < interval_s and self.scheduler.has_work:
@@ -518,6 +455,33 @@ def _has_unseen_tokens(request: Request) -> bool:
     return not request.is_finished and request.num_output_placeholders > 1
 
 
+def _allowed_tokens(scheduler: Scheduler, request: Request, num_drafts: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return the allowed tokens of one row's draws; all, if its result will be dropped anyway. A grammar that fails
+    ends its request."""
+    drafts = request.proposed[:num_drafts]
+    bits = np.full((1 + len(drafts), -(-vocab_size // 32)), -1, np.int32)
+    if request.grammar is None or request.is_finished or request.is_redrawn:
+        return bits[:1]
+    try:
+        return bits[: fill_along(request.grammar, drafts, bits)]
+    except Exception as error:
+        bits[:] = -1
+        scheduler.fail(request, as_localllm_error(error, request))
+        return bits[:1]
+
+
+def _may_forbid(scheduler: Scheduler, request: Request) -> bool:
+    """Return whether the grammar may forbid a token in this step. The first of the newest placeholders is what the
+    step being launched draws; hence minus one. The others are its drafts, and the draws of earlier steps."""
+    if request.grammar is None or request.is_finished:
+        return False
+    try:
+        return request.grammar.may_forbid(request.num_output_placeholders - 1)
+    except Exception as error:
+        scheduler.fail(request, as_localllm_error(error, request))
+        return False
+
+
 def _refusal(why: EngineError) -> EngineError:
     """Return the error of a request that comes after the end. Lost ranks come back: the client may send it again."""
     if isinstance(why, RanksLost):
@@ -529,29 +493,9 @@ def _crashed(why: str) -> EngineCrashed:
     return EngineCrashed("The engine crashed.", why, "Send the request again. The log has the details for a report.")
 
 
-def _begin(adapters: list[Adapter]) -> None:
-    """Count one request on each adapter, or on none if one of them is unloaded."""
-    begun: list[Adapter] = []
-    try:
-        for adapter in adapters:
-            adapter.begin()
-            begun.append(adapter)
-    except BaseException:
-        for adapter in begun:
-            _end(adapter)
-        raise
-
-
 def _run_errand(errand: _Errand) -> None:
     if errand.answer.set_running_or_notify_cancel():
         try:
             errand.answer.set_result(errand.work())
         except Exception as error:
             errand.answer.set_exception(error)
-
-
-def _end(adapter: Adapter) -> None:
-    try:
-        adapter.end()
-    except Exception:
-        log.exception("an adapter did not release a request name=%s", adapter.name)

@@ -307,13 +307,13 @@ class Walk:
 
     def _all_ended(self) -> bool:
         """Return whether all requests have ended. After the thread's end, undelivered outputs count as errors."""
-        left = self.engine.loop._outputs if not self.engine.loop.is_running else []
+        left = self.engine.loop.outbox._outputs if not self.engine.loop.is_running else []
         told = self.engine.endings.keys() | {output.request_id for output in left if output.finish_reason}
         return self.asked.keys() <= told
 
     def _is_busy(self) -> bool:
         loop = self.engine.loop
-        return bool(self.engine.scheduler.has_work or loop._inbox or loop._outputs or loop._left)
+        return bool(self.engine.scheduler.has_work or loop._inbox or loop.outbox._outputs or loop.outbox._left)
 
     # -- what holds
 
@@ -330,7 +330,7 @@ class Walk:
         assert not scheduler.running
         assert not scheduler.launched
         assert not len(scheduler.waiting)
-        assert not loop._open
+        assert not loop.outbox._open
         assert not loop._pending
         assert scheduler.ledger.main_pool.num_free == scheduler.ledger.main_pool.capacity
         check_states(scheduler)
