@@ -55,7 +55,8 @@ class OutputReserve:
         self._steps_to_trial -= 1
 
     def on_trial(self, request: Request, num_running: int) -> None:
-        self._steps_to_trial = SPACING * min(self._mean_tokens, request.max_output_tokens) / num_running
+        """Note a trial. num_running: 0 while the only other requests are loading their blocks."""
+        self._steps_to_trial = SPACING * min(self._mean_tokens, request.max_output_tokens) / max(1, num_running)
 
     def on_preemption(self) -> None:
         self._steps_to_trial = max(self._steps_to_trial, PAUSE * self._mean_tokens)

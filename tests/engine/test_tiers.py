@@ -186,6 +186,20 @@ def test_a_running_request_takes_the_blocks_of_a_load() -> None:
     assert told["c"] == expected_output(PROMPT, 8)
 
 
+def test_a_request_enters_on_trial_while_another_one_only_loads() -> None:
+    """No request runs then, and what the load holds leaves no room for the expected output."""
+    engine = tiered(num_blocks=18, output_reserve=1.0)
+    ask(engine, "a", PROMPT)
+    forget_cache(engine)
+    engine.add("b", PROMPT)
+    engine.loop.step()
+    assert engine.scheduler.requests["b"].state is State.LOADING
+    engine.add("c", [50, 51, 52], max_tokens=60)
+    engine.loop.step()
+    assert engine.scheduler.requests["c"].state is State.RUNNING
+    assert engine.run()["c"] == expected_output([50, 51, 52], 60)
+
+
 def test_a_preempted_request_comes_back_without_computing_again() -> None:
     """Two requests that do not fit together: the younger one's blocks are copied out before they are used again."""
 
