@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.config.flags import add_json
+from localllm.config.resolve import resolve
 from localllm.errors import ConfigError, NotWritable
 from localllm.terminal import print_table
 from localllm.units import format_bytes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def kv_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "clear"), nargs="?", default="list", help="without it: list")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="with clear: only of this model, as list shows it")
-    help = "the folder that servers were given; default: kv in the cache folder"
+    help = "the folder that servers were given; default: as in the settings, else kv in the cache folder"
     parser.add_argument("--kv-offload-dir", type=Path, metavar="FOLDER", help=help)
     add_json(parser)
 
@@ -31,7 +32,7 @@ def kv_arguments(parser: argparse.ArgumentParser) -> None:
 def kv(options: argparse.Namespace) -> int:
     from localllm.engine.memory.block_stores import kept_models, kv_folder
 
-    folder = options.kv_offload_dir or kv_folder()
+    folder = options.kv_offload_dir or kv_folder(resolve({}).engine.kv_offload_dir)
     found = kept_models(folder)
     if options.action == "clear":
         return _clear(options, folder, found)

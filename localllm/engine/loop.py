@@ -180,6 +180,8 @@ class EngineLoop:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
         self._thread.start()
+        if (tiers := self.scheduler.cache.tiers) is not None:
+            tiers.transfers.start()
 
     def stop(self) -> None:
         """End every request with an `EngineStopped` error, then end the thread. Idempotent."""

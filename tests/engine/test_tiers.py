@@ -12,7 +12,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from localllm.engine.memory.block_stores import HEADER, BlocksWritten, DiskStore, RamStore, Transfers
+from localllm.engine.memory.block_stores import (
+    HEADER,
+    BlocksWritten,
+    DiskStore,
+    RamStore,
+    Transfers,
+    delete_kept,
+    kept_models,
+)
 from localllm.engine.memory.tiers import TierCosts
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request, RequestOptions, State
@@ -369,6 +377,26 @@ def test_a_second_server_reads_and_does_not_write(tmp_path) -> None:
     assert key(2) not in second
     first.close()
     assert DiskStore(tmp_path, FINGERPRINT, 10**6).accepts
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_blocks_that_a_user_deletes_are_forgotten_and_kept_again(tmp_path, monkeypatch, is_idle) -> None:
+    """An idle server looks now and then, and tells its engine; a busy one looks before it writes."""
+    monkeypatch.setattr("localllm.engine.memory.block_stores.LOOK_S", 0.01)
+    store = DiskStore(tmp_path, FINGERPRINT, 10**6, "a model")
+    transfers, told = Transfers([store]), threading.Event()
+    transfers.on_news = told.set
+    store.put(key(1), block(1))
+    delete_kept(*kept_models(tmp_path))
+    if is_idle:
+        transfers.start()
+        assert told.wait(5)
+        transfers.close()
+        assert (store.used_bytes, key(1) in store, store.forget_deleted()) == (0, False, False)
+        return
+    store.put(key(1), block(1))
+    assert [(each.name, each.num_blocks) for each in kept_models(tmp_path)] == [("a model", 1)]
+    assert (store.get(key(1)) == block(1)).all()
 
 
 def test_models_share_the_bound_and_not_their_blocks(tmp_path) -> None:

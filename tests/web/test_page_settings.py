@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from localllm.config.resolve import resolve
 from localllm.config.settings import SETTINGS, ModelTable, ServerConfig, Settings
+from localllm.engine.memory.block_stores import DiskStore
 from localllm.machine.install_kind import InstallKind
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
 from localllm.web.pages.settings import doctor, restart, setting_rows
@@ -353,6 +355,22 @@ def test_a_key_for_infer_sees_none_of_it(unlocked: LiveServer) -> None:
 
 
 # Storage, and this machine ------------------------------------------------------------------------------------------
+
+
+def test_privacy_says_where_kv_blocks_are_kept_and_deleting_them_ends_it(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "the KV cache is never written to disk" in server.get("/settings").text
+    store = DiskStore(tmp_path / "localllm" / "kv", bytes(16), 10**6, "a model")
+    store.put((0, bytes(16)), np.zeros(1000, np.uint8))
+    store.close()
+    page = server.get("/settings").text
+    assert "never written to disk" not in page
+    assert f"<code>{tmp_path / 'localllm' / 'kv'}</code>" in page
+    assert "can turn them back into prompts and answers" in page
+    assert server.http.post("/settings/kv/delete").status_code == 303
+    assert "the KV cache is never written to disk" in server.get("/settings").text
 
 
 def test_storage_tells_sizes_as_they_are(

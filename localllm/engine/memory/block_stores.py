@@ -18,10 +18,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,6 +44,9 @@ HEADER = struct.Struct("<4sI16s16sIQ16s")
 LEAST_FREE = 0.05  # share of the file system that stays free
 RETRY_S = 60.0  # after a write failed
 TOUCH_S = 3600.0  # seconds between two changes of the time of a file that is read
+LOOK_S = 5.0  # seconds between two looks of a server at whether its blocks were deleted
+ABOUT = "about.json"
+"""The file of a fingerprint's folder that names the model. Deleting blocks deletes it, too."""
 
 
 class BlockStore(Protocol):
@@ -144,7 +148,7 @@ class DiskStore:
 
     def __init__(self, folder: Path, fingerprint: bytes, capacity_bytes: int, about: str = "") -> None:
         """Open a store. about: what `localllm kv list` prints of it. Raises OSError if the folder cannot be made."""
-        self.capacity_bytes, self._root, self._fingerprint = capacity_bytes, folder, fingerprint
+        self.capacity_bytes, self._fingerprint, self._about = capacity_bytes, fingerprint, about
         self._own = folder / fingerprint.hex()
         make_private(self._own)
         self._files: OrderedDict[Path, int] = OrderedDict()  # of all fingerprints, least recently used first
@@ -164,7 +168,7 @@ class DiskStore:
             if path.parent.parent == self._own and (key := _key_of(path)) is not None:
                 self._keys[key] = path
         if self._lock_file is not None:
-            write_private(self._own / "about.json", json.dumps({"model": about}).encode())
+            self._write_about()
             with self._lock:
                 self._make_room(0)
 
@@ -176,7 +180,10 @@ class DiskStore:
         return key in self._keys
 
     def put(self, key: Key, block: Bytes) -> None:
-        if key in self._keys or not self.accepts:
+        if not self.accepts:
+            return
+        self.forget_deleted()
+        if key in self._keys:
             return
         group, name = key
         size = HEADER.size + block.nbytes
@@ -229,6 +236,23 @@ class DiskStore:
         keys, self._keys = self._keys, {}
         for key, path in keys.items():
             self._forget(path, key)
+
+    def forget_deleted(self) -> bool:
+        """Forget the blocks of this fingerprint if a user has deleted them, and return whether there were any."""
+        if (self._own / ABOUT).exists():
+            return False
+        with self._lock:
+            for path in self._keys.values():
+                self.used_bytes -= self._files.pop(path, 0)
+                self._touched.pop(path, None)
+            had_blocks, self._keys = bool(self._keys), {}
+        if self._lock_file is not None:
+            with contextlib.suppress(OSError):  # a disk that cannot be written: `put` will tell
+                self._write_about()
+        return had_blocks
+
+    def _write_about(self) -> None:
+        write_private(self._own / ABOUT, json.dumps({"model": self._about}).encode())
 
     def close(self) -> None:
         """Let another server write. Idempotent."""
@@ -289,13 +313,13 @@ class KeptModel(NamedTuple):
 
 def kept_models(folder: Path) -> list[KeptModel]:
     """Return what is kept in a folder, the last used first."""
-    files: dict[Path, list[tuple[int, float]]] = {each.parent: [] for each in folder.glob("*/about.json")}
+    files: dict[Path, list[tuple[int, float]]] = {each.parent: [] for each in folder.glob(f"*/{ABOUT}")}
     for path, size, used_s in block_files(folder):
         files.setdefault(path.parent.parent, []).append((size, used_s))
     models = []
     for own, found in files.items():
         try:
-            name = str(json.loads((own / "about.json").read_text())["model"])
+            name = str(json.loads((own / ABOUT).read_text())["model"])
         except (OSError, ValueError, KeyError, TypeError):
             name = ""
         used_s = max([used for _, used in found], default=0.0)
@@ -304,7 +328,8 @@ def kept_models(folder: Path) -> list[KeptModel]:
 
 
 def delete_kept(model: KeptModel) -> None:
-    """Delete what is kept of a model. A server that runs finds nothing there any more, and computes. Raises OSError."""
+    """Delete what is kept of a model. A server that runs forgets its blocks on disk, and writes new ones. Raises
+    OSError."""
     for child in model.folder.iterdir():
         if child.name != "lock":  # which a running server holds
             shutil.rmtree(child) if child.is_dir() else child.unlink(missing_ok=True)
@@ -406,17 +431,17 @@ class Transfers:
 
     def read(self, load: Any, index: int, key: Key, is_wanted: Callable[[], bool]) -> None:
         """Read a block; `BlockArrived` tells. is_wanted: asked when its turn comes."""
-        self._start()
+        self.start()
         self._reads.put(lambda: self.do_read(load, index, key) if is_wanted() else None)
 
     def write(self, keys: Sequence[Entry | None], blocks: HostBlocks, num_bytes: int) -> None:
         """Write blocks; `BlocksWritten` tells. keys: of each block; None: it is not written."""
-        self._start()
+        self.start()
         self._writes.put(lambda: self.do_write(keys, blocks, num_bytes))
 
     def clear(self) -> None:
         """Forget all blocks of this model, also those on their way."""
-        self._start()
+        self.start()
         self._clear()
         self._writes.put(self._clear)
 
@@ -454,20 +479,36 @@ class Transfers:
         finally:
             self._tell(BlocksWritten(keys, num_bytes, time.perf_counter() - started, first_s))
 
+    def forget_deleted(self) -> None:
+        """Forget the blocks that a user has deleted, and let the engine count again."""
+        if any(store.forget_deleted() for store in self.stores if isinstance(store, DiskStore)):
+            self._tell(BlocksWritten((), 0, 0.0))
+
     def _tell(self, news: BlockArrived | BlocksWritten) -> None:
         self.news.append(news)
         self.on_news()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the threads. Idempotent."""
         if not self._threads:
-            for name, queue in (("read", self._reads), ("write", self._writes)):
-                thread = threading.Thread(target=_work, args=(queue,), name=f"localllm-kv-{name}", daemon=True)
+            look_s = LOOK_S if any(isinstance(store, DiskStore) for store in self.stores) else None
+            for name, queue, wait_s in (("read", self._reads, None), ("write", self._writes, look_s)):
+                target = partial(_work, queue, wait_s, self.forget_deleted)
+                thread = threading.Thread(target=target, name=f"localllm-kv-{name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
 
-def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := queue.get()) is not None:
+def _work(queue: SimpleQueue[Callable[[], None] | None], wait_s: float | None, when_idle: Callable[[], None]) -> None:
+    """Do the jobs of a queue until there is None. wait_s: without a job before `when_idle` is called; None: never."""
+    job: Callable[[], None] | None
+    while True:
+        try:
+            job = queue.get(timeout=wait_s)
+        except Empty:
+            job = when_idle
+        if job is None:
+            return
         try:
             job()
         except Exception:

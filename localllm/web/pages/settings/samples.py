@@ -56,8 +56,9 @@ def samples(shell: views.Shell) -> list[views.View]:
     )
     facts = (views.Fact("localllm", "0.1.0", "Apache-2.0"),)
     page = v.SettingsPage(
-        shell, groups, keys, disk, facts, facts, doctor.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", ""
-    )
+        shell, groups, keys, disk, facts, facts, doctor.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", "",
+        "~/.cache/localllm/kv",
+    )  # fmt: skip
     return [
         *_of_tool_servers(shell),
         group,

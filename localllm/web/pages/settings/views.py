@@ -68,6 +68,7 @@ class SettingsPage(View):
     log_levels: tuple[str, ...]
     config_file: str
     chats_path: str  # empty: chats are in memory only
+    kv_path: str  # folder of KV blocks; empty: no model keeps them, and there are none
     wipe: View = field(default_factory=WipeChats)  # the form that deletes all chats
 
 
@@ -119,7 +120,11 @@ async def whole_page(
     request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED, query: str = ""
 ) -> SettingsPage:
     state, settings = pages_state(request), settings_of(request)
-    storage = await asyncio.to_thread(read_storage, settings.file, kv_folder(settings.engine.kv_offload_dir))
+    kv_path = kv_folder(settings.engine.kv_offload_dir)
+    storage = await asyncio.to_thread(read_storage, settings.file, kv_path)
+    paths = {each.name: each.path for each in storage.rows}
+    tables = [table.engine.get("kv_disk_gib") for table in settings.models.values()]
+    keeps_kv = "KV blocks" in paths or any([settings.engine.kv_disk_gib, *tables])
     return SettingsPage(
         shell=state.shell(request, "Settings", "settings"),
         groups=groups(settings, state.served, query),
@@ -131,7 +136,8 @@ async def whole_page(
         log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
         log_levels=LEVELS,
         config_file=str(file_of(settings)),
-        chats_path=next((each.path for each in storage.rows if each.name == "Chats"), ""),
+        chats_path=paths["Chats"],
+        kv_path=str(kv_path) if keeps_kv else "",
     )
 
 
