@@ -55,7 +55,10 @@ def test_the_verb_lists_and_deletes_what_is_kept(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_with_recurrent_states_is_refused_by_name(tiny_model_path: Any, tmp_path: Path) -> None:
+def test_a_model_with_recurrent_states_is_refused_by_name_before_its_weights_are_read(
+    tiny_model_path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.serving.build._load", None)
     with pytest.raises(UnsupportedOption, match="recurrent states"):
         served(tiny_model_path("qwen3_5"), tmp_path)
 
@@ -154,7 +157,7 @@ def test_two_servers_with_one_folder_give_the_same_answers(tiny_llama_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_server_that_is_killed_while_it_writes_answers_the_same_after_a_restart(
     tiny_llama_path: Path, tmp_path: Path
 ) -> None:

@@ -67,11 +67,12 @@ For programs: http://127.0.0.1:8000/v1
 All figures: localllm up --verbose, or http://127.0.0.1:8000/dashboard""",
         ),
         (
-            replace(DEMO, installed="org/name", pick=pick()),
+            replace(DEMO, installed="org/name", pick=pick(), notes=("One.",)),
             f"""\
 Ready after 1.9 s: http://127.0.0.1:8000   (--open opens a browser, Ctrl+C stops)
 {TOY} A real model is on this machine:
   localllm up org/name
+Note: One.
 For programs: http://127.0.0.1:8000/v1
 All figures: localllm up --verbose, or http://127.0.0.1:8000/dashboard""",
         ),

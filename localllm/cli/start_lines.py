@@ -63,7 +63,7 @@ def ready_lines(started: StartedServer) -> Iterator[str]:
         yield from _demo_lines(started)
     else:
         yield _model_line(started)
-        yield from (f"Note: {note}" for note in started.notes)
+    yield from (f"Note: {note}" for note in started.notes)
     if started.has_pages and started.link:
         yield f"To manage it in a browser, open once: {started.link}"
     key = ", with your API key" if started.needs_key else ""

@@ -524,21 +524,14 @@ def _engine_loop(
 def _kv_tiers(
     config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, ledger: Ledger, name: str
 ) -> KVTiers | None:
-    """Return what keeps KV blocks outside of the cache; None: nothing is to be kept. Raises `UnsupportedOption` for a
-    model whose blocks cannot move, and `ConfigError` for a folder that cannot be written."""
+    """Return what keeps KV blocks outside of the cache; None: nothing is to be kept. Raises `ConfigError` for a folder
+    that cannot be written."""
     from localllm.engine.memory.block_stores import DiskStore, RamStore, Transfers, kv_folder
     from localllm.engine.memory.tiers import KVTiers
 
-    why_none = "they have no names without --enable-prefix-caching" if not config.enable_prefix_caching else ""
-    if plan.ranks or not runner.block_bytes:
-        why_none = "it keeps recurrent states" if plan.num_places else "it is split over several ranks"
-    if why_none and (plan.kv_disk_bytes or config.kv_offloading_size or config.swap_space):
-        raise UnsupportedOption(
-            "The KV blocks of this model stay in the cache.", f"They cannot be kept elsewhere: {why_none}.",
-            "Leave out --kv-disk-gib, --kv-offloading-size and --swap-space.", param="kv_disk_gib",
-        )  # fmt: skip
-    if why_none or not (plan.kv_ram_bytes or plan.kv_disk_bytes):
+    if not (plan.kv_ram_bytes or plan.kv_disk_bytes):
         return None
+    assert runner.block_bytes, "the plan has tiers for blocks that do not move"
     stores: list[BlockStore] = [RamStore(plan.kv_ram_bytes)] if plan.kv_ram_bytes else []
     if plan.kv_disk_bytes:
         folder = kv_folder(config.kv_offload_dir)

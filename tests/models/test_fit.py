@@ -293,6 +293,52 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], error
     assert caught.value.hint
 
 
+RANKS, NO_NAMES = {"data_parallel_size": 2}, {"enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize("asked", [{"kv_disk_gib": 1.0}, {"kv_offloading_size": 1.0}, {"swap_space": 1.0}])
+@pytest.mark.parametrize(
+    ("beside", "why"), [(RANKS, "several ranks or replicas"), (NO_NAMES, "without --enable-prefix-caching")]
+)
+def test_tiers_of_blocks_that_cannot_move_are_refused_by_name_before_the_weights(
+    beside: dict[str, Any], why: str, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedOption, match=why) as caught:
+        plan(LLAMA_8B, NO_GPU, **beside, **asked)
+    assert caught.value.param in asked
+    made = plan(LLAMA_8B, NO_GPU, **beside, **dict.fromkeys(asked, 0.0))
+    assert (made.kv_ram_bytes, made.kv_swap_bytes, made.kv_disk_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "ram", "swap"),
+    [
+        (NO_GPU, {}, 0, 0),
+        (NO_GPU, {"kv_offloading_size": 4.0}, 4 * GIB, 2 * GIB),
+        (NO_GPU, {"kv_offloading_size": 4.0, "swap_space": 1.0}, 4 * GIB, GIB),
+        (NO_GPU, {"kv_offloading_size": 4.0, "swap_space": 6.0}, 6 * GIB, 6 * GIB),
+        (gpu_machine(23), {"kv_offloading_size": 0.0}, 0, 0),
+    ],
+)
+def test_ram_of_tiers_is_as_asked(hardware: Hardware, asked: dict[str, Any], ram: int, swap: int) -> None:
+    made = plan(QWEN_05B, hardware, **asked)
+    assert (made.kv_ram_bytes, made.kv_swap_bytes) == (ram, swap)
+    assert not any("of RAM" in note for note in made.notes)
+
+
+def test_tiers_take_no_more_ram_than_the_model_leaves() -> None:
+    made = plan(QWEN_05B, NO_GPU, kv_offloading_size=1000.0)
+    assert made.kv_ram_bytes == made.unused_bytes
+    assert made.kv_swap_bytes == made.unused_bytes // 2
+    assert any("instead of 1,000 GiB" in note or "instead of 1000 GiB" in note for note in made.notes)
+
+
+def test_blocks_on_disk_are_named_in_the_notes_with_how_to_delete_them() -> None:
+    [note] = plan(QWEN_05B, NO_GPU, kv_disk_gib=2.0).notes
+    assert "up to 2.0 GiB" in note
+    assert "localllm kv clear" in note
+
+
 def test_unknown_gpu_lists_those_there() -> None:
     with pytest.raises(ConfigError, match=r"cuda:0 \(Card\)"):
         plan(LLAMA_8B, gpu_machine(23), device="cuda:1")

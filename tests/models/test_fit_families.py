@@ -2,6 +2,7 @@
 states, and the memory of a request."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_a_hybrid_of_27b(fit: Any) -> None:
     assert cells["recurrent state, per request"] == [*state]
     assert cells["of 48 layers, as much as"][0] == "the KV cache of 2,349 tokens"
     assert cells["one request of 32,768 tokens"] == [*request]
+
+
+def test_the_table_names_what_is_kept_in_ram_and_on_disk(fit: Any) -> None:
+    asked = ("--kv-disk-gib", "2", "--kv-offloading-size", "3", "--swap-space", "1")
+    code, told = fit("llama", {}, *asked)
+    rows = dict(line.split("  ", 1) for line in told.splitlines() if line.startswith("KV blocks"))
+    assert code == 0
+    assert rows["KV blocks in RAM"].split() == ["up", "to", "3.0", "GiB"] * 2
+    assert rows["KV blocks on disk"].split() == ["up", "to", "2.0", "GiB"] * 2
+    assert re.search(r"of preempted requests +up to 1.0 GiB", told)
 
 
 @pytest.mark.slow

@@ -167,6 +167,11 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             for needs in (each.needs for each in estimates)
         ],
     )
+    tiers = {"KV blocks in RAM": "kv_ram_bytes", "  of preempted requests": "kv_swap_bytes"}
+    for name, what in (tiers | {"KV blocks on disk": "kv_disk_bytes"}).items():
+        sizes = [getattr(each.needs, what) for each in estimates]
+        if any(sizes):
+            yield name, [f"up to {format_bytes(size)}" if size else "" for size in sizes]
     yield "verdict", [each.verdict for each in estimates]
     yield "context", [_count(each.plan.max_model_len) if each.plan else "" for each in estimates]
     for length in estimates[0].concurrency if has_cache else ():

@@ -108,6 +108,7 @@ class PlanAttempt:
         self.num_places = 0
         if spec.recurrent is not None:
             self._add_states()
+        self.kv_ram_bytes, self.kv_swap_bytes, self.kv_disk_bytes = self._tier_bytes(in_processes)
 
     def _add_pictures(self, *, has_ranks: bool) -> None:
         """Choose the tokens of the largest picture: fewer, if the context would become short otherwise."""
@@ -182,15 +183,14 @@ class PlanAttempt:
     def plan(self) -> MemoryPlan:
         self._require_weights()
         max_model_len = self._choose_context()
-        plan = self._plan_for(max_model_len, self._num_blocks(max_model_len))
+        plan = self._with_ram_that_remains(self._plan_for(max_model_len, self._num_blocks(max_model_len)))
         return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
 
     def _plan_for(self, max_model_len: int, num_blocks: int) -> MemoryPlan:
         """Return the plan for this context and cache, whether it fits or not."""
         ranks, inputs = self.ranks, self.inputs
         places = self.places if self.gpu else self.places[:1]  # on a CPU all ranks share the memory
-        asked, swap_space = self.config.async_scheduling, self.config.swap_space
-        kv_ram = 0 if self.shards or self.num_places else self._kv_ram()
+        asked = self.config.async_scheduling
         return MemoryPlan(
             device=ranks[0].device,
             dtype=self.dtype,
@@ -221,19 +221,48 @@ class PlanAttempt:
             fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             pictures=inputs.pictures,
             ranks=self._rank_plans(max_model_len, num_blocks),
-            kv_ram_bytes=kv_ram,
-            kv_swap_bytes=kv_ram // 2 if swap_space is None else int(swap_space * 2**30),
-            kv_disk_bytes=int(self.config.kv_disk_gib * 2**30),
+            kv_ram_bytes=self.kv_ram_bytes,
+            kv_swap_bytes=self.kv_swap_bytes,
+            kv_disk_bytes=self.kv_disk_bytes,
         )
 
-    def _kv_ram(self) -> int:
-        """Return the bytes for KV blocks that leave a GPU. On a CPU the cache itself is in RAM."""
-        asked, available = self.config.kv_offloading_size, self.hardware.ram_available_bytes
-        swap_bytes = int((self.config.swap_space or 0) * 2**30)
-        if asked is not None:
-            return max(int(asked * 2**30), swap_bytes)
-        enough = self.gpu is not None and available >= LEAST_RAM_BYTES and self.config.enable_prefix_caching
-        return max(min(MOST_RAM_BYTES, available // 8) if enough else 0, swap_bytes)
+    def _with_ram_that_remains(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan with as much RAM for KV blocks as the model leaves, and note if that is less than asked."""
+        room = plan.unused_bytes if self.gpu is None else self.hardware.ram_available_bytes
+        if plan.kv_ram_bytes <= room:
+            return plan
+        self.notes.append(
+            f"KV blocks take at most {format_bytes(room)} of RAM instead of {format_bytes(plan.kv_ram_bytes)}: no more "
+            "remains."
+        )
+        most_swapped = room // 2 if self.config.swap_space is None else room
+        return replace(plan, kv_ram_bytes=room, kv_swap_bytes=min(plan.kv_swap_bytes, most_swapped))
+
+    def _tier_bytes(self, in_processes: bool) -> tuple[int, int, int]:
+        """Return the most bytes of KV blocks that have left the cache: in RAM, there of preempted requests, on disk.
+
+        Raises `UnsupportedOption` if they were asked for and the blocks of this model cannot move.
+        """
+        config, available = self.config, self.hardware.ram_available_bytes
+        asked, swap_space = int((config.kv_offloading_size or 0) * 2**30), int((config.swap_space or 0) * 2**30)
+        disk = int(config.kv_disk_gib * 2**30)
+        why_none = "" if config.enable_prefix_caching else "they have no names without --enable-prefix-caching"
+        if in_processes:
+            why_none = "the model is divided over several ranks or replicas, whose memory is that of other processes"
+        elif self.num_places:
+            why_none = "it keeps recurrent states, which are not moved with the blocks"
+        if why_none and (asked or swap_space or disk):
+            set_ = [("--kv-disk-gib", disk), ("--kv-offloading-size", asked), ("--swap-space", swap_space)]
+            flag = next(flag for flag, size in set_ if size)
+            what = f"{flag} is not supported here: the KV blocks of {self.spec.architecture} stay in the cache."
+            why, hint = f"They cannot be kept elsewhere: {why_none}.", f"Leave out {flag}."
+            raise UnsupportedOption(what, why, hint, param=flag.removeprefix("--").replace("-", "_"))
+        if why_none:
+            return 0, 0, 0
+        if config.kv_offloading_size is None and self.gpu is not None and available >= LEAST_RAM_BYTES:
+            asked = min(MOST_RAM_BYTES, available // 8)  # on a CPU the cache itself is in RAM
+        ram = max(asked, swap_space)
+        return ram, ram // 2 if config.swap_space is None else swap_space, disk
 
     # -- ranks
 
@@ -559,6 +588,11 @@ class PlanAttempt:
 
     def _closing_notes(self, plan: MemoryPlan) -> list[str]:
         notes = []
+        if plan.kv_disk_bytes:
+            notes.append(
+                f"KV blocks of prompts are kept on disk, up to {format_bytes(plan.kv_disk_bytes)}. They can be turned "
+                "back into text: localllm kv clear deletes them."
+            )
         if plan.max_num_batched_tokens < plan.max_num_seqs:
             notes.append(
                 f"A step holds {plan.max_num_batched_tokens} tokens, so no more of the {plan.max_num_seqs} "
