@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from localllm.engine.memory.block_stores import RamStore
 from localllm.engine.memory.tiers import TierCosts
 from localllm.engine.request import State
+from localllm.engine.scheduler import _StepBuilder
 from localllm.engine.step import StepPlan
 from tests.engine.harness import (
     BLOCK_SIZE,
@@ -35,15 +37,23 @@ def run(engine: SmallEngine, max_tokens: int = 40, prompts: dict[str, range] = P
     """Answer the prompts, whose outputs do not fit together, while what moves does so within a step."""
     for name, prompt in prompts.items():
         engine.add(name, prompt, max_tokens=max_tokens)
+    finish(engine, prompts)
+    for name, prompt in prompts.items():
+        assert engine.tokens[name] == expected_output(prompt, max_tokens)
+    return engine
+
+
+def finish(engine: SmallEngine, names: Collection[str]) -> None:
+    """Run until these requests have ended, while what moves does so within a step."""
     tiers = engine.scheduler.cache.tiers
-    while len(engine.endings) < len(prompts):
+    for _ in range(2000):
         engine.loop.step()
         check_invariants(engine)
         while tiers is not None and tiers.transfers.jobs:
             tiers.transfers.advance()
-    for name, prompt in prompts.items():
-        assert engine.tokens[name] == expected_output(prompt, max_tokens)
-    return engine
+        if len(engine.endings) == len(names):
+            return
+    raise AssertionError(f"still at work: {list(engine.scheduler.requests.values())}")
 
 
 def holds_nothing(engine: SmallEngine) -> bool:
@@ -209,23 +219,37 @@ def test_a_nan_and_a_failed_step_end_all_swaps() -> None:
     assert told == {name: expected_output(prompt, 40) for name, prompt in PROMPTS.items()}
 
 
-def test_an_id_that_is_used_again_finds_no_tail_of_another_request() -> None:
+def test_each_preemption_gives_the_tail_names_of_its_own() -> None:
+    """Also of a request that is preempted twice, and of another one that has the id of one that has ended."""
     engine = swapping()
-    name = preempted(engine)
-    before = set(engine.scheduler.cache.tiers.swaps._swaps[engine.scheduler.requests[name].sequence].tail)
-    engine.loop.cancel(name)
-    engine.loop.step()
-    engine.tokens.pop(name, None)
-    engine.endings.pop(name)
-    request = engine.add(name, list(PROMPTS[name])[::-1], max_tokens=40)
-    engine.loop.step()
-    swaps = engine.scheduler.cache.tiers.swaps
-    assert request not in swaps
-    while (swap := swaps.plan(request) if request.state is State.RUNNING else None) is None:
+    swaps, names = engine.scheduler.cache.tiers.swaps, list[bytes]()
+    for _ in range(2):
+        request = engine.add("a", PROMPTS["a"], max_tokens=40)
+        while request.state is not State.RUNNING or request.num_computed_tokens % BLOCK_SIZE != 2:
+            engine.loop.step()
+        for request.num_preemptions in range(2):
+            swap = swaps.plan(request)
+            assert swap is not None
+            assert len(swap.tail) == 1
+            names += swap.tail
+        engine.loop.cancel("a")
         engine.loop.step()
-    assert not {name[:20] for name in before} & {name[:20] for name in swap.tail}
-    assert engine.run()[name] == expected_output(list(PROMPTS[name])[::-1], 40)
-    assert before
+        engine.endings.clear()
+    assert len(set(names)) == 4
+
+
+def test_drafts_that_were_in_flight_at_a_preemption_and_are_refused_are_void() -> None:
+    """What was computed behind them is not resumed: the last accepted token is computed again."""
+    engine = swapping(depth=2, propose=lambda ids, most: [31] * most, num_blocks=100)
+    request, prompt = engine.add("a", PROMPTS["a"], max_tokens=40), PROMPTS["a"]
+    scheduler = engine.scheduler
+    while request.num_computed_tokens <= request.num_tokens + 1:  # the newest step has drafts, and is not settled
+        engine.loop.step()
+    scheduler._preempt(request, _StepBuilder(budget=0))
+    assert request in scheduler.cache.tiers.swaps
+    finish(engine, "a")
+    assert engine.tokens["a"] == expected_output(prompt, 40)
+    assert scheduler.cache.tiers.num_swapped_in == 1
 
 
 def test_a_copy_is_written_when_its_step_is_settled_and_not_before() -> None:

@@ -458,7 +458,8 @@ class KVTiers:
 
     def begin_step(self) -> None:
         """Plan the copies that do not depend on what else the step does."""
-        self._take_in()
+        if self.transfers.news or self._arrived or self._loads:  # most steps have none
+            self._take_in()
         if not self._loads and self._queued:
             self._copy_queued_out()
 
@@ -473,10 +474,11 @@ class KVTiers:
 
     def settle(self, plan: StepPlan, seconds: float) -> None:
         """Write what the steps up to this one have copied out, and learn from the step's time in seconds."""
-        rows = [(row.num_computed_tokens, row.num_scheduled_tokens) for row in plan.rows if not row.num_drafts]
-        if num_tokens := sum([count for _, count in rows if count > 1]):
-            position = sum([(start + count // 2) * count for start, count in rows if count > 1]) // num_tokens
-            self.costs.observe_prompt(num_tokens, seconds, position)
+        chunks = [row for row in plan.rows if row.num_scheduled_tokens > 1 and not row.num_drafts]
+        if num_tokens := sum([row.num_scheduled_tokens for row in chunks]):
+            middles = [row.num_computed_tokens + row.num_scheduled_tokens // 2 for row in chunks]
+            weighted = sum([at * row.num_scheduled_tokens for at, row in zip(middles, chunks, strict=True)])
+            self.costs.observe_prompt(num_tokens, seconds, weighted // num_tokens)
         while self._launched and self._launched[0].step_id <= plan.step_id:
             copies = self._launched.popleft()
             assert copies.host is not None
