@@ -71,9 +71,7 @@ def read_spec(
             return _through_transformers(path, config, trust_remote_code=trust_remote_code)
         family = _family_of(config)
         spec = _build(_filled(config, family), family, _read_generation_config(path))
-        return (
-            _with_projector(path, spec, mmproj) if path.is_file() else replace(spec, vision=_read_vision(path, config))
-        )
+        return _with_projector(path, spec, mmproj) if path.is_file() else replace(spec, **_read_vision(path, config))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -274,18 +272,18 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_vision(path: Path, config: Mapping[str, Any]) -> VisionSpec | None:
-    """Return the part that reads pictures; None for a family whose text alone is read, and for a folder without the
-    config of its image processor."""
-    from localllm.models.vision.families import read_vision, sees
+def _read_vision(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` about the part that reads pictures."""
+    from localllm.models.vision.families import kind_of, read_vision, sees
 
     if not sees(config):
-        return None
+        kind = kind_of(config)
+        return {"why_unseeing": f"Pictures of {kind} are not supported."} if "vision_config" in config else {}
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (path / name).is_file():
             found = read_json_object(path / name)
-            return read_vision(config, found.get("image_processor") or found)
-    return None
+            return {"vision": read_vision(config, found.get("image_processor") or found)}
+    return {"why_unseeing": f"{path.name} has no preprocessor_config.json, which says how pictures are prepared."}
 
 
 def _with_projector(path: Path, spec: ModelSpec, asked: str | None) -> ModelSpec:
@@ -303,10 +301,10 @@ def _with_projector(path: Path, spec: ModelSpec, asked: str | None) -> ModelSpec
 
     try:
         vision = vision_of(projector, path, spec.hidden_size)
-    except UnsupportedModel:
+    except UnsupportedModel as error:
         if asked is not None:
             raise
-        return spec
+        return replace(spec, why_unseeing=f"{error.what} {error.why}")
     metadata = read_parts(path)[0].metadata
     architecture = str(metadata["general.architecture"])
     sections = metadata.get(f"{architecture}.rope.dimension_sections")

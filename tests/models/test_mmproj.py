@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from localllm import LLM, SamplingParams
+from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import plan_memory
 from localllm.models.formats.gguf.file_names import projectors_for
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
@@ -152,7 +155,12 @@ def test_a_projector_of_a_type_that_is_not_read_leaves_the_text_part(pairs: dict
     model = Path(shutil.copy(folder / "model.gguf", tmp_path / "m.gguf"))
     data = (folder / "mmproj-model-f32.gguf").read_bytes()
     (tmp_path / "mmproj-new.gguf").write_bytes(data.replace(b"qwen3vl_merger", b"qwen9vl_merger"))
-    assert read_spec(model).vision is None
+    spec, machine = read_spec(model), Hardware((), "a CPU", 2, 2**34, 2**33)
+    assert spec.vision is None
+    [note] = [
+        each for each in plan_memory(EngineConfig(device="cpu"), spec, 2**20, machine).notes if "Text only" in each
+    ]
+    assert note.startswith("Text only: mmproj-new.gguf has a projector of type 'qwen9vl_merger'")
     with pytest.raises(UnsupportedModel, match="type 'qwen9vl_merger', which is not supported"):
         read_spec(model, mmproj=str(tmp_path / "mmproj-new.gguf"))
 

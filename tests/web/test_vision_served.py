@@ -16,10 +16,18 @@ import pytest
 from PIL import Image
 
 from localllm import LLM, SamplingParams
+from localllm.config.settings import EngineConfig
+from localllm.engine.speculation import Speculation
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import plan_memory
+from localllm.models.fit.pictures import with_tower
+from localllm.models.read_spec import read_spec
+from localllm.serving.build import build_engine
 from tests.media.pictures import data_url
-from tests.models.seeing import make_seeing, picture
+from tests.models.seeing import make_seeing, picture, save_tokenizer
 from tests.serving import settings_for
-from tests.web.live_server import ManagedServer
+from tests.tiny import make_tiny_model
+from tests.web.live_server import LiveServer, ManagedServer
 
 NUM_TOKENS = 6
 IMAGE = picture(70, 33)
@@ -167,6 +175,48 @@ def test_the_offline_api_sees_the_same(folder: Path, asked: dict[str, Any]) -> N
             llm.generate([{"prompt": marked, "multi_modal_data": {"image": [IMAGE, IMAGE]}}], params)
         with pytest.raises(Exception, match="holds only 'image'"):
             llm.generate([{"prompt": marked, "multi_modal_data": {"video": IMAGE}}], params)
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "a draft model"])
+def test_answers_about_pictures_are_the_same_with_drafts(
+    drafts: str, folder: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookup drafts for every request; a drafter with weights does not see, and drafts for text alone."""
+    monkeypatch.setattr(Speculation, "width", lambda self, decoding, ready, limit: limit // len(ready) - 1)
+    given = {"draft": str(make_tiny_model(tmp_path / "small", seed=3))} if drafts != "lookup" else {}
+    if given:
+        save_tokenizer(tmp_path / "small", "qwen2_5_vl")
+    sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "device": "cpu", **given}
+    with LiveServer(build_engine(settings_for(folder, **sizes))) as server:
+        picture_part = {"type": "image_url", "image_url": {"url": URL}}
+        text = {"type": "text", "text": QUESTION}
+        cases = (
+            [([picture_part, text], True)] if drafts == "lookup" else [([picture_part, text], False), ([text], True)]
+        )
+        for content, drafted in cases:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 40, "temperature": 0,
+                    "ignore_eos": True}  # fmt: skip
+            plain = server.post("/v1/chat/completions", {**body, "speculative": False}).json()
+            guess = {"prediction": {"type": "content", "content": said(plain)}} if drafts == "lookup" else {}
+            fast = server.post("/v1/chat/completions", {**body, "speculative": True, **guess}).json()
+            assert said(fast) == said(plain)
+            assert said(plain).startswith(said(asked)) == (picture_part in content)
+            assert bool(fast["timings"].get("draft_n")) == drafted
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tensor_parallel_size": 2}, "not supported for a model on several devices"),
+        ({"deterministic": True}, "not supported with --deterministic on a CPU"),
+    ],
+)
+def test_a_model_that_is_loaded_for_text_alone_says_why(given: dict[str, Any], why: str, folder: Path) -> None:
+    config = EngineConfig(max_model_len=512, device="cpu", **given)
+    spec = with_tower(folder, read_spec(folder))
+    plan = plan_memory(config, spec, 2**20, Hardware((), "a CPU", 2, 2**34, 2**33))
+    assert plan.pictures is None
+    assert any(note.startswith("Text only: pictures are") and why in note for note in plan.notes)
 
 
 def test_a_model_can_be_loaded_without_its_tower(folder: Path) -> None:

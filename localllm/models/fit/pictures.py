@@ -51,15 +51,15 @@ class PictureSizes:
 
 
 def why_text_only(spec: ModelSpec, config: EngineConfig, *, has_ranks: bool, on_gpu: bool) -> str:
-    """Return why the tower of a model that has one is not loaded, as a sentence; empty if it is."""
-    if spec.vision is None or not config.limit_mm_per_prompt:
-        return "" if spec.vision is None else "Text only: --limit-mm-per-prompt image=0."
+    """Return why the tower of a model that has one is not loaded, as sentences; empty if it is."""
+    if spec.vision is None:
+        return f"Text only: {spec.why_unseeing}" if spec.why_unseeing else ""
+    if not config.limit_mm_per_prompt:
+        return "Text only: --limit-mm-per-prompt image=0."
     if has_ranks:
         return "Text only: pictures are not supported for a model on several devices."
     if config.deterministic and not on_gpu:
         return "Text only: pictures are not supported with --deterministic on a CPU."
-    if spec.drafter is not None:
-        return "Text only: pictures are not supported beside a drafter with weights."
     return ""
 
 
@@ -108,5 +108,5 @@ def with_tower(path: Path, spec: ModelSpec) -> ModelSpec:
         return replace(spec, vision=replace(spec.vision, tower_bytes=tower_bytes(path, spec.vision, torch.float32)))
     except DoesNotFit:
         raise
-    except ModelError:
-        return replace(spec, vision=None)
+    except ModelError as error:
+        return replace(spec, vision=None, why_unseeing=f"{error.what} {error.why}")

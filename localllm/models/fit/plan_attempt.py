@@ -112,11 +112,10 @@ class PlanAttempt:
 
     def _add_pictures(self, *, has_ranks: bool) -> None:
         """Choose the tokens of the largest picture: fewer, if the context would become short otherwise."""
-        if self.spec.vision is None:
-            return
         why = why_text_only(self.spec, self.config, has_ranks=has_ranks, on_gpu=self.gpu is not None)
         if why:
             self.notes.append(why)
+        if why or self.spec.vision is None:
             return
         wanted = min(self.config.max_model_len or GOOD_CONTEXT, self.spec.max_position)
         for most_tokens in most_tokens_to_try(self.spec, self.config):
