@@ -18,7 +18,6 @@ from localllm.models.spec.family import Family
 from localllm.models.spec.fields import LARGEST, NormSpec, number, size
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
-from localllm.models.spec.vision import VisionSpec
 
 ACTIVATIONS = {
     "silu": "silu",

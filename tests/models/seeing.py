@@ -24,6 +24,7 @@ _CROP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}
 _TILES = {"size": {"longest_edge": 24}, "max_image_size": {"longest_edge": 8}}
 _POINTS = [[16, 32], [32, 16], [32, 32]]
 _GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+_GLM = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 128, "longest_edge": 128 * 60}}
 _QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 40}}
 
 
@@ -41,16 +42,20 @@ class Seeing:
 PLACEHOLDERS = {
     "gemma3": "<image_soft_token>", "gemma4": "<|image|>", "gemma4_both": "<|image|>", "gemma4_unified": "<|image|>",
     "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>", "smolvlm": "<image>", "idefics3": "<image>", "llava": "<image>",
-    "llava_next": "<image>", "llava_onevision": "<image>",
+    "llava_next": "<image>", "llava_onevision": "<image>", "granite_vision": "<image>",
+    "glm4v": "<|image|>", "glm4v_moe": "<|image|>", "glm46v": "<|image|>",
 }  # fmt: skip
 """Texts of the placeholders of families other than Qwen."""
-TOWERS = {"mistral3": "pixtral", "gemma4_both": "gemma4"}
+TOWERS = {"mistral3": "pixtral", "gemma4_both": "gemma4", "granite_vision": "llava_next"}
 SEEING = {
     "qwen2_vl": Seeing("Qwen2VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen2_5_vl": Seeing("Qwen2_5_VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen3_vl": Seeing("Qwen3VLConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen3_vl_moe": Seeing("Qwen3VLMoeConfig", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
     "qwen3_5": Seeing("Qwen3_5Config", "Qwen2VLImageProcessorPil", _QWEN, {"image_token_id": PAD}, {}),
+    "glm4v": Seeing("Glm4vConfig", "Glm4vImageProcessorPil", _GLM, {"image_token_id": PAD}, {}),
+    "glm4v_moe": Seeing("Glm4vMoeConfig", "Glm4vImageProcessorPil", _GLM, {"image_token_id": PAD}, {}),
+    "glm46v": Seeing("Glm46VConfig", "Glm46VImageProcessorPil", _GLM, {"image_token_id": PAD}, {}),
     "gemma3": Seeing(
         "Gemma3Config", "Gemma3ImageProcessorPil", _SQUARE, {"image_token_index": PAD, "mm_tokens_per_image": 4}, {}
     ),
@@ -86,6 +91,23 @@ SEEING = {
         {**_CROP, "image_grid_pinpoints": _POINTS},
         {"image_token_index": PAD, "image_grid_pinpoints": _POINTS},
         {},
+    ),
+    "granite_vision": Seeing(
+        "LlavaNextConfig",
+        "LlavaNextImageProcessorPil",
+        {**_CROP, "image_grid_pinpoints": _POINTS},
+        {
+            "image_token_index": PAD,
+            "image_grid_pinpoints": _POINTS,
+            "vision_feature_layer": [-2, -1],
+        },
+        {
+            "model_type": "granite",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+        },
     ),
     "llava_onevision": Seeing(
         "LlavaOnevisionConfig",
@@ -180,7 +202,7 @@ def reference_with_pictures(model: Any, ids: Sequence[int], processed: Sequence[
     names = processed[0].tensors if processed else {}
     axis = 1 if model.config.model_type in ("smolvlm", "idefics3") else 0  # tiles of one text
     given = {name: joined([each.tensors[name] for each in processed], axis) for name in names}
-    if model.config.model_type.startswith(("qwen", "gemma4")):
+    if model.config.model_type.startswith(("qwen", "gemma4", "glm")):
         given["mm_token_type_ids"] = kinds
     if model.config.model_type == "gemma3":
         given["token_type_ids"] = kinds

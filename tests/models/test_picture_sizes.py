@@ -38,6 +38,8 @@ def test_the_rows_of_a_size_are_those_of_the_tower(name: str, tmp_path: Path) ->
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl.Qwen2_5_VL", {"image_token": "<|image_pad|>"}),
     "qwen3_vl": ("qwen3_vl.Qwen3VL", {"image_token": "<|image_pad|>"}),
+    "glm4v": ("glm4v.Glm4v", {"image_token": "<|image|>"}),
+    "glm46v": ("glm46v.Glm46V", {"image_token": "<|image|>"}),
     "gemma3": (
         "gemma3.Gemma3",
         {"full_image_sequence": f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"},

@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from localllm.config.settings import EngineConfig
 from localllm.errors import UnsupportedModel
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import plan_memory
 from localllm.models.loader import resident_bytes
 from localllm.models.read_spec import family_of, read_spec
 from localllm.models.weights.parameters import held_bytes
@@ -25,6 +28,14 @@ def test_text_alone_has_the_logits_of_the_whole_model(config_name: str, tmp_path
     _, logits = harness.prefill(tokens, chunk=16)
     assert_close(logits, reference_logits(model, tokens))
     assert held_bytes(harness.model) == resident_bytes(tmp_path, harness.spec, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("config_name", ["Llama4Config", "Lfm2VlConfig"])
+def test_a_model_whose_pictures_are_not_supported_says_so_at_start(config_name: str, tmp_path: Path) -> None:
+    kind = make_model(tmp_path, config_name).config.model_type
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    plan = plan_memory(EngineConfig(device="cpu"), read_spec(tmp_path), 2**20, Hardware((), "a CPU", 2, 2**34, 2**33))
+    assert f"Text only: Pictures of {kind} are not supported." in plan.notes
 
 
 @pytest.mark.parametrize("rope", [{}, {"partial_rotary_factor": 1.0}])

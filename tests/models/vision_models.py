@@ -58,6 +58,25 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
         {**_PATCHES, "out_hidden_size": 64, "image_size": 16},
     ),
+    "Lfm2VlConfig": (
+        "Lfm2VlForConditionalGeneration",
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 3,
+            "norm_eps": 1e-5,
+            "block_auto_adjust_ff_dim": False,
+        },
+        {"model_type": "siglip2_vision_model", **_LAYERS, "num_patches": 16},
+    ),
+    "Glm46VConfig": (
+        "Glm46VForConditionalGeneration",
+        {
+            "model_type": "glm4v_text",
+            "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+        {**_PATCHES, "model_type": "glm4v_vision", "out_hidden_size": 64, "image_size": 16},
+    ),
     "Glm4vMoeConfig": (
         "Glm4vMoeForConditionalGeneration",
         {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import CorruptModel
+from localllm.models.families.text_part import of_family
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import NormSpec, number, size
 from localllm.models.spec.gguf import (
@@ -147,6 +148,7 @@ DENSE = Family(
         )
     },
 )
+VISION = of_family("LFM2-VL", ("Lfm2VlForConditionalGeneration",), DENSE)
 MOE = Family(
     "LFM2-MoE",
     ("Lfm2MoeForCausalLM",),

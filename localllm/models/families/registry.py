@@ -112,6 +112,7 @@ FAMILIES = (
     bamba.BAMBA,
     bamba.FALCON_H1,
     lfm2.MOE,
+    lfm2.VISION,
     qwen3_5.DENSE,
     qwen3_5.DENSE_VISION,
     qwen3_5.MOE,

@@ -1,6 +1,7 @@
 """Families of models that see, by what differs between them: marks, sizes, and the text that stands for a picture.
 
     Qwen        any size; 2 x 2 patches are a token; positions have rows and columns
+    GLM-4V      as Qwen; its processor counts the pixels of two frames
     Gemma 3     each picture is one square of 256 tokens that attend to all of the picture
     Pixtral     any size; a token ends each row of patches (Mistral Small 3.1, Ministral 3, Pixtral)
     InternVL    square tiles and an overview
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from localllm.errors import CorruptModel, InvalidParameter
@@ -160,6 +161,54 @@ QWEN = VisionFamily(
     ("min_pixels", "max_pixels"),
 )
 
+
+# ---- GLM-4V --------------------------------------------------------------------------------------------------------
+
+_FRAMES = 2
+"""The processor reads a picture as two frames, and its bounds of pixels are of both."""
+
+
+def _read_glm(config: Config, processor: Config) -> dict[str, Any]:
+    sizes = {
+        "min_pixels": (_FRAMES, 112 * 112, "shortest_edge"),
+        "max_pixels": (_FRAMES, 28 * 28 * 15000, "longest_edge"),
+    }
+    frame = {name: _qwen_size(processor, edge, name, most) // by for name, (by, most, edge) in sizes.items()}
+    facts = _read_qwen(config, {**processor, "size": {}, **frame})
+    return {**facts, "mlp_width": int(config["vision_config"].get("out_hidden_size", facts["mlp_width"]))}
+
+
+def _glm_keywords(spec: VisionSpec, limits: ImageLimits, detail: Detail) -> dict[str, Any]:
+    size = _qwen_keywords(spec, limits, detail)["size"]
+    return {"size": {edge: pixels * _FRAMES for edge, pixels in size.items()}}
+
+
+def _glm_layout(asked: Size, spec: VisionSpec) -> Layout:
+    factor, scale = spec.patch * spec.merge, 1.0
+    if min(asked.height, asked.width) < factor:
+        scale = max(factor / asked.height, factor / asked.width)
+    sides = (int(asked.height * scale), int(asked.width * scale)) if scale > 1 else (asked.height, asked.width)
+    edges = {edge: pixels // _FRAMES for edge, pixels in asked.keywords["size"].items()}
+    return _qwen_layout(asked._replace(height=sides[0], width=sides[1], keywords={"size": edges}), spec)
+
+
+GLM = replace(
+    QWEN,
+    model_types=("glm4v", "glm4v_moe", "glm46v"),
+    mark="<|image|>",
+    marks=(
+        "<|begin_of_image|>",
+        "<|image|>",
+        "<|end_of_image|>",
+        "<|begin_of_video|>",
+        "<|video|>",
+        "<|end_of_video|>",
+    ),
+    read=_read_glm,
+    layout=_glm_layout,
+    keywords=_glm_keywords,
+    frame=("", "<|image|>", ""),
+)
 
 # ---- one square ----------------------------------------------------------------------------------------------------
 
@@ -472,7 +521,7 @@ ANYRES = VisionFamily(
     scales=False,
 )
 
-FAMILIES = (QWEN, GEMMA3, GEMMA4, PIXTRAL, INTERNVL, IDEFICS, LLAVA, ANYRES)
+FAMILIES = (QWEN, GLM, GEMMA3, GEMMA4, PIXTRAL, INTERNVL, IDEFICS, LLAVA, ANYRES)
 _OF_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
