@@ -18,15 +18,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.gguf_files import ARCHITECTURES, write_gguf
+from tests.gguf_hybrids import write_hybrid
 
 TYPES = {
     "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger", "gemma3": "gemma3",
-    "mistral3": "pixtral", "smolvlm": "idefics3", "llava": "mlp",
+    "qwen3_5": "qwen3vl_merger", "mistral3": "pixtral", "pixtral": "pixtral", "smolvlm": "idefics3", "llava": "mlp",
 }  # fmt: skip
-"""model_type -> clip.projector_type."""
+"""Name in tests/models/seeing.py -> clip.projector_type."""
 _SEES = re.compile(r"visual\.|vision_tower\.|vision_model\.|multi_modal_projector\.|connector\.")
 _UNUSED = re.compile(r"vision_tower\.(vision_model\.)?head\.")
-_TEXT_TYPES = {"qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl", "mistral": "llama"}
+_TEXT_TYPES = {
+    "qwen3_5_text": "qwen35",
+    "qwen2_vl_text": "qwen2vl",
+    "qwen2_5_vl_text": "qwen2vl",
+    "qwen3_vl_text": "qwen3vl",
+    "mistral": "llama",
+}
 
 
 def write_text_part(source: Path, path: Path, more: dict[str, Any] | None = None) -> None:
@@ -47,6 +54,9 @@ def write_text_part(source: Path, path: Path, more: dict[str, Any] | None = None
     architecture = _TEXT_TYPES.get(text["model_type"], text["model_type"])
     ARCHITECTURES.setdefault(text["model_type"], architecture)
     sections = (text.get("rope_parameters") or {}).get("mrope_section")
+    if architecture == "qwen35":
+        write_hybrid(folder, path, metadata={"rope.dimension_sections": [*sections, 0]})
+        return
     metadata: dict[str, Any] = {f"{architecture}.rope.dimension_sections": [*sections, 0]} if sections else {}
     added = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
     special = {token["id"] for token in added if token["special"]}
@@ -58,12 +68,12 @@ def write_text_part(source: Path, path: Path, more: dict[str, Any] | None = None
 def write_projector(source: Path, path: Path, *, half: bool = False, **metadata: Any) -> None:
     """Write the rest. half: matrices in 16 bits. metadata: keys of clip.vision that are added or replaced."""
     config = json.loads((source / "config.json").read_text())
-    kind, vision = config["model_type"], config["vision_config"]
+    kind, vision = _kind(config), config["vision_config"]
     processor = json.loads((source / "preprocessor_config.json").read_text())
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", TYPES[kind])
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool("clip.use_gelu", kind in ("gemma3", "smolvlm", "qwen3_vl"))
+    writer.add_bool("clip.use_gelu", kind in ("gemma3", "smolvlm", "qwen3_vl", "qwen3_5"))
     writer.add_bool("clip.use_silu", vision.get("hidden_act") == "silu")
     facts = {**_facts(config, vision, processor), **metadata}
     for key, value in facts.items():
@@ -84,8 +94,14 @@ def write_projector(source: Path, path: Path, *, half: bool = False, **metadata:
     writer.close()
 
 
+def _kind(config: dict[str, Any]) -> str:
+    """Return the key of `TYPES`: transformers has Pixtral 12B as a LLaVA."""
+    is_pixtral = config["model_type"] == "llava" and config["vision_config"]["model_type"] == "pixtral"
+    return "pixtral" if is_pixtral else str(config["model_type"])
+
+
 def _facts(config: dict[str, Any], vision: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
-    kind = config["model_type"]
+    kind = _kind(config)
     width = config["text_config"]["hidden_size"]
     hidden = vision.get("embed_dim") or vision["hidden_size"]
     positions = int(vision.get("num_position_embeddings", 0) ** 0.5)
@@ -113,6 +129,8 @@ def _facts(config: dict[str, Any], vision: dict[str, Any], processor: dict[str, 
         )
     if kind == "mistral3":
         facts |= {"spatial_merge_size": config["spatial_merge_size"], "image_size": processor["size"]["longest_edge"]}
+    if kind == "pixtral":
+        facts["image_size"] = processor["size"]["longest_edge"]
     if kind == "llava":
         facts["block_count"] -= 1  # the output of the last layer is not read
     if kind == "smolvlm":
@@ -136,7 +154,7 @@ def _converted(name: str, tensor: Tensor, kind: str, vision: dict[str, Any], nam
     if kind == "gemma3":
         name = name.replace("_weight", ".weight")
         tensor = tensor + 1 if "soft_emb_norm" in name else tensor
-    if kind == "mistral3" and re.search(r"[qk]_proj\.weight$", name):
+    if kind in ("mistral3", "pixtral") and re.search(r"[qk]_proj\.weight$", name):
         heads = vision["num_attention_heads"]
         tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
     if kind == "llava" and (linear := re.search(r"linear_([12])\.(\w+)$", name)):

@@ -41,7 +41,8 @@ class Seeing:
 
 PLACEHOLDERS = {
     "gemma3": "<image_soft_token>", "gemma4": "<|image|>", "gemma4_both": "<|image|>", "gemma4_unified": "<|image|>",
-    "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>", "smolvlm": "<image>", "idefics3": "<image>", "llava": "<image>",
+    "mistral3": "[IMG]", "pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>", "smolvlm": "<image>", "idefics3": "<image>",
+    "llava": "<image>",
     "llava_next": "<image>", "llava_onevision": "<image>", "granite_vision": "<image>",
     "glm4v": "<|image|>", "glm4v_moe": "<|image|>", "glm46v": "<|image|>",
 }  # fmt: skip
@@ -73,6 +74,13 @@ SEEING = {
         "PixtralImageProcessorPil",
         {"size": {"longest_edge": 64}, "patch_size": 4},
         {"image_token_index": PAD, "spatial_merge_size": 2},
+        {},
+    ),
+    "pixtral": Seeing(
+        "PixtralConfig",
+        "PixtralImageProcessorPil",
+        {"size": {"longest_edge": 64}, "patch_size": 4},
+        {"image_token_index": PAD, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         {},
     ),
     "internvl": Seeing(

@@ -192,3 +192,5 @@ def test_the_projector_of_ollamas_manifest(pairs: dict[str, Path], tmp_path: Pat
     vision = read_spec(blobs / names["model"]).vision
     assert vision is not None
     assert vision.projector == str(blobs / names["projector"])
+    manifest.write_text('{"layers": []}')
+    assert read_spec(blobs / names["model"]).vision is None, "a changed manifest is read again"

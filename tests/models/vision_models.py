@@ -123,6 +123,7 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "Mistral3Config": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "head_dim": 16}, _PIXTRAL),
     "LlavaConfig": ("LlavaForConditionalGeneration", {"model_type": "llama"}, _CLIP),
+    "PixtralConfig": ("LlavaForConditionalGeneration", {"model_type": "mistral", "head_dim": 16}, _PIXTRAL),
     "LlavaNextConfig": ("LlavaNextForConditionalGeneration", {"model_type": "mistral", "head_dim": 16}, _CLIP),
     "LlavaOnevisionConfig": ("LlavaOnevisionForConditionalGeneration", {"model_type": "qwen2"}, _SIGLIP),
     "Idefics3Config": ("Idefics3ForConditionalGeneration", {"model_type": "llama"}, _LAYERS),
@@ -142,7 +143,8 @@ def make_model(path: Path, config_name: str, *, fields: dict[str, Any] | None = 
     """A tiny random model that sees, saved by transformers. fields: of its config; changes: of its text part."""
     class_name, text, vision = {**VISION_MODELS, **MORE_MODELS}[config_name]
     text = {**text, **changes}
-    config = getattr(transformers, config_name)(text_config={**TEXT, **text}, vision_config=vision, **(fields or {}))
+    kind = "LlavaConfig" if config_name == "PixtralConfig" else config_name
+    config = getattr(transformers, kind)(text_config={**TEXT, **text}, vision_config=vision, **(fields or {}))
     config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))
     torch.manual_seed(0)
     model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localllm.models.formats.gguf.file_names import gguf_models
-from localllm.models.vision.mmproj import ADAPTER_LAYER, MODEL_LAYER, ollama_blobs
+from localllm.models.formats.gguf.file_names import gguf_models, ollama_manifests
 
 Program = Literal["ollama", "lmstudio", "llamacpp", "jan"]
 _DEFAULT_REGISTRY, _DEFAULT_OWNER = "registry.ollama.ai", "library"
@@ -48,12 +47,9 @@ def _skip_unreadable(look: Callable[[], Iterator[ProgramModel]]) -> list[Program
 
 def _ollama() -> Iterator[ProgramModel]:
     root = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
-    manifests = root / "manifests"
-    for path in sorted(manifests.rglob("*")):
-        parts = path.relative_to(manifests).parts
-        blobs = ollama_blobs(path) if path.is_file() and len(parts) >= 3 else {}
-        models = blobs.get(MODEL_LAYER, [])  # none for an invalid manifest
-        if len(models) == 1 and ADAPTER_LAYER not in blobs and (root / "blobs" / models[0]).is_file():
+    for parts, blobs in ollama_manifests(root):
+        models = blobs.get("model", [])  # none for an invalid manifest
+        if len(parts) >= 3 and len(models) == 1 and "adapter" not in blobs and (root / "blobs" / models[0]).is_file():
             yield ProgramModel(f"ollama:{_ollama_name(parts)}", root / "blobs" / models[0], "ollama")
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
-from localllm.files.json_file import read_json
 from localllm.models.formats.gguf.checkpoint import read_parts
-from localllm.models.formats.gguf.file_names import projectors_for
+from localllm.models.formats.gguf.file_names import ollama_manifests, projectors_for
 from localllm.models.formats.gguf.header import GGUFHeader, plain, read_header
 from localllm.models.spec.gguf import Metadata
 from localllm.models.spec.vision import VisionSpec
@@ -27,10 +26,6 @@ from localllm.models.vision.families import family_of_type, read_vision
 NONE = "none"
 """The value of --mmproj that leaves the projector out."""
 PROJECTION = "clip.vision.projection_dim"
-_LARGEST_MANIFEST = 2**20
-MODEL_LAYER, ADAPTER_LAYER, PROJECTOR_LAYER = (
-    f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter", "projector")
-)
 
 
 def find_projector(path: Path, hidden_size: int, asked: str | None = None) -> Path | None:
@@ -81,28 +76,12 @@ def _makes_rows(header: GGUFHeader, hidden_size: int) -> bool:
 def _candidates(path: Path) -> Iterator[Path]:
     """Yield files that may be the model's projector, the most likely one first."""
     if path.parent.name == "blobs":
-        for manifest in sorted((path.parent.parent / "manifests").rglob("*")):
-            blobs = ollama_blobs(manifest) if manifest.is_file() else {}
-            if blobs.get(MODEL_LAYER) == [path.name]:
-                yield from (path.parent / name for name in blobs.get(PROJECTOR_LAYER, ()))
+        for _, blobs in ollama_manifests(path.parent.parent):
+            if blobs.get("model") == [path.name]:
+                yield from (path.parent / name for name in blobs.get("projector", ()))
     for folder in (path.parent, path.parent.parent):
         names = [file.name for file in folder.glob("*.gguf")] if folder.is_dir() else []
         yield from (folder / name for name in projectors_for(path.name, names))
-
-
-def ollama_blobs(manifest: Path) -> dict[str, list[str]]:
-    """Return the names of the blobs of an Ollama model by media type; empty for an invalid manifest."""
-    found: dict[str, list[str]] = {}
-    try:
-        layers: list[dict[str, Any]] = read_json(manifest, _LARGEST_MANIFEST)["layers"]
-        for layer in layers:
-            name = str(layer["digest"]).replace(":", "-")
-            if not (name.startswith("sha256-") and name[7:].isalnum()):
-                return {}
-            found.setdefault(str(layer["mediaType"]), []).append(name)
-    except (CorruptModel, KeyError, TypeError):
-        return {}
-    return found
 
 
 # ---- what they say --------------------------------------------------------------------------------------------------

@@ -1,17 +1,21 @@
 """The names of GGUF files: which quantisation, which part of how many, and which file a request means.
 
 There is no standard, only habits: `Qwen3-0.6B-Q4_K_M.gguf`, `model.q8_0.gguf`, `Q2_K/x-Q2_K-00001-of-00003.gguf`.
-Does not know: what is inside a file, where the names come from.
+In Ollama's store a file has its digest as its name, and a manifest names the files of a model.
+Does not know: what is inside a GGUF file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
+from pathlib import Path
 
 from localllm.errors import CorruptModel, ModelNotFound
+from localllm.files.json_file import read_json
 
 PREFERRED = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4_MOE", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M",
@@ -31,6 +35,7 @@ _BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)|^mtp-", re.IGNOR
 _PROJECTOR = re.compile(r"(?:^|(?<=[-._]))mmproj(?:[-._]|$)", re.IGNORECASE)
 PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 """Order of preference among a model's projectors."""
+_LARGEST_MANIFEST, _OLLAMA_LAYER = 2**20, "application/vnd.ollama.image."
 
 
 def projectors_for(model: str, names: Iterable[str]) -> list[str]:
@@ -46,6 +51,32 @@ def projectors_for(model: str, names: Iterable[str]) -> list[str]:
     files = [name for name in names if name.lower().endswith(".gguf")]
     found = [name for name in files if _PROJECTOR.search(name.rpartition("/")[2][:-5])]
     return sorted(found, key=lambda name: (-likeness(name), rank.get(quant_of(name), len(rank)), name))
+
+
+def ollama_manifests(store: Path) -> Iterator[tuple[tuple[str, ...], Mapping[str, list[str]]]]:
+    """Yield each model of Ollama's store: the parts of its name, and the names of its blobs by kind (model, projector,
+    adapter, ...), none for an invalid manifest. store: the folder of `blobs` and `manifests`."""
+    manifests = store / "manifests"
+    for path in sorted(manifests.rglob("*")):
+        if path.is_file():
+            state = path.stat()
+            yield path.relative_to(manifests).parts, _ollama_blobs(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(1024)
+def _ollama_blobs(manifest: Path, changed_ns: int, size: int) -> Mapping[str, list[str]]:
+    """changed_ns, size: of the file, which is read again if they differ."""
+    found: dict[str, list[str]] = {}
+    try:
+        for layer in read_json(manifest, _LARGEST_MANIFEST)["layers"]:
+            name, kind = str(layer["digest"]).replace(":", "-"), str(layer["mediaType"])
+            if not (name.startswith("sha256-") and name[7:].isalnum()):
+                return {}
+            if kind.startswith(_OLLAMA_LAYER):
+                found.setdefault(kind.removeprefix(_OLLAMA_LAYER), []).append(name)
+    except (CorruptModel, KeyError, TypeError):
+        return {}
+    return found
 
 
 @dataclass(frozen=True, slots=True)
