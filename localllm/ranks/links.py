@@ -9,6 +9,7 @@ Does not know: processes (supervisor.py), what records do.
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
@@ -18,7 +19,6 @@ from typing import Any, TypeVar
 
 from localllm.errors import RanksLost
 from localllm.ranks.channel import Channel
-from localllm.ranks.loss import Loss
 from localllm.ranks.messages import Failure, Log, Report
 from localllm.ranks.wire import BadRecord, Kind, Record, decode, encode, encode_record
 
@@ -28,6 +28,49 @@ T = TypeVar("T")
 OnReport = Callable[[int, Report], None]
 Lose = Callable[[str, str, Collection[int]], RanksLost]
 """Function that declares the group lost: what happened, why, and because of which ranks."""
+HINT = "The model is loaded again: send the request again in a few seconds. The log has the details."
+
+
+class Loss:
+    """The state of a group: lost or not, and why. Its file descriptor becomes readable with the loss, for `poll`."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        self._lock = threading.Lock()
+        self._declared = threading.Event()
+        self.error: RanksLost | None = None
+        self.ranks: frozenset[int] = frozenset()  # because of which it is lost
+
+    def fileno(self) -> int:
+        return self._read
+
+    def declare(self, what: str, why: str = "", ranks: Collection[int] = ()) -> RanksLost:
+        """Declare the group lost, because of these ranks. Return the error, which is the first that was declared."""
+        with self._lock:
+            if self.error is None:
+                self.ranks = frozenset(ranks)
+                self.error = RanksLost(what, why, HINT)
+                os.close(self._write)
+                self._declared.set()
+            return self.error
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a loss. Return whether there is one."""
+        return self._declared.wait(seconds)
+
+    def check(self) -> None:
+        """Raise `RanksLost` if the group is lost."""
+        if self.error is not None:
+            raise RanksLost(self.error.what, self.error.why, self.error.hint)
+
+    def close(self) -> None:
+        """Close the file descriptors. The group must be lost or ended."""
+        with self._lock:
+            if self.error is None:
+                self.error = RanksLost("The ranks have ended.", "", HINT)
+                os.close(self._write)
+                self._declared.set()
+        os.close(self._read)
 
 
 def ignore(rank: int, report: Report) -> None:

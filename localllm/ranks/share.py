@@ -5,15 +5,18 @@ Does not know: records, other ranks' sizes, how a model is divided.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
 from localllm.errors import DoesNotFit
+from localllm.kernels.layer_cache import LayerCache
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.fit import MemoryPlan
-from localllm.models.inputs import CausalModel
+from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.spec.shard import local_spec
 from localllm.models.weights.lora import open_lora
 from localllm.ranks.group import World
@@ -27,9 +30,40 @@ from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import Parallel, compile_for_rank, launch_options_of, measure, open_on
 from localllm.runner.runner import TorchRunner
-from localllm.runner.stage import StageModel
 
 PROBES = 1024, 2048  # context lengths that show the bytes of the tables per token
+
+
+class Pipe(Protocol):
+    """The connections of a rank to the same shard of the stages before and after."""
+
+    def receive(self, stream: Tensor) -> Tensor:
+        """Receive the stream [T, hidden] of the stage before, in place."""
+        ...
+
+    def send(self, stream: Tensor) -> None:
+        """Send the stream [T, hidden] to the next stage."""
+        ...
+
+
+class StageModel:
+    """A pipeline stage as a `CausalModel` of some layers. Hidden states of a stage before the last are its stream."""
+
+    def __init__(self, model: DecoderModel, pipe: Pipe) -> None:
+        self._model, self._pipe = model, pipe
+
+    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor:
+        model, stream = self._model, None
+        if model.embedding is None:
+            shape = (len(inputs.token_ids), model.spec.hidden_size)
+            stream = self._pipe.receive(inputs.token_ids.new_empty(shape, dtype=model.dtype))
+        hidden = model.forward(inputs, cache, stream)
+        if model.lm_head is None:
+            self._pipe.send(hidden)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        return self._model.compute_logits(hidden, out)
 
 
 class TorchShare:

@@ -26,8 +26,7 @@ import psutil
 from localllm.errors import EngineError, LocalLLMError, RanksLost
 from localllm.machine.processes import threads_per_process
 from localllm.ranks.channel import Channel
-from localllm.ranks.links import Links
-from localllm.ranks.loss import Loss
+from localllm.ranks.links import Links, Loss
 from localllm.ranks.progress import ProgressTable, shared_memory, unnamed_memory
 from localllm.ranks.wire import Kind
 

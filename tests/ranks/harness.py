@@ -20,8 +20,7 @@ from localllm.models.spec.rope import RopeSpec
 from localllm.models.spec.shard import even_heads, shards_of
 from localllm.ranks.channel import Channel
 from localllm.ranks.executor import RankExecutor
-from localllm.ranks.links import Links
-from localllm.ranks.loss import Loss
+from localllm.ranks.links import Links, Loss
 from localllm.ranks.messages import Connect, Connected, Loaded, Measured
 from localllm.ranks.progress import ProgressTable, shared_memory
 from localllm.ranks.rank import LINGER_S, Rank, Tell

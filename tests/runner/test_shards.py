@@ -19,6 +19,7 @@ from localllm.engine.step import PendingStep, RowResult, Runner, RunnerStats, St
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.group import Alone
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.ranks.share import StageModel
 from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.graphs import AgreedCapture
 from localllm.runner.host_drafts import HostDrafts
@@ -26,7 +27,6 @@ from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import IdExchange, TorchRunner
-from localllm.runner.stage import StageModel
 from tests.kv import of_each
 from tests.models.sharded import ShardedModel, even_shards
 from tests.runner.desk import GREEDY, WAYS, Desk, run_again

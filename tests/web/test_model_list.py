@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
-from localllm.serving.abilities import Abilities, abilities_of
-from localllm.web.api.model_facts import ModelFacts
+from localllm.web.api.model_facts import Abilities, ModelFacts, abilities_of
 from localllm.web.api.openai.models import codex_object
 from tests.text.templates import CHATML
 from tests.tiny import save_tiny_tokenizer

@@ -15,14 +15,31 @@ from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.fleet.upstream import FORWARDED
 from localllm.models.formats.gguf.file_names import quant_of
-from localllm.serving.abilities import Abilities, abilities_of, served_abilities
+from localllm.serving.answers.conversation import calls_tools, reasons
 from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import ModelManager
+from localllm.serving.served import ServedModel
+from localllm.text.answers.detect import answer_format
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer_files import read_chat_templates, read_special_tokens
 from localllm.web.api.exchange import ApiRequest, upstreams_of
 
 if TYPE_CHECKING:
     from localllm.models.spec.model_spec import ModelSpec
     from localllm.models.spec.vision import ImageLimits
+
+
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """The abilities of a model, read from its files without loading it."""
+
+    tools: bool = False
+    reasoning: bool = False
+    vision: bool = False
+    template: str = ""  # source of its chat template
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +51,7 @@ class ModelFacts:
     path: Path | None = None
     spec: ModelSpec | None = None
     context: int | None = None  # served if it is loaded, else as trained
-    abilities: Abilities = Abilities()  # noqa: RUF009 - frozen
+    abilities: Abilities = Abilities()
     image: ImageLimits | None = None  # of its pictures: served if it is loaded, else the checkpoint's
     servers: tuple[str, ...] = ()  # other servers that have it; (): it is a model of this one
 
@@ -135,3 +152,35 @@ def _read(path: Path, changed_ns: int) -> tuple[Path, ModelSpec]:
     from localllm.models.read_spec import read_spec
 
     return path, read_spec(path)
+
+
+def abilities_of(path: Path) -> Abilities:
+    """Return the abilities of a checkpoint. Reads its chat template, so call it on a thread."""
+    files = [path, *(path / name for name in TEMPLATE_FILES)] if path.is_dir() else [path]
+    return _read_abilities(path, tuple(each.stat().st_mtime_ns for each in files if each.exists()))
+
+
+@lru_cache(maxsize=512)
+def _read_abilities(path: Path, changed_ns: tuple[int, ...]) -> Abilities:
+    try:
+        template = _chat_template_of(path)
+        answers = answer_format(template)
+        tools = answers.tools is not None and template.reads("tools")
+    except (LocalLLMError, OSError):
+        return Abilities()
+    return Abilities(tools, answers.reasoning is not None, template=template.source())
+
+
+def _chat_template_of(path: Path) -> ChatTemplate:
+    if path.is_dir():
+        return ChatTemplate(read_chat_templates(path), read_special_tokens(path))
+    from localllm.models.formats.gguf.checkpoint import read_parts
+    from localllm.text.gguf_tokenizer import chat_templates
+
+    return ChatTemplate(chat_templates(read_parts(path)[0].metadata))
+
+
+def served_abilities(model: ServedModel) -> Abilities:
+    """Return the abilities of a loaded model."""
+    template = model.chat_template.source() if model.chat_template else ""
+    return Abilities(calls_tools(model), reasons(model), model.sight is not None, template)
