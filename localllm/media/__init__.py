@@ -1,1 +1,1 @@
-"""Media: pictures from bytes, data URLs and web addresses to pixels, within bounds that are checked first."""
+"""Media: pictures and sound from bytes to pixels, samples and windows of speech, within bounds that are checked."""
