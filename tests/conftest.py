@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ freeze, thaw = gc.freeze, gc.unfreeze
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is marked `rotates(days)`, run the cases whose turn it is, at least one of each test."""
+    """Of a test that is marked `rotates(days)`, run the cases whose turn it is, at least one of each test; and a test
+    that is marked `one_day_in(days)` on the days that its name chooses."""
     if not DAY:
         return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -28,6 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("rotates"):
             cases[item.nodeid.partition("[")[0]].append(item)
     left = {id(item) for each in cases.values() for item in left_for_other_days(each, int(DAY))}
+    for item in items:
+        marker = item.get_closest_marker("one_day_in")
+        if marker is not None and (zlib.crc32(item.nodeid.encode()) + int(DAY)) % marker.args[0]:
+            left.add(id(item))
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
     items[:] = [item for item in items if id(item) not in left]
 

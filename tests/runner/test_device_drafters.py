@@ -70,6 +70,7 @@ def test_a_drafter_that_is_the_model_is_always_right(
     assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
 
 
+@pytest.mark.one_day_in(3)
 def test_a_smaller_model_of_fewer_tokens_and_a_shorter_context_drafts(
     model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
