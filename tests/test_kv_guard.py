@@ -15,6 +15,7 @@ from localllm.models.library.catalog import demo_path
 from localllm.serving.build import build_engine, plan_again
 from localllm.serving.guard import Agreement, guard_config, require_agreement
 from localllm.serving.profiles import fingerprint
+from localllm.serving.served import LoadLimits
 from tests.serving import answer, settings_for
 from tests.tiny import make_tiny_model
 
@@ -44,6 +45,10 @@ def test_a_model_that_loses_its_values_in_four_bits_is_refused_with_the_numbers(
     assert caught.value.param == "kv_cache_dtype"
     assert " of 256 tokens" in str(caught.value)
     assert caught.value.hint == "--kv-cache-dtype int8"
+
+
+def test_a_cache_that_another_replica_has_compared_is_not_compared_again(outliers_path: Path) -> None:
+    build_engine(settings_for(outliers_path, kv_cache_dtype="int4"), limits=LoadLimits(kv_is_compared=True)).close()
 
 
 def test_its_own_cache_is_not_compared(outliers_path: Path) -> None:

@@ -587,6 +587,7 @@ def build_replicas(
 
     def build(number: int, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS) -> ServedModel:
         stores = [] if apart is None else [apart.store_of(number)]
+        limits = replace(limits, kv_is_compared=number > 0)  # all replicas have the same weights and settings
         return build_engine(settings_of(settings, number), on_phase, limits, stores)
 
     with ExitStack() as undo:

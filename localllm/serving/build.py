@@ -96,7 +96,9 @@ def build_engine(
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
         undo.callback(executor.close)
         with report_phase("memory", on_phase) as report:
-            warning = _check_kv_cache(executor, config, plan, found.path, spec, hardware, tokenizer, report)
+            warning = ""
+            if not limits.kv_is_compared:
+                warning = _check_kv_cache(executor, config, plan, found.path, spec, hardware, tokenizer, report)
             runner, plan = executor.open_runner(config, plan, hardware, report)
             plan = replace(plan, notes=(*plan.notes, warning)) if warning else plan
             report(f"blocks: {plan.blocks_in_words}")

@@ -53,10 +53,11 @@ class WrongTask(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """Limits of a load: the memory and the context that other loaded models leave to it."""
+    """Limits of a load: the memory and the context that other loaded models leave to it, and what it need not check."""
 
     reserved_bytes: int = 0  # RAM reserved for other models but not touched yet, which the system counts as free
     min_context: int = 0  # with a shorter context than this (or the model's own), other models are evicted first
+    kv_is_compared: bool = False  # a replica of the model has compared its answers with a KV cache of 4 bits
 
 
 NO_LIMITS = LoadLimits()

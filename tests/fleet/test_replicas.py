@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -21,7 +22,7 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.step import StepPlan
 from localllm.errors import ConfigError, RanksLost, UnsupportedOption
 from localllm.fleet.replicas import ReplicaLoops, build_replicas, settings_of
-from localllm.serving.served import ServedModel
+from localllm.serving.served import LoadLimits, ServedModel
 from tests.serving import Server
 from tests.web.live_server import BLOCK_SIZE, LiveServer, PacedRunner, fake_model, wait_until
 
@@ -347,3 +348,18 @@ async def _kill_one(url: str, http: httpx.Client) -> None:
         assert len(lost) == 1
         assert lost[0] - killed_s < 5
         assert "" in [code for code, _ in codes]
+
+
+def test_only_the_first_replica_compares_a_cache_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def build(settings: Settings, on_phase: Any, limits: LoadLimits, stores: Any) -> Any:
+        compared.append(not limits.kv_is_compared)
+        if len(compared) == 3:
+            raise ConfigError("That is enough.")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("localllm.fleet.replicas.build_engine", build)
+    with pytest.raises(ConfigError, match="enough"):
+        build_replicas(Settings(EngineConfig(data_parallel_size=3, kv_cache_dtype="int4"), ServerConfig()))
+    assert compared == [True, False, False]
