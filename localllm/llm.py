@@ -8,6 +8,7 @@ Does not know: HTTP, asyncio, torch (serving/compute.py imports it).
 from __future__ import annotations
 
 import itertools
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -25,7 +26,7 @@ from localllm.engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from localllm.engine.media import MediaSpan
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
-from localllm.engine.pooling import PoolingInput, PoolingLoop
+from localllm.engine.pooling import BatchInput, PooledValues, PoolingLoop
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
@@ -37,8 +38,11 @@ from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, Prompt
 from localllm.serving.build import build_engine
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 from localllm.text.messages import images_of
+from localllm.text.transcript import TranscriptSegment, Word, segments_of
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from localllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -125,6 +129,13 @@ class PoolingOutput:
     """The plain output of a pooling model: numbers, or lists of numbers for the tokens."""
 
     data: list[float] | list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    text: str
+    words: list[Word]
+    segments: list[TranscriptSegment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +347,29 @@ class LLM:
             for values in self._pooled(prompts, "tokens", truncate_prompt_tokens)
         ]
 
+    def transcribe(
+        self, sound: str | Path | bytes | tuple[npt.ArrayLike, int], *, vad_filter: bool = True
+    ) -> Transcript:
+        """Return the words of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
+        Needs a model that transcribes. vad_filter: leave out parts without speech. Raises `UnreadableMedia`,
+        `MediaTooLarge` and `WrongTask`."""
+        from localllm.media.sound import Samples, decode
+        from localllm.media.speech import VadOptions
+        from localllm.serving.transcription import inputs_of, transcriber_of, windows_of
+
+        client = transcriber_of(self._engine)
+        if isinstance(sound, tuple):
+            samples = Samples.of(*sound)
+        else:
+            with tempfile.TemporaryFile() if isinstance(sound, bytes) else open(sound, "rb") as file:
+                if isinstance(sound, bytes):
+                    file.write(sound)
+                samples = decode(file, "The sound" if isinstance(sound, bytes) else str(sound))
+        windows = windows_of(samples, VadOptions() if vad_filter else None)
+        answers = zip(windows, self._pool(inputs_of(samples, windows)), strict=True)
+        words = [word for window, tokens in answers for word in client.words(tokens, window.start / 16_000)]
+        return Transcript(" ".join(word.text for word in words), words, segments_of(words))
+
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
         pooler = self._engine.pooler
         encoded = [self._encode(prompt, tokens=True) for prompt in _as_prompts(prompts)]
@@ -394,7 +428,7 @@ class LLM:
             for _, event in events:
                 yield event
 
-    def _pool(self, inputs: Sequence[PoolingInput]) -> list[list[float]]:
+    def _pool(self, inputs: Sequence[BatchInput]) -> list[PooledValues]:
         with self._lock:
             loop = self._engine.loop
             assert isinstance(loop, PoolingLoop)

@@ -33,8 +33,8 @@ from localllm.serving.manager import ModelManager
 from localllm.serving.phases import DRAIN_S, Phase
 from localllm.serving.reopen import put_to_sleep, wake_up
 from localllm.serving.served import ServedModel
+from localllm.web.access.connection import fingerprint
 from localllm.web.access.keys import KeyRing, one_time_link
-from localllm.web.access.tls import fingerprint
 from localllm.web.app import Server, bind, create_app
 
 MOST_FILES = 65_536

@@ -31,8 +31,8 @@ from localllm.config.upstreams import UpstreamConfig, read_upstream_flag
 from localllm.errors import ConfigError
 from localllm.units import parse_count
 
-Task = Literal["generate", "embed", "score"]
-TASKS: tuple[Task, ...] = ("generate", "embed", "score")
+Task = Literal["generate", "embed", "score", "transcribe"]
+TASKS: tuple[Task, ...] = ("generate", "embed", "score", "transcribe")
 Source = Literal["default", "profile", "file", "environment", "flag"]
 
 MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests", "Memory", "Scheduling"
@@ -386,6 +386,11 @@ class ServerConfig:
     max_media_body_bytes: int | None = setting(
         None, SERVER, "largest request body with pictures; without them it may have max_body_bytes", unit="bytes",
         low=2**16, unset="64 MiB, or max_inflight_body_bytes if that is less")
+    max_audio_bytes: int = setting(
+        200 * 1024**2, SERVER, "largest sound file that is transcribed", unit="bytes", low=2**16,
+        note="never more than max_inflight_body_bytes")
+    max_audio_seconds: int = setting(
+        4 * 3600, SERVER, "longest sound that is transcribed", unit="seconds", low=1, high=7 * 24 * 3600)
     max_inflight_body_bytes: int = setting(
         256 * 1024**2, SERVER, "largest total size of the bodies of all running requests", unit="bytes",
         low=MIN_INFLIGHT_BODY_BYTES, note="never less than max_body_bytes")
@@ -487,6 +492,10 @@ class ServerConfig:
     def largest_media_body_bytes(self) -> int:
         asked = self.max_media_body_bytes or 64 * 1024**2
         return max(min(asked, self.max_inflight_body_bytes), self.max_body_bytes)
+
+    @property
+    def largest_audio_bytes(self) -> int:
+        return min(self.max_audio_bytes, self.max_inflight_body_bytes)
 
     @property
     def largest_batch_file_bytes(self) -> int:

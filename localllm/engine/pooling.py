@@ -1,4 +1,4 @@
-"""Batches inputs for embedding and scoring models, on a thread of its own.
+"""Batches inputs for models that embed, score or transcribe, on a thread of its own.
 
 Each input is one forward pass without a KV cache, so only the choice of the batch is scheduled. Requests take turns: a
 batch has the oldest input of the request whose turn it is, and the inputs nearest in length among the next ones of all
@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 from localllm.engine.pulse import Pulse, pulse_of
 from localllm.errors import (
@@ -44,12 +44,24 @@ class PoolingInput:
     type_ids: tuple[int, ...] | None = None  # 0 and 1 for the two texts of a pair
     want: Want = "pooled"  # raw: scores without an activation; tokens: the values of all tokens, one after the other
 
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
 
-PooledValues = list[float]
+
+class BatchInput(Protocol):
+    """An input of a batch, which is padded to the largest length in it."""
+
+    @property
+    def length(self) -> int: ...
+
+
+PooledValues = list[Any]
+"""What a model makes of one input: numbers, or the tokens of a window of sound."""
 
 
 class PoolingRunner(Protocol):
-    def __call__(self, batch: Sequence[PoolingInput], /) -> list[PooledValues]: ...
+    def __call__(self, batch: Sequence[Any], /) -> list[PooledValues]: ...
 
     def close(self) -> None:
         """Free the model."""
@@ -69,7 +81,7 @@ class _Request:
 
     __slots__ = ("answers", "future", "is_background", "missing", "waiting")
 
-    def __init__(self, inputs: Sequence[PoolingInput], *, is_background: bool = False) -> None:
+    def __init__(self, inputs: Sequence[BatchInput], *, is_background: bool = False) -> None:
         self.is_background = is_background
         self.answers: list[PooledValues | None] = [None] * len(inputs)
         self.missing = len(inputs)
@@ -77,7 +89,7 @@ class _Request:
         self.future: Future[list[PooledValues]] = Future()
 
 
-_Waiting = tuple[_Request, int, PoolingInput]
+_Waiting = tuple[_Request, int, BatchInput]
 
 
 class PoolingLoop:
@@ -116,7 +128,7 @@ class PoolingLoop:
         for request in left:
             _fail(request, error)
 
-    def submit(self, inputs: Sequence[PoolingInput], *, is_background: bool = False) -> Future[list[PooledValues]]:
+    def submit(self, inputs: Sequence[BatchInput], *, is_background: bool = False) -> Future[list[PooledValues]]:
         """Queue inputs; the future gives one answer per input, in order.
         Cancelling it drops the inputs that still wait. is_background: every other request runs first.
 
@@ -188,7 +200,7 @@ class PoolingLoop:
             if not isinstance(error, Exception):
                 raise
             return
-        tokens = sum(len(each.token_ids) for _, _, each in batch)
+        tokens = sum(each.length for _, _, each in batch)
         self._note(requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s)
         for request in finished:  # last, so that statistics already count a request whose answer arrives
             with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
@@ -225,12 +237,12 @@ class PoolingLoop:
     def _of_like_length(self, window: list[_Waiting]) -> list[_Waiting]:
         """Return the first input of the window and those nearest to it in length,
         until rows or padded tokens are used up."""
-        by_length = sorted(window, key=lambda each: len(each[2].token_ids))
+        by_length = sorted(window, key=lambda each: each[2].length)
         low = high = next(i for i, each in enumerate(by_length) if each is window[0])
 
         def fits(start: int, stop: int) -> bool:
             rows = stop - start + 1
-            return rows <= self._max_seqs and rows * len(by_length[stop][2].token_ids) <= self._max_tokens
+            return rows <= self._max_seqs and rows * by_length[stop][2].length <= self._max_tokens
 
         while True:
             if low > 0 and fits(low - 1, high):

@@ -1,4 +1,4 @@
-"""The asyncio interface of a `PoolingLoop`: texts in, vectors or scores out.
+"""The asyncio interface of a `PoolingLoop`: texts or other inputs in, vectors, scores or other results out.
 
 Its life cycle is that of an `EngineClient` (start, stop, stats), so the model manager treats both alike.
 Does not know: HTTP, dialects, torch.
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from localllm.engine.memory.ledger import Ledger
-from localllm.engine.pooling import PoolingInput, PoolingLoop
+from localllm.engine.pooling import BatchInput, PooledValues, PoolingInput, PoolingLoop
 from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
@@ -40,23 +40,13 @@ class Answers:
     num_tokens: int
 
 
-class PoolingClient(LoopClient):
-    def __init__(
-        self,
-        loop: PoolingLoop,
-        encoder: TextEncoder,
-        limits: PoolingLimits,
-        dim: int,
-        prompts: Mapping[str, str] | None = None,
-        labels: Sequence[str] = (),
-        wants: frozenset[Want] = frozenset({"pooled"}),
-    ) -> None:
-        """dim: numbers in one answer. prompts: by name, prefixes such as `query: ` that `embed` accepts.
-        labels: names of a classifier's classes. wants: what an input can ask for."""
-        self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
-        self.labels, self.wants = tuple(labels), wants
+class BatchClient(LoopClient):
+    """The part of a client that does not depend on what the inputs are."""
+
+    def __init__(self, loop: PoolingLoop, limits: PoolingLimits) -> None:
+        self.limits = limits
         super().__init__(loop)
-        self._loop, self._encoder = loop, encoder
+        self._loop = loop
         self._open = 0
         self._resting = replace(
             StatsRecorder().snapshot(
@@ -100,6 +90,33 @@ class PoolingClient(LoopClient):
             prompt_tokens=now.num_tokens,
             finished={"stop": now.num_requests},
         )
+
+    async def run(self, inputs: Sequence[BatchInput], is_background: bool) -> list[PooledValues]:
+        """Return one answer per input. Raises `QueueFull`, `EngineStopped`."""
+        self._open += 1
+        try:
+            return await asyncio.wrap_future(self._loop.submit(inputs, is_background=is_background))
+        finally:
+            self._open -= 1
+
+
+class PoolingClient(BatchClient):
+    def __init__(
+        self,
+        loop: PoolingLoop,
+        encoder: TextEncoder,
+        limits: PoolingLimits,
+        dim: int,
+        prompts: Mapping[str, str] | None = None,
+        labels: Sequence[str] = (),
+        wants: frozenset[Want] = frozenset({"pooled"}),
+    ) -> None:
+        """dim: numbers in one answer. prompts: by name, prefixes such as `query: ` that `embed` accepts.
+        labels: names of a classifier's classes. wants: what an input can ask for."""
+        super().__init__(loop, limits)
+        self.dim, self.prompts = dim, dict(prompts or {})
+        self.labels, self.wants = tuple(labels), wants
+        self._encoder = encoder
 
     async def embed(
         self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "", is_background: bool = False
@@ -175,9 +192,4 @@ class PoolingClient(LoopClient):
         return length
 
     async def _answer(self, inputs: list[PoolingInput], is_background: bool) -> Answers:
-        self._open += 1
-        try:
-            values = await asyncio.wrap_future(self._loop.submit(inputs, is_background=is_background))
-        finally:
-            self._open -= 1
-        return Answers(values, sum(len(each.token_ids) for each in inputs))
+        return Answers(await self.run(inputs, is_background), sum(each.length for each in inputs))

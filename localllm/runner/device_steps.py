@@ -44,7 +44,7 @@ from localllm.runner.device_drafts import (
     narrowed,
 )
 from localllm.runner.drafter_steps import OpenDrafter
-from localllm.runner.grammar_masks import RowMasks
+from localllm.runner.edits import RowMasks
 from localllm.runner.graphs import Capture, Part, StepGraphs
 from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs

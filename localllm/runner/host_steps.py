@@ -24,7 +24,7 @@ from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotS
 from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch, StepRows
-from localllm.runner.grammar_masks import RowMasks
+from localllm.runner.edits import RowMasks
 from localllm.runner.kv_cache import StateCopies
 from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample

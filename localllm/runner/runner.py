@@ -45,7 +45,7 @@ from localllm.runner.device_errors import check_device, first_line, is_device_lo
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.drafter_steps import OpenDrafter
-from localllm.runner.grammar_masks import RowMasks
+from localllm.runner.edits import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_drafts import Drafters, HostDrafts, Proposals
 from localllm.runner.host_steps import Drawn, Forward, HostSteps

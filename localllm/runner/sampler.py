@@ -33,8 +33,7 @@ from localllm.kernels.sampling.draw import DrawRecord, draw, draw_among, draw_by
 from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
 from localllm.kernels.sampling.tables import SlotTables
-from localllm.runner.edits import apply_edits
-from localllm.runner.grammar_masks import RowMasks, apply_masks
+from localllm.runner.edits import RowMasks, apply_edits, apply_masks
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.sampler_chain import ChainRow, apply_chains, observe
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, SamplingFeatures

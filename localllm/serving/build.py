@@ -74,6 +74,10 @@ def build_engine(
         if config.profile not in ("auto", "none"):
             what, why = f"{found.name} does not support profiles.", "Only models that generate text are tuned."
             raise UnsupportedOption(what, why, "Leave out --profile.", param="profile")
+        if spec == "transcribe":
+            from localllm.serving.transcription import build_transcriber
+
+            return build_transcriber(settings, found, on_phase, limits)
         return build_pooling(settings, found, spec, on_phase, limits)
     from localllm.models.fit.pictures import with_tower
 
@@ -169,7 +173,9 @@ def _download(name: str, revision: str | None, config: EngineConfig, on_phase: O
         report(done=True, fraction=1.0)
 
 
-def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
+def _find(
+    config: EngineConfig, on_phase: OnPhase
+) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score", "transcribe"]]:
     """Return the checkpoint and its spec. For a checkpoint that does not generate text, return its task instead of a
     spec: reading the rest needs torch, which has its own phase."""
     from localllm.models.encoders.recipe import task_of

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from localllm.engine.client import EngineClient
     from localllm.engine.loop import EngineLoop
     from localllm.engine.pooling import PoolingLoop
-    from localllm.engine.pooling_client import PoolingClient
+    from localllm.engine.pooling_client import BatchClient, PoolingClient
     from localllm.engine.step import Profiler
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.library.catalog import ResolvedModel
@@ -41,6 +41,7 @@ DOES: Mapping[Task, tuple[str, str]] = {
     "generate": ("generates text", "/v1/chat/completions"),
     "embed": ("embeds", "/v1/embeddings"),
     "score": ("scores pairs of texts", "/v1/rerank"),
+    "transcribe": ("transcribes speech", "/v1/audio/transcriptions"),
 }
 """What a model of each task does, and the endpoint for it."""
 
@@ -89,7 +90,7 @@ class ServedModel:
     plan: MemoryPlan
     tokenizer: Tokenizer
     chat_template: ChatTemplate  # false where the model has none
-    client: EngineClient | PoolingClient
+    client: EngineClient | BatchClient
     created_s: float
     loop: EngineLoop | PoolingLoop
     sampling_defaults: Mapping[str, Any]  # from generation_config, as fields of SamplingParams

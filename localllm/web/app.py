@@ -42,11 +42,10 @@ from localllm.serving.answers.tool_calls import no_decisions
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import DRAIN_S
 from localllm.web.access.auth import FrontDoor
-from localllm.web.access.connection import Connection, Connections
+from localllm.web.access.connection import Connection, Connections, check_certificate
 from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses
 from localllm.web.access.scopes import API_RULES
-from localllm.web.access.tls import check_certificate
 from localllm.web.activity import Activity, Closing
 from localllm.web.api import anthropic, batches, llamacpp, model_list, ollama, openai, responses, router
 from localllm.web.api.answer import EngineIds
@@ -103,7 +102,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     `faults` records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
-    handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
+    handlers += [*openai.routes(settings.server), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*llamacpp.routes(), *model_list.routes(), *batches.routes(settings.server)]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), *media.routes(), openapi_json]
     template_config, rules = None, API_RULES

@@ -14,7 +14,7 @@ from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
 from localllm.machine.running_servers import announced
 from localllm.up import url_of
-from localllm.web.access.tls import check_certificate, fingerprint
+from localllm.web.access.connection import check_certificate, fingerprint
 from localllm.web.app import bind
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 

@@ -36,6 +36,8 @@ _MODES: dict[str, Mode] = {
 _MODE_NAMES: dict[str, Mode] = {mode: mode for mode in _MODES.values()} | {"lasttoken": "last"}
 """Values of `pooling_mode`, which sentence-transformers writes from version 6 on."""
 _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+TRANSCRIBERS = {"ParakeetForCTC": "ctc", "ParakeetForTDT": "tdt"}
+"""Architectures that transcribe, and what follows their encoder (transcriber.py)."""
 _TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
 HEADS = {
     "Qwen2ForRewardModel": "reward",
@@ -76,6 +78,8 @@ def task_of(path: Path, asked: str = "auto") -> Task:
     if not (path / "config.json").is_file():
         return "generate"
     name = _architecture(read_json_object(path / "config.json"))
+    if name in TRANSCRIBERS:
+        return "transcribe"
     if name.endswith(("ForSequenceClassification", "RewardModel", "ForTokenClassification")):
         return "score"
     if name in HEADS or name.endswith(_OTHER_HEADS):
@@ -223,6 +227,8 @@ def spec_of_any(
     found = task_of(path, task)
     if found == "generate":
         return read_spec(path, model_impl=model_impl, trust_remote_code=trust_remote_code, mmproj=mmproj)
+    if found == "transcribe":
+        return transcriber_spec(path, trust_remote_code=trust_remote_code)
     return pooling_spec(path, read_recipe(path, found), trust_remote_code=trust_remote_code)
 
 
@@ -237,6 +243,23 @@ def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool =
         task=recipe.task,
         implementation="remote" if trust_remote_code and getattr(config, "auto_map", None) else "transformers",
         hidden_act="gelu",
+        rope=RopeSpec(rotary_dim=sizes["head_dim"]),
+        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
+        **sizes,
+    )
+
+
+def transcriber_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
+    """Return the spec of a model that transcribes: the sizes are those of its encoder."""
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    config.encoder_config.vocab_size = config.vocab_size
+    sizes = sizes_of(config.encoder_config)
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return ModelSpec(
+        architecture=str((config.architectures or [type(config).__name__])[0]),
+        task="transcribe",
+        implementation="transformers",
+        hidden_act="silu",
         rope=RopeSpec(rotary_dim=sizes["head_dim"]),
         dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
         **sizes,

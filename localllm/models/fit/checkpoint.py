@@ -118,14 +118,20 @@ def estimate_checkpoint(
 
 def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardware: Hardware) -> Estimate:
     """Estimate the chosen device only: without a KV cache there is nothing to reduce. Raises `DoesNotFit`."""
-    from localllm.models.encoders.model import count_parameters
-    from localllm.models.encoders.recipe import read_recipe
-    from localllm.models.fit.pooling import plan_pooling
+    from localllm.models.fit.pooling import plan_pooling, plan_transcriber
 
     assert spec.task != "generate"
-    recipe = read_recipe(path, spec.task)
-    parameters = count_parameters(path, recipe, trust_remote_code=config.trust_remote_code)
-    plan = plan_pooling(config, spec, recipe, parameters, hardware)
+    if spec.task == "transcribe":
+        from localllm.models.encoders.transcriber import count_transcriber_parameters
+
+        plan = plan_transcriber(config, spec, count_transcriber_parameters(path), hardware)
+    else:
+        from localllm.models.encoders.model import count_parameters
+        from localllm.models.encoders.recipe import read_recipe
+
+        recipe = read_recipe(path, spec.task)
+        parameters = count_parameters(path, recipe, trust_remote_code=config.trust_remote_code)
+        plan = plan_pooling(config, spec, recipe, parameters, hardware)
     names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
     return Estimate(
         plan.device,

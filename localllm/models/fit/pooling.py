@@ -1,4 +1,4 @@
-"""The memory of a model that embeds or scores: weights and one padded batch, no KV cache.
+"""The memory of a model that embeds, scores or transcribes: weights and one padded batch, no KV cache.
 
 Does not know: torch; how batches are made (engine/pooling.py).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.encoders.recipe import PoolingRecipe
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.devices import asked_division, choose_gpu, free_and_reserve, several_ranks_refused
@@ -16,37 +16,76 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 16_384  # padded tokens of one batch
+WINDOW_FRAMES = 3000
+"""Frames of features in the longest window of sound, 30 s."""
 
 
 def plan_pooling(
     config: EngineConfig, spec: ModelSpec, recipe: PoolingRecipe, num_parameters: int, hardware: Hardware
 ) -> MemoryPlan:
     """Return the plan. Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers."""
+    _refuse_options(config, spec, "A model that embeds or scores")
+    length = _length(config, recipe)
+    gpu = choose_gpu(config, hardware)
+    size = DTYPE_BYTES[_dtype(config, spec, gpu)]
+    tokens = max(length, config.max_num_batched_tokens or (GPU_BATCHED_TOKENS if gpu else CPU_BATCHED_TOKENS))
+    # Residual stream, projections and the widest part of a layer; attention's scores; the states in fp32 for pooling.
+    width = 6 * spec.hidden_size + 2 * spec.intermediate_size
+    scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
+    activations = tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4
+    notes = (recipe.note,) if recipe.note else ()
+    return _plan(config, spec, num_parameters, hardware, length, tokens, activations, notes)
+
+
+def plan_transcriber(config: EngineConfig, spec: ModelSpec, num_parameters: int, hardware: Hardware) -> MemoryPlan:
+    """Return the plan of a model that transcribes. Its lengths are frames of features, of 10 ms. Raises like
+    `plan_pooling`."""
+    _refuse_options(config, spec, "A model that transcribes")
+    if config.max_model_len is not None:
+        what, why = f"--max-model-len does not apply to {spec.architecture}.", "Sound is cut into windows of 30 s."
+        raise UnsupportedOption(what, why, "Leave the flag out.", param="max_model_len")
+    gpu = choose_gpu(config, hardware)
+    size = DTYPE_BYTES[_dtype(config, spec, gpu)]
+    frames = max(WINDOW_FRAMES, config.max_num_batched_tokens or WINDOW_FRAMES * (16 if gpu else 4))
+    # The first convolution makes 256 channels of half of the frames and half of about 80 features. The encoder then
+    # reads an eighth of the frames, each with scores of all others in its window, in fp32.
+    convolution = 2 * (frames // 2) * 40 * 256 * size
+    width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
+    layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
+    return _plan(config, spec, num_parameters, hardware, WINDOW_FRAMES, frames, convolution + layers, ())
+
+
+def _refuse_options(config: EngineConfig, spec: ModelSpec, kind: str) -> None:
     for name in ("quantization", "kv_cache_memory_bytes"):
         if getattr(config, name) is not None:
             raise UnsupportedOption(
                 f"--{name.replace('_', '-')} does not apply to {spec.architecture}.",
-                "A model that embeds or scores runs in 16 or 32 bits and has no KV cache.",
+                f"{kind} runs in 16 or 32 bits and has no KV cache.",
                 "Leave the flag out.",
                 param=name,
             )
     division = asked_division(config)
     if division is not None and division.num_ranks > 1:
-        raise several_ranks_refused(spec.architecture, "A model that embeds or scores is not divided.")
-    length = _length(config, recipe)
-    gpu = choose_gpu(config, hardware)
-    dtype = spec.dtype if gpu else "float32"
+        raise several_ranks_refused(spec.architecture, f"{kind} is not divided.")
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, gpu: Gpu | None) -> str:
     if config.dtype != "auto":
-        dtype = config.dtype
-    elif gpu is not None and dtype == "bfloat16" and not gpu.supports_bfloat16:
-        dtype = "float16"
+        return config.dtype
+    if gpu is None:
+        return "float32"
+    return "float16" if spec.dtype == "bfloat16" and not gpu.supports_bfloat16 else spec.dtype
+
+
+def _plan(
+    config: EngineConfig, spec: ModelSpec, num_parameters: int, hardware: Hardware, length: int, tokens: int,
+    activations: int, notes: tuple[str, ...],
+) -> MemoryPlan:  # fmt: skip
+    """Return the plan of batches of `tokens` whose inputs have at most `length`. Raises `DoesNotFit`."""
+    gpu = choose_gpu(config, hardware)
+    dtype = _dtype(config, spec, gpu)
     free, reserve = free_and_reserve(hardware, gpu)
     weights = num_parameters * DTYPE_BYTES[dtype]
-    tokens = max(length, config.max_num_batched_tokens or (GPU_BATCHED_TOKENS if gpu else CPU_BATCHED_TOKENS))
-    # Residual stream, projections and the widest part of a layer; attention's scores; the states in fp32 for pooling.
-    size, width = DTYPE_BYTES[dtype], 6 * spec.hidden_size + 2 * spec.intermediate_size
-    scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
-    activations = tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4
     if weights + activations > free - reserve:
         where = gpu.name if gpu else "RAM"
         raise DoesNotFit(
@@ -71,7 +110,7 @@ def plan_pooling(
         reserve_bytes=reserve,
         free_bytes=free,
         async_depth=1,
-        notes=(recipe.note,) if recipe.note else (),
+        notes=notes,
     )
 
 

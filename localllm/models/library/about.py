@@ -90,7 +90,7 @@ def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
     if spec.task != "generate":
         return {
             "architecture": spec.architecture,
-            "does": "embeds texts" if spec.task == "embed" else "scores pairs of texts",
+            "does": {"embed": "embeds texts", "score": "scores pairs of texts"}.get(spec.task, "transcribes speech"),
             "dtype": spec.dtype,
             "layers": f"{spec.num_layers} of width {spec.hidden_size}",
             "vocabulary": f"{format_count(spec.vocab_size)} tokens",

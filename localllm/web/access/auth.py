@@ -245,7 +245,12 @@ class FrontDoor:
         length = headers.get(b"content-length", b"")
         size_bytes = int(length) if length.isdigit() else 0
         config = self.config
-        largest = max(config.largest_media_body_bytes, MAX_UPLOAD_BYTES, config.largest_batch_file_bytes)
+        largest = max(
+            config.largest_media_body_bytes,
+            MAX_UPLOAD_BYTES,
+            config.largest_batch_file_bytes,
+            config.largest_audio_bytes,
+        )
         return size_bytes if size_bytes <= largest else 0
 
     def _knows_host(self, host: str) -> bool:

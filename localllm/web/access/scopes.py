@@ -81,6 +81,7 @@ API_RULES = RouteRules(
         *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/completion", "/props"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template", "/infill"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify"),
+        *("/audio/transcriptions", "/audio/translations"),
         *("/v1/*", "/api/*", "/localllm/v1/media/tokens"),
     ),
     read=Paths("/localllm/*"),

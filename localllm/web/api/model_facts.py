@@ -78,7 +78,7 @@ class ModelFacts:
     def capabilities(self, tools: str = "tools", reasoning: str = "reasoning") -> list[str]:
         """Return the abilities as words, with a dialect's words for some."""
         if self.spec is not None and self.spec.task != "generate":
-            return ["embedding" if self.spec.task == "embed" else "rerank"]
+            return [{"embed": "embedding", "score": "rerank", "transcribe": "transcription"}[self.spec.task]]
         can = self.abilities
         return ["completion", *[word for word, has in ((tools, can.tools), (reasoning, can.reasoning),
                                                        ("vision", can.vision)) if has]]  # fmt: skip

@@ -26,7 +26,7 @@ from localllm.web.api.openapi import Operation
 from localllm.web.api.own.hub import downloads_of
 from localllm.web.shape import Shape
 
-LM_STUDIO_TYPES = {"generate": "llm", "embed": "embeddings", "score": "embeddings"}
+LM_STUDIO_TYPES = {"generate": "llm", "embed": "embeddings", "score": "embeddings", "transcribe": "transcription"}
 
 
 class LmStudioModel(Shape):

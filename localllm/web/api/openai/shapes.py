@@ -379,3 +379,54 @@ class Classes(Shape):
     model: str
     data: list[ClassifiedText]
     usage: PoolingUsage
+
+
+class SoundUsage(Shape):
+    type: Literal["duration"]
+    seconds: float
+
+
+class Transcription(Shape):
+    text: str
+    usage: SoundUsage
+
+
+class TranscribedWord(Shape):
+    word: str
+    start: float
+    end: float
+    probability: float
+
+
+class TranscribedSegment(Shape):
+    id: int
+    seek: int  # frames of 10 ms before the segment
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class VerboseTranscription(Shape):
+    task: Literal["transcribe"]
+    language: str
+    duration: float
+    text: str
+    usage: SoundUsage
+    segments: list[TranscribedSegment] | UnsetType = UNSET
+    words: list[TranscribedWord] | UnsetType = UNSET
+
+
+class TranscriptDelta(Shape):
+    type: Literal["transcript.text.delta"]
+    delta: str
+
+
+class TranscriptDone(Shape):
+    type: Literal["transcript.text.done"]
+    text: str
+    usage: SoundUsage

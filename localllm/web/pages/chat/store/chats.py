@@ -1,4 +1,4 @@
-"""Operations on chats, their messages, and consents to tools: plain calls on a database, each in one transaction.
+"""Operations on chats, messages, pictures and consents to tools: plain calls on a database, each in one transaction.
 
 A chat has an owner, the name of a key or an empty string; every call for a chat names the owner. Deleted rows are
 marked first, so that they can be restored, and purged later.
@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
+from localllm.errors import MediaTooLarge
 from localllm.machine.running_servers import is_of_other_process, process_mark
+from localllm.units import format_bytes
 from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.file_versions import delete_copies
-from localllm.web.pages.chat.store.pictures import PictureFiles
 from localllm.web.pages.chat.store.records import (
     Branch,
     Chat,
@@ -42,6 +43,48 @@ UNDO_S = 120.0
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
+
+
+MOST_PICTURE_BYTES = 2 * 2**30
+"""Pictures of all chats together."""
+
+
+class PictureFiles(Tables):
+    """Pictures of messages, which name them by digest. A picture belongs to an owner. Triggers of the database delete
+    it with the last message that names it."""
+
+    def picture(self, owner: str, digest: str) -> tuple[str, bytes] | None:
+        """Return the format and the bytes of a picture; None if the owner has no such picture."""
+        found = self._db.execute("SELECT kind, data FROM picture WHERE owner = ? AND digest = ?", (owner, digest))
+        row: tuple[str, bytes] | None = found.fetchone()
+        return row
+
+    def picture_files(self, chat_id: str, digests: Collection[str]) -> dict[str, bytes]:
+        """Return the bytes of pictures of a chat, by digest."""
+        query = "SELECT digest, data FROM picture JOIN chat USING (owner) WHERE chat.id = ? AND digest = ?"
+        rows = (self._db.execute(query, (chat_id, digest)).fetchone() for digest in set(digests))
+        return dict(row for row in rows if row is not None)
+
+    def _keep_pictures(self, owner: str, details: Mapping[str, Any]) -> dict[str, Any]:
+        """Store the pictures whose bytes a message's details hold, and return the details without bytes.
+
+        Raises `MediaTooLarge` if there is no room for them.
+        """
+        if "pictures" not in details:
+            return dict(details)
+        for each in details["pictures"]:
+            if "data" in each:
+                row = (owner, each["digest"], each["kind"], each["data"], time.time())
+                self._db.execute("INSERT OR IGNORE INTO picture VALUES (?, ?, ?, ?, ?)", row)
+        [num_bytes] = self._db.execute("SELECT ifnull(sum(length(data)), 0) FROM picture").fetchone()
+        if num_bytes > MOST_PICTURE_BYTES:
+            raise MediaTooLarge(
+                "The pictures of all chats take too much space.",
+                f"With this one they have {format_bytes(num_bytes)}; the limit is {format_bytes(MOST_PICTURE_BYTES)}.",
+                "Delete chats with pictures.",
+            )
+        kept = [{key: value for key, value in each.items() if key != "data"} for each in details["pictures"]]
+        return {**details, "pictures": kept}
 
 
 class Consents(Tables):

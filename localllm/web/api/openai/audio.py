@@ -1,0 +1,267 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: text, words, segments and subtitles of a sound file."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import IO, Annotated, Any, Literal, cast
+
+import anyio.to_thread
+import msgspec
+from litestar import post
+from litestar.datastructures import UploadFile
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+
+from localllm.config.settings import ServerConfig
+from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.serving.served import ServedModel
+from localllm.serving.transcription import Heard, transcriber_of
+from localllm.text.transcript import TranscriptSegment, Word, segments_of, srt, vtt
+from localllm.web.api.disconnect import EventStream, unless_disconnected
+from localllm.web.api.exchange import ApiRequest, json_response, served_model, warning_headers
+from localllm.web.api.fields import FieldRules, Refused
+from localllm.web.api.openai import shapes
+from localllm.web.api.openapi import FORM, OF_MODELS, Operation, RequestBody
+from localllm.web.errors import InvalidType, MissingParameter, UnsupportedMediaType, as_local_error, openai_error
+
+FORM_BYTES = 64 * 1024
+"""Room for the other fields of a form and for the borders between them."""
+FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
+TYPES = {
+    "text": "text/plain; charset=utf-8",
+    "srt": "application/x-subrip; charset=utf-8",
+    "vtt": "text/vtt; charset=utf-8",
+}
+WITHOUT_EFFECT = ("language", "prompt", "hotwords", "temperature", "seed")
+"""Fields that a model with CTC or a transducer cannot use: it names its likeliest tokens, of any of its languages."""
+_SPEAKERS = Refused("Speakers are not told apart.")
+RULES = FieldRules(
+    refused={
+        "include": Refused("Words have a probability in verbose_json."),
+        "include[]": Refused("Words have a probability in verbose_json."),
+        "beam_size": Refused("The models that transcribe here have no beam search."),
+        "condition_on_previous_text": Refused("Each window is read by itself."),
+        "known_speaker_names[]": _SPEAKERS,
+        "known_speaker_references[]": _SPEAKERS,
+    }
+)
+
+
+class TranscriptionForm(msgspec.Struct, kw_only=True):
+    file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
+    model: str | None = None
+    response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
+    timestamp_granularities: list[Literal["word", "segment"]] = msgspec.field(
+        default_factory=list, name="timestamp_granularities[]"
+    )  # of verbose_json; none: segment
+    stream: bool = False
+    chunking_strategy: str | None = None  # auto, or JSON of {"type": "server_vad", ...}
+    vad_filter: bool = True  # false: windows of 30 s, nothing is left out
+    allow_damaged: bool = False  # transcribe a damaged file as far as it can be read
+    language: str | None = None
+    prompt: str | None = None
+    temperature: float | None = None
+
+
+class ServerVad(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["server_vad"]
+    threshold: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.5
+    prefix_padding_ms: Annotated[int, msgspec.Meta(ge=0, le=2000)] = 200
+    silence_duration_ms: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 500
+
+
+def audio_routes(config: ServerConfig) -> list[HTTPRouteHandler]:
+    """Return the handlers, whose bodies may be as large as a sound file."""
+
+    @post(
+        ["/v1/audio/transcriptions", "/audio/transcriptions"],
+        status_code=200,
+        request_max_body_size=config.largest_audio_bytes + FORM_BYTES,
+        operation=Operation(
+            shapes.Transcription, RequestBody(TranscriptionForm, RULES, media_type=FORM), shapes.TranscriptDelta,
+            also=(*OF_MODELS, 413, 415), guide="speech",
+        ),
+    )  # fmt: skip
+    async def transcriptions(request: ApiRequest) -> ASGIResponse:
+        """Transcribe a sound file. The format of the file is told by its first bytes."""
+        return await _transcribe(request, config)
+
+    @post(
+        ["/v1/audio/translations", "/audio/translations"],
+        status_code=200,
+        request_max_body_size=config.largest_audio_bytes + FORM_BYTES,
+        operation=Operation(
+            shapes.Transcription, RequestBody(TranscriptionForm, RULES, media_type=FORM), also=(*OF_MODELS, 413, 415),
+            guide="speech",
+        ),
+    )  # fmt: skip
+    async def translations(request: ApiRequest) -> ASGIResponse:
+        """Refuse a translation by name: no supported model translates speech."""
+        form = await _form(request)
+        model = await served_model(request, _text(form, "model"), "transcribe")
+        model.require("transcribe")
+        raise UnsupportedParameter(
+            f"{model.name} does not translate.", "It was trained on transcription alone.",
+            "POST /v1/audio/transcriptions, then have a chat model translate the text.", param="model",
+        )  # fmt: skip
+
+    return [transcriptions, translations]
+
+
+async def _form(request: ApiRequest) -> Any:
+    if request.content_type[0] != "multipart/form-data":
+        raise UnsupportedMediaType(
+            "The file must be sent as multipart/form-data.",
+            f"The content type is {request.content_type[0] or 'missing'!r}.",
+            "With curl: -F model=NAME -F file=@talk.wav",
+        )
+    return await request.form()
+
+
+async def _transcribe(request: ApiRequest, config: ServerConfig) -> ASGIResponse:
+    from localllm.media.sound import SoundLimits, decode
+
+    form = await _form(request)
+    asked, granularities, warnings = _read(form)
+    model = await served_model(request, asked["model"], "transcribe")
+    client = transcriber_of(model)
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise MissingParameter("Missing required parameter: 'file'.", param="file")
+    vad = _vad(form)
+    limits = SoundLimits(num_bytes=config.largest_audio_bytes, most_s=config.max_audio_seconds)
+    opened, allow_damaged = cast("IO[bytes]", file.file), _flag(form, "allow_damaged", default=False)
+    samples = await anyio.to_thread.run_sync(
+        lambda: decode(opened, "file", limits, allow_damaged=allow_damaged)  # type: ignore[arg-type]
+    )
+    if samples.missing_s:
+        warnings.append(f"file is damaged: {samples.missing_s:.1f} s are missing")
+    heard = client.transcribe(samples, vad, is_background=model.is_background)
+    if _flag(form, "stream", default=False):
+        if asked["format"] not in ("json", "text"):
+            what = f"response_format {asked['format']} cannot be streamed."
+            raise UnsupportedParameter(what, "A stream has events with text.", "json", param="response_format")
+        return EventStream(_events(request, heard, samples.seconds), _nothing, warning_headers(warnings))
+
+    async def all_words() -> list[Word]:
+        return [word async for each in heard for word in each.words]
+
+    words = await unless_disconnected(request.receive, all_words())
+    if not words:
+        warnings.append(f"no speech found in {samples.seconds:.1f} s")
+    return _answer(model, asked["format"], granularities, words, samples.seconds, warnings)
+
+
+async def _nothing() -> None:
+    """The generator of events has no source that must be closed."""
+
+
+async def _events(request: ApiRequest, heard: AsyncIterator[Heard], seconds: float) -> AsyncGenerator[bytes, None]:
+    told = ""
+    try:
+        async for each in heard:
+            if text := " ".join(word.text for word in each.words):
+                delta = f" {text}" if told else text
+                told += delta
+                yield _event(shapes.TranscriptDelta(type="transcript.text.delta", delta=delta))
+        usage = shapes.SoundUsage(type="duration", seconds=seconds)
+        yield _event(shapes.TranscriptDone(type="transcript.text.done", text=told, usage=usage))
+    except Exception as error:
+        yield _event(openai_error(as_local_error(error, request.scope)))
+
+
+def _event(content: Any) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(content)
+
+
+def _answer(
+    model: ServedModel, kind: str, granularities: set[str], words: list[Word], seconds: float, warnings: list[str]
+) -> ASGIResponse:
+    headers = warning_headers(warnings)
+    segments = segments_of(words)
+    text = " ".join(word.text for word in words)
+    if kind in TYPES:
+        body = {"text": lambda: f"{text}\n", "srt": lambda: srt(segments), "vtt": lambda: vtt(segments)}[kind]()
+        return ASGIResponse(body=body.encode(), media_type=TYPES[kind], headers=headers)
+    usage = shapes.SoundUsage(type="duration", seconds=seconds)
+    if kind == "json":
+        return json_response(shapes.Transcription(text=text, usage=usage), headers)
+    answer = shapes.VerboseTranscription(task="transcribe", language="", duration=seconds, text=text, usage=usage)
+    if "segment" in granularities:
+        answer.segments = [_segment(i, each) for i, each in enumerate(segments)]
+    if "word" in granularities:
+        answer.words = [
+            shapes.TranscribedWord(word=each.text, start=each.start_s, end=each.stop_s, probability=each.probability)
+            for each in words
+        ]
+    return json_response(answer, headers)
+
+
+def _segment(number: int, segment: TranscriptSegment) -> shapes.TranscribedSegment:
+    logprobs = [math.log(max(word.probability, 1e-10)) for word in segment.words]
+    raw = segment.text.encode()
+    return shapes.TranscribedSegment(
+        id=number, seek=round(segment.start_s * 100), start=segment.start_s, end=segment.stop_s, text=segment.text,
+        tokens=[token for word in segment.words for token in word.token_ids], temperature=0.0,
+        avg_logprob=sum(logprobs) / len(logprobs), compression_ratio=len(raw) / len(zlib.compress(raw)),
+        no_speech_prob=0.0,
+    )  # fmt: skip
+
+
+def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
+    """Return model and format, the granularities, and warnings. Raises the error that names the wrong field."""
+    fields = {field.encode_name for field in msgspec.structs.fields(TranscriptionForm)}
+    warnings = [f"{name} has no effect" for name in WITHOUT_EFFECT if _text(form, name)]
+    warnings += RULES.check(dict(form), {*fields, *WITHOUT_EFFECT, "timestamp_granularities"})
+    kind = _text(form, "response_format") or "json"
+    if kind not in FORMATS:
+        error = UnsupportedParameter if kind == "diarized_json" else InvalidParameter
+        raise error(
+            f"response_format {kind[:40]!r} is not supported.", f"Supported: {', '.join(FORMATS)}.",
+            param="response_format",
+        )  # fmt: skip
+    granularities = {
+        str(each) for name in ("timestamp_granularities[]", "timestamp_granularities") for each in form.getall(name, [])
+    }
+    if unknown := granularities - {"word", "segment"}:
+        what = f"timestamp_granularities {min(unknown)[:40]!r} is not supported."
+        raise InvalidParameter(what, "Supported: word, segment.", param="timestamp_granularities")
+    if granularities and kind != "verbose_json":
+        what = f"timestamp_granularities does not apply to {kind}."
+        raise InvalidParameter(what, "Only verbose_json has times.", "verbose_json", param="timestamp_granularities")
+    return {"model": _text(form, "model"), "format": kind}, granularities or {"segment"}, warnings
+
+
+def _vad(form: Any) -> Any:
+    """Return how speech is told from silence, or None: nothing is left out."""
+    from localllm.media.speech import VadOptions
+
+    asked = _text(form, "chunking_strategy")
+    if not _flag(form, "vad_filter", default=True):
+        return None
+    if asked in (None, "auto"):
+        return VadOptions()
+    try:
+        options = msgspec.json.decode(asked, type=ServerVad)
+    except msgspec.DecodeError as error:
+        why = f"{error}. It must be auto, or an object with type server_vad."
+        raise InvalidParameter("chunking_strategy is not valid.", why, param="chunking_strategy") from None
+    return VadOptions(options.threshold, options.prefix_padding_ms / 1000, options.silence_duration_ms / 1000)
+
+
+def _text(form: Any, name: str) -> str | None:
+    value = form.get(name)
+    if value is None or isinstance(value, str):
+        return value or None
+    raise InvalidType(f"Invalid type for '{name}'.", "Expected a text, not a file.", param=name)
+
+
+def _flag(form: Any, name: str, *, default: bool) -> bool:
+    value = _text(form, name)
+    if value is None:
+        return default
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise InvalidParameter(f"{name} is {value[:20]!r}.", "It must be true or false.", param=name)
+    return value.lower() in ("true", "1")

@@ -1,0 +1,208 @@
+"""Transcription over a real socket, with tiny random models: every format, streams, refusals, the real client."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.errors import LocalLLMError
+from localllm.llm import LLM
+from localllm.serving.build import build_engine
+from localllm.text.transcript import TimedToken, TranscriptSegment, Word, cues_of, segments_of, srt, vtt, words_of
+from tests.media.sounds import tone, wav
+from tests.models.speech_models import save_parakeet
+from tests.models.test_transcriber import sounds
+from tests.web.live_server import LiveServer, settings
+
+PATH = "/v1/audio/transcriptions"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = save_parakeet(tmp_path_factory.mktemp("tdt"), "tdt")
+    engine = EngineConfig(model=str(path), device="cpu")
+    model = build_engine(Settings(engine, ServerConfig(served_model_name=("tdt",))))
+    with LiveServer(model, settings(max_audio_seconds=60)) as server:
+        yield server
+
+
+def noise(seconds: float = 3.0) -> bytes:
+    return wav(sounds(seconds)[0] / 32767)
+
+
+def post(server: LiveServer, data: bytes | None = None, path: str = PATH, **fields: Any) -> httpx.Response:
+    """Post a form with the fields; a random model hears no speech in noise, so nothing is left out."""
+    fields = {"vad_filter": "false", **fields}
+    files = {"file": ("talk.webm", noise() if data is None else data, "video/webm")}  # neither is believed
+    return httpx.post(f"{server.url}{path}", data=fields, files=files, timeout=60)
+
+
+def test_every_format_has_the_same_words(server: LiveServer) -> None:
+    answer = post(server).json()
+    assert answer["text"]
+    assert answer["usage"] == {"type": "duration", "seconds": 3.0}
+    assert post(server, response_format="text").text == answer["text"] + "\n"
+    both = ["word", "segment"]
+    verbose = post(server, response_format="verbose_json", **{"timestamp_granularities[]": both}).json()
+    assert verbose["text"] == answer["text"] == " ".join(each["text"] for each in verbose["segments"])
+    assert answer["text"].split() == [part for each in verbose["words"] for part in each["word"].split()]
+    assert (verbose["duration"], verbose["task"]) == (3.0, "transcribe")
+    for each in verbose["segments"]:
+        assert 0 <= each["start"] < each["end"] <= 3.2
+        assert each["avg_logprob"] <= 0
+        assert each["tokens"]
+    assert [each["id"] for each in verbose["segments"]] == list(range(len(verbose["segments"])))
+    for kind in ("srt", "vtt"):
+        written = post(server, response_format=kind)
+        lines = [line for line in written.text.splitlines() if line and "-->" not in line and not line.isdigit()]
+        assert "".join("".join(lines).removeprefix("WEBVTT").split()) == "".join(answer["text"].split())
+
+
+def test_the_openai_client_transcribes_and_streams(server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    file, extra = ("a.wav", noise()), {"vad_filter": False}
+    plain = client.audio.transcriptions.create(model="tdt", file=file, extra_body=extra)
+    verbose = client.audio.transcriptions.create(
+        model="tdt", file=file, response_format="verbose_json", timestamp_granularities=["word"], extra_body=extra
+    )
+    assert plain.text == verbose.text
+    assert verbose.words
+    assert verbose.segments is None
+    events = list(client.audio.transcriptions.create(model="tdt", file=file, stream=True, extra_body=extra))
+    assert "".join(each.delta for each in events if each.type == "transcript.text.delta") == plain.text
+    assert (events[-1].type, events[-1].text) == ("transcript.text.done", plain.text)
+    subtitles = client.audio.transcriptions.create(model="tdt", file=file, response_format="srt", extra_body=extra)
+    assert "-->" in str(subtitles)
+
+
+def test_long_sound_is_cut_into_windows_that_are_told_in_order(server: LiveServer) -> None:
+    data = noise(50)
+    words = post(server, data, response_format="verbose_json", **{"timestamp_granularities[]": "word"}).json()["words"]
+    starts = [each["start"] for each in words]
+    assert starts == sorted(starts)
+    assert starts[-1] > 30
+
+
+def test_silence_is_an_empty_text_with_a_warning(server: LiveServer) -> None:
+    answer = post(server, wav(np.zeros(32_000)), vad_filter="true")
+    assert (answer.status_code, answer.json()["text"]) == (200, "")
+    assert answer.headers["x-localllm-warning"] == "no speech found in 2.0 s"
+    verbose = post(server, wav(np.zeros(32_000)), vad_filter="true", response_format="verbose_json").json()
+    assert verbose["segments"] == []
+
+
+def test_hints_without_effect_are_named(server: LiveServer) -> None:
+    answer = post(server, prompt="names", language="de", temperature="0.4", colour="red")
+    warning = answer.headers["x-localllm-warning"]
+    assert warning.split("; ") == [
+        "language has no effect", "prompt has no effect", "temperature has no effect",
+        "unknown field 'colour' ignored",
+    ]  # fmt: skip
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"response_format": "diarized_json"}, 400, "response_format 'diarized_json' is not supported."),
+    ({"response_format": "docx"}, 400, "Supported: json, text, srt, vtt, verbose_json."),
+    ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities does not apply to json."),
+    ({"timestamp_granularities[]": "letter", "response_format": "verbose_json"}, 400, "'letter' is not supported"),
+    ({"include[]": "logprobs"}, 400, "'include[]' is not supported with this value."),
+    ({"beam_size": "5"}, 400, "'beam_size' is not supported"),
+    ({"stream": "true", "response_format": "srt"}, 400, "response_format srt cannot be streamed."),
+    ({"stream": "perhaps"}, 400, "It must be true or false."),
+    ({"chunking_strategy": '{"type": "server_vad", "threshold": 2}', "vad_filter": "true"}, 400, "chunking_strategy"),
+    ({"data": b"%PDF-1.7 ......"}, 415, "It begins like a PDF."),
+    ({"data": b""}, 415, "It begins like an empty file."),
+    ({"data": noise()[:50_000]}, 400, "file is damaged. Decoding ended after 1."),
+    ({"data": wav(tone(61))}, 413, "file holds more than 60 s of sound."),
+    ({"path": "/v1/audio/translations"}, 400, "tdt does not translate."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_is_refused_is_named_and_the_server_answers_on(server: LiveServer, case: int) -> None:
+    fields, status, text = REFUSED[case]
+    answer = post(server, **fields)
+    assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_other_requests_are_refused_by_name(server: LiveServer) -> None:
+    missing = httpx.post(f"{server.url}{PATH}", files={"model": (None, "tdt")})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "file")
+    plain = httpx.post(f"{server.url}{PATH}", json={"file": "x"})
+    assert plain.status_code == 415
+    chat = server.post("/v1/chat/completions", {"model": "tdt", "messages": [{"role": "user", "content": "a"}]})
+    assert "transcribes speech" in chat.json()["error"]["message"]
+    assert server.get("/v1/models").json()["data"][0]["capabilities"] == ["transcription"]
+
+
+def test_a_damaged_file_is_read_on_request(server: LiveServer) -> None:
+    answer = post(server, noise()[:50_000], allow_damaged="true")
+    assert answer.status_code == 200
+    assert "file is damaged: 1.4 s are missing" in answer.headers["x-localllm-warning"]
+
+
+def test_the_offline_api_has_the_same_words(server: LiveServer) -> None:
+    assert server.model is not None
+    with LLM(str(server.model.path), device="cpu") as llm:
+        found = llm.transcribe(noise(), vad_filter=False)
+        assert found.text == post(server).json()["text"] == " ".join(each.text for each in found.segments)
+        assert llm.transcribe((sounds(3.0)[0] / 32768, 16_000), vad_filter=False).words == found.words
+        with pytest.raises(LocalLLMError, match="transcribes speech"):
+            llm.embed("a")
+
+
+# Words and subtitles --------------------------------------------------------------------------------------------------
+
+
+def spoken(count: int, pause_at: int = -1) -> list[Word]:
+    """Return words of 0.4 s, one after the other, with a pause of a second before one of them."""
+    starts = [i * 0.4 + (1.0 if 0 <= pause_at <= i else 0.0) for i in range(count)]
+    return [Word(f"word{i}{'.' * (i % 9 == 8)}", start, start + 0.4, 0.9, (i,)) for i, start in enumerate(starts)]
+
+
+def test_segments_end_at_pauses_sentences_and_before_they_are_long() -> None:
+    assert [len(each.words) for each in segments_of(spoken(6, pause_at=4))] == [4, 2]
+    segments = segments_of(spoken(60))
+    assert [word for each in segments for word in each.words] == spoken(60)
+    assert all(each.stop_s - each.start_s <= 10 for each in segments)
+    assert segments[0].text.endswith("word8.")
+
+
+@pytest.mark.parametrize("count", [1, 7, 80])
+def test_subtitles_parse_back_and_do_not_overlap(count: int) -> None:
+    segments = segments_of(spoken(count, pause_at=count // 2))
+    cues = cues_of(segments)
+    assert all(before.stop_s <= after.start_s for before, after in pairwise(cues))
+    assert all(len(cue.text.splitlines()) <= 2 and max(map(len, cue.text.splitlines())) <= 42 for cue in cues)
+    assert " ".join(" ".join(cue.text.split()) for cue in cues) == " ".join(each.text for each in segments)
+    for written, comma in ((srt(segments), ","), (vtt(segments), ".")):
+        times = re.findall(rf"(\d\d):(\d\d):(\d\d)\{comma}(\d\d\d)", written)
+        seconds = [int(h) * 3600 + int(m) * 60 + int(s) + int(ms) / 1000 for h, m, s, ms in times]
+        assert np.allclose(seconds, [bound for cue in cues for bound in cue[:2]], atol=0.001)
+
+
+def test_what_would_end_a_cue_is_escaped() -> None:
+    segments = [TranscriptSegment((Word("a-->b<i>&", 3599.9996, 3601, 1.0, (1,)),))]
+    assert "a->b<i>&" in srt(segments)
+    assert "01:00:00,000 --> " in srt(segments)
+    assert "a->b&lt;i>&amp;" in vtt(segments)
+
+
+def test_tokens_become_words_at_spaces() -> None:
+    pieces = {1: " he", 2: "llo", 3: " ", 4: "!"}
+    tokens = [
+        TimedToken(2, 0.0, 0.1, 0.5), TimedToken(1, 0.1, 0.2, 0.5), TimedToken(2, 0.2, 0.3, 0.7),
+        TimedToken(4, 0.3, 0.4, 0.9), TimedToken(3, 0.5, 0.6, 0.1),
+    ]  # fmt: skip
+    found = words_of(tokens, lambda ids: "".join(pieces[each] for each in ids), lambda id_: pieces[id_][0] == " ")
+    assert [(word.text, word.start_s, word.stop_s) for word in found] == [("llo", 0.0, 0.1), ("hello!", 0.1, 0.4)]
+    assert found[1].probability == pytest.approx(0.7)
+    assert found[1].token_ids == (1, 2, 4)
