@@ -1,4 +1,4 @@
-"""Where speech is in a sound, and the windows in which a model recognises it.
+"""Find speech in a sound, and cut the sound into windows in which a model recognises it.
 
 `SpeechFinder` is the network of Silero VAD, with its weights of version 6.2.3 (MIT, silero_16k.LICENSE beside it).
 `windows` cuts a sound at its pauses: parts without speech are left out, and times stay those of the sound.
@@ -87,7 +87,7 @@ class Window(NamedTuple):
 
 
 class VadOptions(NamedTuple):
-    """How speech is told from silence, as in OpenAI's `server_vad`."""
+    """Options that tell speech from silence, as in OpenAI's `server_vad`."""
 
     threshold: float = 0.5  # probability from which on a frame is speech
     padding_s: float = 0.2  # kept before and after speech

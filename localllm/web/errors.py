@@ -59,6 +59,7 @@ API_PREFIXES = (
     "/start_profile",
     "/stop_profile",
     "/tokenizer_info",
+    "/audio/",
     "/embeddings",
     "/rerank",
     "/v2/",
