@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, launch_options, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.paged_attention.device import SPLIT_ROWS, WorkLists
+from localllm.kernels.paged_attention.device import SPLIT_ROWS, Splitting, WorkLists
 from localllm.kernels.paged_attention.kernels import split_rows
 
 HEADER = 2
@@ -44,6 +44,7 @@ STATE_FIELDS = 8  # first of the three fields of recurrent states: read, write, 
 SHIFT_FIELD = 11
 UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
+RULES = tl.constexpr(len(Splitting._fields))  # of a list of decode rows' work
 UPDATES = 512  # updates that a program reads at once
 
 
@@ -134,16 +135,17 @@ def prepare_step(
         return
     rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids
     chunks = cdiv(max(max_query_len, 1), CHUNK)
-    splittings = () if work is None else work.splittings
+    num_lists = 0 if work is None else len(work.splittings)
     counters = launch_options().counters
-    _prepare_rows_kernel[(rows + 1 + len(splittings), max(chunks, cdiv(tokens, CHUNK * 8)))](
+    _prepare_rows_kernel[(rows + 1 + num_lists, max(chunks, cdiv(tokens, CHUNK * 8)))](
         staged, token_ids, slots.known, slots.valid, block_tables, *_outputs(inputs), rows, tokens, inputs.num_draws,
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
-        inputs.block_tables.stride(1), inputs.slot_mapping.stride(0), None if work is None else work.buffer,
+        inputs.block_tables.stride(1), inputs.slot_mapping.stride(0),
+        staged if work is None else work.buffer, staged if work is None else work.rules,  # without lists: not read
         0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0), counters, ahead,
         GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
         SHIFT_FIELD=SHIFT_FIELD, UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, SPLIT_ROWS=SPLIT_ROWS,
-        SPLITTINGS=tuple(map(tuple, splittings)), COUNTERS=0 if counters is None else len(counters),
+        COUNTERS=0 if counters is None else len(counters),
         **early_launch(staged.device),
     )  # fmt: skip
 
@@ -247,22 +249,23 @@ def _extent(fields, rows, row, is_row, known_ptr, valid_ptr, draws):
 
 @triton.jit
 def _fill_work_list(
-    work_ptr, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, QUERIES: tl.constexpr, SPARE_ITEMS: tl.constexpr,
-    MOST_PARTS: tl.constexpr, COUNTERS: tl.constexpr, ROWS: tl.constexpr,
+    work_ptr, rules_ptr, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Fill one list of `WorkLists`. All decode rows' lengths are written first, to the same values as by the rows'
-    programs."""
+    """Fill one list of `WorkLists` by its rules. All decode rows' lengths are written first, to the same values as by
+    the rows' programs."""
+    tile_bits, window, min_tiles = tl.load(rules_ptr), tl.load(rules_ptr + 1), tl.load(rules_ptr + 2)
+    queries, spare_items = tl.load(rules_ptr + 3), tl.load(rules_ptr + 4)
+    most_parts, counters = tl.load(rules_ptr + 5), tl.load(rules_ptr + 6)
     for begin in range(0, num_decodes, ROWS):
         some = begin + tl.arange(0, ROWS)
         _, _, _, _, _, length = _extent(fields, rows, some, some < num_decodes, known_ptr, valid_ptr, draws)
         tl.store(context_ptr + some, length, mask=some < num_decodes)
     tl.debug_barrier()
-    max_items = tl.minimum(num_decodes + SPARE_ITEMS, num_decodes * MOST_PARTS)
+    max_items = tl.minimum(num_decodes + spare_items, num_decodes * most_parts)
     starts_ptr = work_ptr + tl.cdiv(max_items * 3, 4) * 4
     split_rows(
         work_ptr, starts_ptr, starts_ptr + tl.cdiv(num_decodes + 1, 4) * 4, context_ptr, num_decodes, max_items,
-        SPARE_ITEMS, num_decodes * COUNTERS, TILE, WINDOW, MIN_TILES, ROWS, QUERIES,
+        spare_items, num_decodes * counters, tile_bits, window, min_tiles, queries, ROWS,
     )  # fmt: skip
 
 
@@ -271,14 +274,14 @@ def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
     block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rotary_ptr, rows,
     tokens, draws, tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
-    slot_mapping_stride, work_ptr, num_decodes, work_stride, counters_ptr, ahead, GROUPS: tl.constexpr,
+    slot_mapping_stride, work_ptr, rules_ptr, num_decodes, work_stride, counters_ptr, ahead, GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, SHIFT_FIELD: tl.constexpr,
     UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr, UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr,
-    SPLITTINGS: tl.constexpr, COUNTERS: tl.constexpr, PDL: tl.constexpr,
+    COUNTERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, the
-    updates of slots that have no row, and zeros in all COUNTERS counters, a power of two. Behind it, for each of
-    SPLITTINGS: the list of the decode rows' work.
+    updates of slots that have no row, and zeros in all COUNTERS counters, a power of two. Behind it, for each row
+    of the rules [lists, RULES]: the list of the decode rows' work.
 
     Programs do not wait for each other: each applies the updates that it reads, and several write the same numbers.
     """
@@ -288,14 +291,13 @@ def _prepare_rows_kernel(
     num_updates, used = tl.load(staged_ptr), tl.load(staged_ptr + 1)
     fields = staged_ptr + HEADER
     updates = fields + ROW_FIELDS * rows
-    for way in tl.static_range(len(SPLITTINGS)):
-        if (row == rows + 1 + way) & (chunk == 0):
-            _fill_work_list(
-                work_ptr + way * work_stride, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes,
-                SPLITTINGS[way][0], SPLITTINGS[way][1], SPLITTINGS[way][2], SPLITTINGS[way][3], SPLITTINGS[way][4],
-                SPLITTINGS[way][5], SPLITTINGS[way][6], SPLIT_ROWS,
-            )  # fmt: skip
     if row > rows:
+        if chunk == 0:
+            number = row - rows - 1
+            _fill_work_list(
+                work_ptr + number * work_stride, rules_ptr + number * RULES, fields, rows, context_ptr, known_ptr,
+                valid_ptr, draws, num_decodes, SPLIT_ROWS,
+            )  # fmt: skip
         return
     if row == rows:
         if chunk == 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +145,26 @@ def test_each_program_takes_all_of_k_where_the_last_one_may_not_add(
     if kind != "int4":  # the splits are computed one after another and added in the same order
         assert torch.equal(alone, together)
     torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_tile_is_the_same_kernel_with_and_without_splits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weight = quantize_int4(torch.randn(N, K).to(device, torch.float16), 128)
+    x, counters = torch.randn(5, K).to(device), new_counters(device)
+    results, given = [], []
+
+    def noting(*sizes: Any) -> tuple[Tensor, Tensor]:
+        given.append(parts_and_counters(*sizes))
+        return given[-1]
+
+    monkeypatch.setattr(planar_file, "parts_and_counters", noting)
+    with launching_with(LaunchOptions(counters=counters)):
+        for num_warps in (4, 8):
+            tile = PlanarTile(16, 64, 1, num_warps, 3)
+            monkeypatch.setattr(planar_file, "settings_for", settings_with("planar_linear", tile))
+            results.append(whole(weight.unfinished(x)))
+    assert torch.equal(*results)
+    assert [len(parts) for parts, _ in given] == [1], "only the tile of eight warps has scratch memory"
+    assert not counters.any(), "nothing is counted without splits"

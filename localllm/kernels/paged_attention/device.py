@@ -76,9 +76,9 @@ class KVReads(NamedTuple):
 
 
 class Splitting(NamedTuple):
-    """The rules by which the work of the decode kernel is split into items; constants of the kernels that do it."""
+    """The rules by which the work of the decode kernel is split into items."""
 
-    tile: int
+    tile: int  # keys, a power of two
     window: int  # 0: none
     min_tiles: int  # of an item
     queries: int  # of a row
@@ -88,6 +88,10 @@ class Splitting(NamedTuple):
 
     def max_items(self, num_rows: int) -> int:
         return min(num_rows + self.spare_items, num_rows * self.most_parts)
+
+    @property
+    def tile_bits(self) -> int:
+        return self.tile.bit_length() - 1
 
 
 class WorkList(NamedTuple):
@@ -104,13 +108,14 @@ class WorkLists(NamedTuple):
 
     splittings: tuple[Splitting, ...]
     buffer: Tensor  # [splittings, size] int32: items, split_starts and counters, each aligned to 4 numbers
+    rules: Tensor  # [splittings, 7] int32: `splittings` with tile_bits in place of tile, on the device
     num_decodes: int
 
     @staticmethod
     def empty(splittings: tuple[Splitting, ...], num_decodes: int, device: torch.device) -> WorkLists:
         size = max(sum(WorkLists._sizes(splits, num_decodes)) for splits in splittings)
         buffer = torch.empty((len(splittings), size), dtype=torch.int32, device=device)
-        return WorkLists(splittings, buffer, num_decodes)
+        return WorkLists(splittings, buffer, _rules_on(splittings, device), num_decodes)
 
     @staticmethod
     def _sizes(splits: Splitting, num_decodes: int) -> tuple[int, int, int]:
@@ -299,6 +304,13 @@ def _plan_splits(reads: KVReads, work: WorkList) -> SplitPlan:
     )
 
 
+@cache
+def _rules_on(splittings: tuple[Splitting, ...], device: torch.device) -> Tensor:
+    """Return the rules as a tensor. It is cached, so that a step that is recorded as a graph copies nothing."""
+    rules = [(splits.tile_bits, *splits[1:]) for splits in splittings]
+    return torch.tensor(rules, dtype=torch.int32, device=device)
+
+
 def filled_list(splits: Splitting, context_lens: Tensor, num_decodes: int) -> WorkList:
     """Return a work list that a kernel of its own fills."""
     device = context_lens.device
@@ -306,8 +318,8 @@ def filled_list(splits: Splitting, context_lens: Tensor, num_decodes: int) -> Wo
     assert work is not None
     plan_kernel[(1,)](
         work.items, work.split_starts, work.counters, context_lens, num_decodes, len(work.items), splits.spare_items,
-        len(work.counters), TILE=splits.tile, WINDOW=splits.window, MIN_TILES=splits.min_tiles, ROWS=SPLIT_ROWS,
-        QUERIES=splits.queries, num_warps=4, **early_launch(device),
+        len(work.counters), TILE_BITS=splits.tile_bits, WINDOW=splits.window, MIN_TILES=splits.min_tiles,
+        ROWS=SPLIT_ROWS, QUERIES=splits.queries, num_warps=4, **early_launch(device),
     )  # fmt: skip
     return work
 
@@ -507,7 +519,7 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
         return  # the decode kernel has merged the parts, or no row can have several
     reduce_kernel[(num_tokens, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
-        HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=REDUCED_AT_ONCE, QUERIES=queries, num_warps=4,
+        queries, HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=REDUCED_AT_ONCE, num_warps=4,
         **early_launch(call.q.device),
     )  # fmt: skip
 

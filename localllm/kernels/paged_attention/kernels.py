@@ -369,9 +369,10 @@ def prefill_kernel(
 
 
 @triton.jit
-def _first_tile(context_lens, TILE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
-    """Return the first tile of a decode row: that of its first query's window, if none of its queries is padding."""
-    return tl.maximum(context_lens - (QUERIES - 1) - WINDOW, 0) // TILE if WINDOW > 0 else context_lens * 0
+def _first_key(context_lens, window, queries):
+    """Return the first key of a decode row: that of its first query's window, if none of its queries is padding.
+    window 0: all keys."""
+    return tl.maximum(context_lens - (queries - 1) - window, 0) if window > 0 else context_lens * 0
 
 
 @triton.jit
@@ -547,7 +548,7 @@ def decode_kernel(
     first_key = tl.maximum(first_position + 1 - WINDOW, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
     end_key = context_len
     free_end = first_position + 1  # keys before it are visible to all queries
-    is_first = first_tile == _first_tile(context_len, TILE, WINDOW, QUERIES)
+    is_first = first_tile == _first_key(context_len, WINDOW, QUERIES) // TILE
     is_last = end_tile * TILE >= context_len
     if slots is not None:
         # The last of several parts may be empty, and so is a padding row: the newest key belongs to neither.
@@ -619,15 +620,15 @@ def decode_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"])
 def reduce_kernel(
-    out, partial_out, partial_max, partial_sum, split_starts, out_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr, PDL: tl.constexpr,
+    out, partial_out, partial_max, partial_sum, split_starts, out_stride, queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per query token of a decode row and query head merges its parts."""
+    """One program per query token of a decode row, which has `queries`, and query head merges its parts."""
     wait_for_inputs(PDL)
     token = tl.program_id(0)
-    row = token // QUERIES
+    row = token // queries
     heads = tl.program_id(1) + tl.arange(0, 1)
     start = tl.load(split_starts + row)
     end = tl.load(split_starts + row + 1)
@@ -635,8 +636,8 @@ def reduce_kernel(
         return  # the decode kernel has written rows with one part
     num_heads = tl.num_programs(1)
     acc = _merge_parts(
-        partial_out, partial_max, partial_sum, start, end, token % QUERIES * num_heads + heads, heads >= 0,
-        QUERIES * num_heads, HEAD_DIM, BLOCK_D, PARTS,
+        partial_out, partial_max, partial_sum, start, end, token % queries * num_heads + heads, heads >= 0,
+        queries * num_heads, HEAD_DIM, BLOCK_D, PARTS,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
     places = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -644,30 +645,30 @@ def reduce_kernel(
 
 
 @triton.jit
-def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
+def _key_tiles(context_lens, rows, num_rows, tile_bits, window, queries):
     """Return (first, end) of the tiles whose keys a decode row sees; an empty range for a padding row."""
     lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
-    return _first_tile(lengths, TILE, WINDOW, QUERIES), tl.cdiv(lengths, TILE)
+    return _first_key(lengths, window, queries) >> tile_bits, (lengths + (1 << tile_bits) - 1) >> tile_bits
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_items", "spare_items", "num_counters"])
 def plan_kernel(
     items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    TILE_BITS: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program plans a step whose work list was not filled by `prepare_step`."""
     wait_for_inputs(PDL)
     split_rows(
-        items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters, TILE, WINDOW,
-        MIN_TILES, ROWS, QUERIES,
+        items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters, TILE_BITS,
+        WINDOW, MIN_TILES, QUERIES, ROWS,
     )  # fmt: skip
 
 
 @triton.jit
 def split_rows(
-    items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters, tile_bits, window,
+    min_tiles, queries, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Split the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items; one program.
 
@@ -676,13 +677,13 @@ def split_rows(
     """
     total = 0
     for at in range(0, num_rows, ROWS):
-        first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, TILE, WINDOW, QUERIES)
+        first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, tile_bits, window, queries)
         total += tl.sum(end - first, 0)
-    tiles_per_item = tl.maximum(tl.cdiv(total, spare_items), MIN_TILES)
+    tiles_per_item = tl.maximum(tl.cdiv(total, spare_items), min_tiles)
     used = 0
     for at in range(0, num_rows, ROWS):
         rows = at + tl.arange(0, ROWS)
-        first, end = _key_tiles(context_lens, rows, num_rows, TILE, WINDOW, QUERIES)
+        first, end = _key_tiles(context_lens, rows, num_rows, tile_bits, window, queries)
         # A padding row is one empty item, which writes its zeros.
         splits = tl.where(rows < num_rows, tl.maximum(tl.cdiv(end - first, tiles_per_item), 1), 0)
         starts = used + tl.cumsum(splits, 0) - splits

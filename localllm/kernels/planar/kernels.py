@@ -193,6 +193,7 @@ def planar_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
+    ALWAYS_SPLIT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SQUARES: tl.constexpr,
     PDL: tl.constexpr,
@@ -200,9 +201,10 @@ def planar_linear_kernel(
     """One program: BLOCK_M rows of x, BLOCK_N outputs, one part of K; the last program of a tile goes on. y [M, N]; or
     with ACTIVATION, W being [gate; up], act(gate) * up [M, N / 2].
 
-    parts_ptr [parts of K, M, N] fp32 and a counter for each tile: None without splits. PARTS: added at once. residual
-    [M, N], to which y is added; y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are its own
-    sums of squares. x_squares [M, num_squares] fp32: y is divided by the root of their mean over K, if there are any.
+    parts_ptr [parts of K, M, N] fp32 and a counter for each tile: None without splits, or read where there are some,
+    unless ALWAYS_SPLIT. PARTS: added at once. residual [M, N], to which y is added; y is then the sum times gamma [N],
+    and sum_squares [M, tiles of N] fp32 are its own sums of squares. x_squares [M, num_squares] fp32: y is divided by
+    the root of their mean over K, if there are any.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     WRITTEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -302,12 +304,13 @@ def planar_linear_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if parts_ptr is not None:
-        counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        places, exists = places_of_part(offs_m, offs_n, is_row_of_tile(first_n, N, BLOCK_N, GATED), M, N)
-        if not is_last_part(acc, parts_ptr, counter_ptr, places, exists, part_of_k, M, N, tl.num_programs(2)):
-            return
-        acc = sum_of_parts(parts_ptr, places, exists, M, N, tl.num_programs(2), PARTS)
+    if parts_ptr is not None:  # noqa: SIM102  one condition for the compiler, the other for the device
+        if ALWAYS_SPLIT or tl.num_programs(2) > 1:
+            counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            places, exists = places_of_part(offs_m, offs_n, is_row_of_tile(first_n, N, BLOCK_N, GATED), M, N)
+            if not is_last_part(acc, parts_ptr, counter_ptr, places, exists, part_of_k, M, N, tl.num_programs(2)):
+                return
+            acc = sum_of_parts(parts_ptr, places, exists, M, N, tl.num_programs(2), PARTS)
     if x_squares_ptr is not None:
         acc *= tl.where(num_squares > 0, tl.rsqrt(tl.sum(squares, 1) / K + x_eps), 1.0)[None, :]
     if bias_ptr is not None:

@@ -318,6 +318,7 @@ class PlanarProduct(Product):
         rows, (outputs, columns), x, weight, tile = self.x.shape[0], self.weight.shape, self.x, self.weight, self.tile
         tiles_n = cdiv(outputs, tile.block_n) if activation is None else cdiv(outputs // 2, tile.block_n // 2)
         at_once = rows if tile.split == 1 else min(PARTIAL_ROWS, COUNTERS // tiles_n * tile.block_m)
+        shares = tile.num_warps == 8
         squares, most_squares = self.squares, 0 if self.squares is None else self.squares.shape[1]
         num_squares = most_squares
         if stream is None and activation is None and squares is None and _may_read_squares(self.dtype):
@@ -326,7 +327,13 @@ class PlanarProduct(Product):
         for start in range(0, rows, at_once):
             some = slice(start, min(start + at_once, rows))
             count = some.stop - start
-            scratch = parts_and_counters(tile.split, count, outputs, x.device) if tile.split > 1 else (None, None)
+            scratch: tuple[Tensor | None, Tensor | None] = (None, None)
+            if tile.split > 1:
+                scratch = parts_and_counters(tile.split, count, outputs, x.device)
+            elif shares and uses("product merge"):
+                # The kernel of the same product with splits, one less. It takes more registers after its loop, but of
+                # programs of eight warps a processor runs one in any case.
+                scratch = parts_and_counters(1, 1, 1, x.device)
             planar_linear_kernel[(cdiv(count, tile.block_m), tiles_n, tile.split)](
                 out[some],
                 *scratch,
@@ -355,6 +362,7 @@ class PlanarProduct(Product):
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
                 PARTS=parts_at_once(tile.split, tile.block_m * tile.block_n),
+                ALWAYS_SPLIT=not shares,
                 ACTIVATION=activation,
                 SQUARES=next_power_of_2(most_squares),
                 num_warps=tile.num_warps,

@@ -201,7 +201,7 @@ def _pick(
     _pick_kernel[(num_rows,)](
         logits, slots, lengths, tables.seed, tables.temperature, value, last_id, summary.best, summary.scores,
         summary.groups, token_ids, best, *_slot_tokens(record), logits.stride(0), vocab_size, num_blocks,
-        KEPT=cutoff is not None, RECORDED=record is not None, BLOCKS=next_power_of_2(num_blocks), num_warps=1,
+        int(cutoff is not None), RECORDED=record is not None, BLOCKS=next_power_of_2(num_blocks), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
     return token_ids, best
@@ -284,13 +284,13 @@ def _gumbel_max_kernel(
     tl.store(groups_ptr + at, block * GROUPS + place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_cut"])
 def _pick_kernel(
     logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, value_ptr, last_id_ptr, best_ptr, scores_ptr,
     groups_ptr, token_ids_ptr, out_best_ptr, tokens_ptr, known_ptr, valid_ptr, counts_ptr, tokens_stride, row_stride, V,
-    num_blocks, KEPT: tl.constexpr, RECORDED: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    num_blocks, is_cut, RECORDED: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: the best block's group, then the best token in it."""
+    """One row: the best block's group, then the best token in it, within the cutoff if `is_cut`."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -321,7 +321,7 @@ def _pick_kernel(
 
     ids = group.to(tl.int64) * 64 + tl.arange(0, 64)
     x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
-    if KEPT:
+    if is_cut != 0:
         value, last_id = tl.load(value_ptr + row), tl.load(last_id_ptr + row)
         x = tl.where((x > value) | ((x == value) & (ids <= last_id)), x, -float("inf"))
     if draws:

@@ -93,7 +93,7 @@ def _pair(name: str, group_size: int, head_dim: int, *archs: int, **terms: Any) 
 
 
 BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of values, in 16 bits
-REDUCE = {"PARTS": 16, "QUERIES": 4}
+REDUCE = {"PARTS": 16}
 VARIANTS = [
     attention("prefill", "8B", 4, 128, 90, max_registers=232, mma="HGMMA", min_shared=32 + 3 * 2 * 16),
     attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True, max_hip_spills=175, min_shared=32 + 2 * 2 * 8),
@@ -187,7 +187,7 @@ VARIANTS = [
     ),
     _small("latents", kernels.reduce_kernel, REDUCE | {"HEAD_DIM": 576, "BLOCK_D": 1024}, max_registers=255),
     _small(
-        "tiles of 64", kernels.plan_kernel, {"TILE": 64, "WINDOW": 4096, "MIN_TILES": 4, "ROWS": 256, "QUERIES": 4},
+        "tiles of 64", kernels.plan_kernel, {"TILE_BITS": 6, "WINDOW": 4096, "MIN_TILES": 4, "ROWS": 256, "QUERIES": 4},
         max_registers=64, hip=True,
     ),
     *_pair("Qwen2.5 0.5B", 7, 64, 90, 100, max_spills=8),

@@ -81,8 +81,9 @@ def _linear(
     lanes, bits, mins = constants["LANES"], constants["BITS"], "mins_ptr" in pointers
     n, k = shape or ((4096, 4096) if activation is None else (57344, 8192))
     tile = planar_tile(rows, n, k, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
+    merges = tile.split > 1 or tile.num_warps == 8
     signature = {"y_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", **pointers}
-    signature |= {"parts_ptr": "*fp32", "counters_ptr": "*i32"} if tile.split > 1 else {}
+    signature |= {"parts_ptr": "*fp32", "counters_ptr": "*i32"} if merges else {}
     signature |= {name: kind.format(dtype) for name, kind in STREAM.items()} if adds else {}
     signature |= {"x_squares_ptr": "*fp32"} if squares else {}
     signature |= {"x_eps": "fp32"} | dict.fromkeys(("num_squares", "M", *STRIDES), "i32")
@@ -92,6 +93,7 @@ def _linear(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "PARTS": parts_at_once(tile.split, tile.block_m * tile.block_n),
+        "ALWAYS_SPLIT": tile.num_warps != 8,
         "ACTIVATION": activation,
         "SQUARES": next_power_of_2(squares),
         "PDL": pdl,
@@ -115,7 +117,7 @@ def _linear(
         elements_per_loop=tile.block_n * lanes * 16 // bits,
         max_instructions_per_element=budget,
         prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if pdl else 0,
-        hands_over=tile.split > 1,
+        hands_over=merges,
         not_early=("LDGSTS", "UTMALDG"),  # the first groups' scales are loaded
         options=({"launch_pdl": True} if pdl else {})
         | register_limit(

@@ -16,18 +16,18 @@ _SIZES = {
     "block_tables_group_stride": "i32", "block_tables_stride": "i32", "slot_mapping_stride": "i32",
 }  # fmt: skip
 
-_WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32", "counters_ptr": "*i32", "ahead": "i32"}
-_WHOLE = (64, 0, 4, 1, 66, 32, 8)  # as Splitting: a model's layers, or its full ones
-_WINDOWED = (64, 1024, 4, 1, 66, 5, 8)
+_WORK = {
+    "work_ptr": "*i32", "rules_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32", "counters_ptr": "*i32",
+    "ahead": "i32",
+}  # fmt: skip
 
 
-def _prepare(name: str, groups: int, *splittings: tuple[int, ...], hip: bool = False) -> Variant:
+def _prepare(name: str, groups: int, hip: bool = False) -> Variant:
     constants = {
         "GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
         "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "SHIFT_FIELD": module.SHIFT_FIELD,
         "UPDATE_FIELDS": module.UPDATE_FIELDS,
-        "SPLIT_ROWS": module.SPLIT_ROWS, "SPLITTINGS": splittings, "COUNTERS": COUNTERS,
-        **({} if splittings else {"work_ptr": None}),
+        "SPLIT_ROWS": module.SPLIT_ROWS, "COUNTERS": COUNTERS,
     }  # fmt: skip
     types = {**_POINTERS, **_SIZES, **_WORK}
     return Variant(
@@ -37,6 +37,4 @@ def _prepare(name: str, groups: int, *splittings: tuple[int, ...], hip: bool = F
     )  # fmt: skip
 
 
-VARIANTS = [
-    _prepare("prompts", 1, hip=True), _prepare("1 KV group", 1, _WHOLE), _prepare("2 KV groups", 2, _WHOLE, _WINDOWED),
-]  # fmt: skip
+VARIANTS = [_prepare("1 KV group", 1, hip=True), _prepare("2 KV groups", 2)]

@@ -22,14 +22,15 @@ def _gumbel_max(name: str, logits: str, **constants: Any) -> Variant:
     )  # fmt: skip
 
 
-def _pick(name: str, logits: str, vocab_size: int, kept: bool, recorded: bool = True) -> Variant:
+def _pick(name: str, logits: str, vocab_size: int, recorded: bool = True) -> Variant:
     tokens = {"tokens_ptr": "*i32", "known_ptr": "*i64", "valid_ptr": "*i32", "counts_ptr": "*i64"}
     found = {"best_ptr": "*fp32", "scores_ptr": "*fp32", "groups_ptr": "*i32"}
-    out = {"token_ids_ptr": "*i64", "out_best_ptr": "*fp32", **ROW, "num_blocks": "i32", "tokens_stride": "i32"}
+    numbers = ("num_blocks", "is_cut", "tokens_stride")
+    out = {"token_ids_ptr": "*i64", "out_best_ptr": "*fp32", **ROW, **dict.fromkeys(numbers, "i32")}
     return Variant(
         name, draw._pick_kernel,
         {"logits_ptr": f"*{logits}", **SLOTS, **KEPT, **found, **(tokens if recorded else {}), **out},
-        {"KEPT": kept, "RECORDED": recorded, "BLOCKS": next_power_of_2(-(-vocab_size // draw.BLOCK)),
+        {"RECORDED": recorded, "BLOCKS": next_power_of_2(-(-vocab_size // draw.BLOCK)),
          **({} if recorded else dict.fromkeys(tokens))}, num_warps=1,
         aligned=("row_stride", "V"), not_early=MEMORY, max_registers=64,
     )  # fmt: skip
@@ -92,9 +93,9 @@ VARIANTS = [
     _on(_gumbel_max("any V, fp32, plain rows", "fp32", FILTERS=False, KEPT=False), 75, 80, 89, 90, 120, hip=True),
     _on(_gumbel_max("any V, bf16, first pass", "bf16", FILTERS=True, KEPT=False), 80, 89, 90, 120),
     _on(_gumbel_max("any V, fp32, second pass", "fp32", FILTERS=True, KEPT=True), 80, 89, 90, 120),
-    _on(_pick("V 128256, fp32", "fp32", LLAMA, False), 80, 89, 90, 120, hip=True),
-    _on(_pick("V 151936, fp32, kept in part", "fp32", QWEN, True), 80, 89, 90, 120),
-    _on(_pick("V 128256, fp32, beside drafts", "fp32", LLAMA, False, recorded=False), 80, 89, 90, 120),
+    _on(_pick("V 128256, fp32", "fp32", LLAMA), 80, 89, 90, 120, hip=True),
+    _on(_pick("V 151936, fp32", "fp32", QWEN), 80, 89, 90, 120),
+    _on(_pick("V 128256, fp32, beside drafts", "fp32", LLAMA, recorded=False), 80, 89, 90, 120),
     _on(_nucleus("V 128256, fp32", "fp32", LLAMA), 80, 90, 120, hip=True),
     _on(_nucleus("V 151936, fp32", "fp32", QWEN), 80, 90, 120),
     _on(_nucleus("V 128256, fp32, RTX 40", "fp32", LLAMA), 89, max_spills=4, often=False),
