@@ -5,6 +5,7 @@ import json
 import random
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from localllm.models.decoder import native_program
 from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter, plan_drafter
-from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import device_drafter, host_steps
 from localllm.runner.drafter_steps import DrafterSteps
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from tests.eagle_files import write_eagle
 from tests.models.harness import TAPS, Crank
 from tests.models.operations import DefinedLibrary
@@ -38,6 +39,7 @@ from tests.tiny import make_tiny_model
 CPU, F32 = torch.device("cpu"), torch.float32
 without_lookup = _without_lookup
 METHODS = ["eagle", "eagle3"]
+HYBRID_TAPS = [0, 1, 2]
 
 
 def make_requests() -> list[Request]:
@@ -196,6 +198,54 @@ def features_of(model: DecoderModel, tokens: Tensor, taps: tuple[int, ...]) -> T
         query_lens=(count,),
         context_lens_host=(count,),
     )
-    features = torch.empty(count, len(taps) * model.spec.hidden_size)
-    model.forward(inputs, cache.layers, taps=Taps(taps, features))
+    features, layers = torch.empty(count, len(taps) * model.spec.hidden_size), cache.layers
+    if model.spec.recurrent is not None:
+        at, on_host = [torch.tensor([place], dtype=torch.int32) for place in (-1, 1, 0)], ((-1,), (1,), (0,))
+        inputs = replace(inputs, state=StateInputs(*at, *on_host))
+        layers = layer_caches(layers, StateCache(model.spec, 2, CPU, F32))
+    model.forward(inputs, layers, taps=Taps(taps, features))
     return features
+
+
+def hybrid_requests() -> tuple[list[Request], list[Request]]:
+    """Return requests, and others that come when these have ended and begin behind their blocks."""
+    asked = make_requests()[:5]
+    return asked, [
+        Request(f"again {r.request_id}", [*r.token_ids, 9], r.params, max_output_tokens=9) for r in asked[1:3]
+    ]
+
+
+@pytest.mark.rotates(1)
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("way", ["staged"], indirect=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_drafter_of_a_hybrid_keeps_the_pairs_of_runs_alone(
+    tmp_path: Path, method: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent states cannot run a token again, so the pair behind a prefix hit reads the feature that is kept with
+    the state. Blocks behind a hit are compared, too."""
+    path = make_tiny_model(tmp_path / "target", "lfm2")
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    write_eagle(tmp_path / method, config, method, taps=HYBRID_TAPS if method == "eagle3" else None)
+    spec = read_spec(path)
+    model = load_model(path, spec, CPU, F32)
+    plan = plan_drafter(tmp_path / method, "", spec, path)
+    drafter = open_drafter(plan, model, CPU, F32, max_model_len=200)
+    spec = replace(spec, drafter=plan)
+    asked, begun = hybrid_requests()
+    alone = {r.request_id: serve(model, spec, [r], num_places=4)[0][r.request_id] for r in (*asked, *begun)}
+    texts = {r.request_id: [*r.token_ids, *tokens_of(alone[r.request_id])] for r in (*asked, *begun)}
+    asked, begun = hybrid_requests()
+    monkeypatch.setattr(DrafterSteps, "_draw", often_right(list(texts.values()), 0.7))
+    monkeypatch.setattr(device_drafter, "record_draft", often_right_on_device(list(texts.values()), 0.7))
+    caches: list[KVCache] = []
+    told, scheduler = serve(
+        model, spec, asked, depth=2, step=24, speculates=True, drafter=opened(drafter, caches), num_places=40,
+        way=way if way in WAYS else "host", then=begun,
+    )  # fmt: skip
+    assert_same(told, alone)
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert scheduler.recorder.prefix_cache_hits > 0
+    assert_named_blocks_are_right(model, drafter, caches[0], scheduler.ledger.pools[0].names(), texts)
