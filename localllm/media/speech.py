@@ -1,7 +1,7 @@
 """Find speech in a sound, and cut the sound into windows in which a model recognises it.
 
 `SpeechFinder` is the network of Silero VAD, with its weights of version 6.2.3 (MIT, silero_16k.LICENSE beside it).
-`windows` cuts a sound at its pauses: parts without speech are left out, and times stay those of the sound.
+`windows` cuts a sound at its pauses: parts without speech are left out, and times count from the begin of the sound.
 Does not know: files, models that recognise speech.
 """
 

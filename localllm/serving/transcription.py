@@ -60,7 +60,7 @@ class TranscriptionClient(BatchClient):
     async def transcribe(
         self, samples: Samples, vad: VadOptions | None, *, is_background: bool = False
     ) -> AsyncIterator[Heard]:
-        """Yield the words of each window in order; times are those of the sound. vad: None: nothing is left out.
+        """Yield the words of each window in order, with their times in the sound. vad: None: nothing is left out.
 
         Windows run side by side, as many as a batch holds, so that other requests have their turns between them.
         Raises `QueueFull`, `EngineStopped`.

@@ -60,3 +60,10 @@ def muxed(sound: Sound, rate: int, kind: str, codec: str) -> bytes:
             container.mux(out.encode(part))
         container.mux(out.encode(None))
     return stream.getvalue()
+
+
+def sounds(*seconds: float) -> list[np.ndarray]:
+    """Return int16 noise whose loudness changes, so that a random model names more than one token."""
+    draw = np.random.default_rng(3)
+    noise = [draw.standard_normal(int(16_000 * each)) for each in seconds]
+    return [(each * np.abs(np.sin(np.arange(len(each)) / 3000)) * 3000).astype(np.int16) for each in noise]

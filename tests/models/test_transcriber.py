@@ -13,16 +13,10 @@ import torch
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.encoders.recipe import spec_of_any, task_of
 from localllm.models.encoders.transcriber import Transcriber, count_transcriber_parameters, load_transcriber
+from tests.media.sounds import sounds
 from tests.models.speech_models import save_parakeet
 
 KINDS = ("ctc", "tdt")
-
-
-def sounds(*seconds: float) -> list[np.ndarray]:
-    """Return int16 noise whose loudness changes, so that a random model names more than one token."""
-    draw = np.random.default_rng(3)
-    noise = [draw.standard_normal(int(16_000 * each)) for each in seconds]
-    return [(each * np.abs(np.sin(np.arange(len(each)) / 3000)) * 3000).astype(np.int16) for each in noise]
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ from localllm.errors import LocalLLMError
 from localllm.llm import LLM
 from localllm.serving.build import build_engine
 from localllm.text.transcript import TimedToken, TranscriptSegment, Word, cues_of, segments_of, srt, vtt, words_of
-from tests.media.sounds import tone, wav
+from tests.media.sounds import sounds, tone, wav
 from tests.models.speech_models import save_parakeet
-from tests.models.test_transcriber import sounds
 from tests.web.live_server import LiveServer, settings
 
 PATH = "/v1/audio/transcriptions"

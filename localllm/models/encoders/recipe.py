@@ -250,7 +250,7 @@ def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool =
 
 
 def transcriber_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
-    """Return the spec of a model that transcribes: the sizes are those of its encoder."""
+    """Return the spec of a model that transcribes, with the sizes of its encoder."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     config.encoder_config.vocab_size = config.vocab_size
     sizes = sizes_of(config.encoder_config)
