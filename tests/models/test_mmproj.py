@@ -53,6 +53,7 @@ def rows_of(path: Path, spec: ModelSpec) -> tuple[Processed, Tensor]:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.rotates(2)
 def test_rows_are_those_of_the_safetensors_model(name: str, pairs: dict[str, Path], tmp_path: Path) -> None:
     folder = pair(pairs, name)
     origin, spec = folder / "safetensors", read_spec(folder / "model.gguf")

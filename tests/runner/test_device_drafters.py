@@ -53,6 +53,7 @@ def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
 
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(("way", "num_blocks", "depth"), WAYS_OF_A_GPU)
+@pytest.mark.rotates(3)
 def test_a_drafter_that_is_the_model_is_always_right(
     model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], way: str, num_blocks: int, depth: int
 ) -> None:

@@ -83,6 +83,7 @@ def mixed_rows(desk: Desk) -> tuple[list[list[int]], list[list[RowResult]]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.rotates(2)
 def test_tokens_and_logprobs_are_those_of_the_whole_model(
     way: str, size: int, sharded: dict[int, ShardedModel], model: DecoderModel, spec: ModelSpec
 ) -> None:
