@@ -139,10 +139,7 @@ async def _transcribe(request: ApiRequest, config: ServerConfig) -> ASGIResponse
     if samples.missing_s:
         warnings.append(f"file is damaged: {samples.missing_s:.1f} s are missing")
     heard = client.transcribe(samples, vad, is_background=model.is_background)
-    if _flag(form, "stream", default=False):
-        if asked["format"] not in ("json", "text"):
-            what = f"response_format {asked['format']} cannot be streamed."
-            raise UnsupportedParameter(what, "A stream has events with text.", "json", param="response_format")
+    if asked["stream"]:
         return EventStream(_events(request, heard, samples.seconds), _nothing, warning_headers(warnings))
 
     async def all_words() -> list[Word]:
@@ -211,7 +208,8 @@ def _segment(number: int, segment: TranscriptSegment) -> shapes.TranscribedSegme
 
 
 def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
-    """Return model and format, the granularities, and warnings. Raises the error that names the wrong field."""
+    """Return model, format and whether to stream, the granularities, and warnings. Raises the error that names the wrong
+    field."""
     fields = {field.encode_name for field in msgspec.structs.fields(TranscriptionForm)}
     warnings = [f"{name} has no effect" for name in WITHOUT_EFFECT if _text(form, name)]
     warnings += RULES.check(dict(form), {*fields, *WITHOUT_EFFECT, "timestamp_granularities"})
@@ -231,7 +229,12 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
     if granularities and kind != "verbose_json":
         what = f"timestamp_granularities does not apply to {kind}."
         raise InvalidParameter(what, "Only verbose_json has times.", "verbose_json", param="timestamp_granularities")
-    return {"model": _text(form, "model"), "format": kind}, granularities or {"segment"}, warnings
+    stream = _flag(form, "stream", default=False)
+    if stream and kind not in ("json", "text"):
+        what = f"response_format {kind} cannot be streamed."
+        raise UnsupportedParameter(what, "A stream has events with text.", "json", param="response_format")
+    asked = {"model": _text(form, "model"), "format": kind, "stream": stream}
+    return asked, granularities or {"segment"}, warnings
 
 
 def _vad(form: Any) -> Any:
