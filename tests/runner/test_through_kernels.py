@@ -121,6 +121,7 @@ def drafted() -> list[Request]:
     ]
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("way", ["staged", "replayed"])
 @pytest.mark.parametrize("source", ["lookup", "right and wrong"])
 def test_drafts_through_the_kernels(
@@ -146,11 +147,12 @@ def test_drafts_through_the_kernels(
 
 
 @pytest.mark.timeout(300)  # the interpreter takes two minutes on a slow machine
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("kind", "way"), [("draft_model", "replayed"), ("eagle3", "staged")])
 def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S13: the texts are those of the twins, and so is what the drafter keeps of named blocks. No key of the first
     token is read: it is NaN."""
-    path = make_tiny_model(tmp_path / "target", num_hidden_layers=4)
+    path = make_tiny_model(tmp_path / "target", num_hidden_layers=4 if kind == "eagle3" else 1)
     spec = read_spec(path)
     model = load_model(path, spec, torch.device("cpu"), torch.float32)
     assert isinstance(model, DecoderModel)
