@@ -208,7 +208,7 @@ def _segment(number: int, segment: TranscriptSegment) -> shapes.TranscribedSegme
 
 
 def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
-    """Return model, format and whether to stream, the granularities, and warnings. Raises the error that names the wrong
+    """Return model, format and whether to stream, the granularities, and warnings. Raises an error that names the wrong
     field."""
     fields = {field.encode_name for field in msgspec.structs.fields(TranscriptionForm)}
     warnings = [f"{name} has no effect" for name in WITHOUT_EFFECT if _text(form, name)]
