@@ -21,8 +21,8 @@ freeze, thaw = gc.freeze, gc.unfreeze
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is marked `rotates(days)`, run the cases whose turn it is, at least one of each test; and a test
-    that is marked `one_day_in(days)` on the days that its name chooses."""
+    """Of a test that is marked `rotates(days)`, run the cases whose turn it is, at least one of each test. A test that
+    is marked `one_day_in(days)` runs on the days that its name chooses."""
     if not DAY:
         return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)

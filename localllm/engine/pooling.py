@@ -57,7 +57,7 @@ class BatchInput(Protocol):
 
 
 PooledValues = list[Any]
-"""What a model makes of one input: numbers, or the tokens of a window of sound."""
+"""The result of one input: numbers, or the tokens of a window of sound."""
 
 
 class PoolingRunner(Protocol):

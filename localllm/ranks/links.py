@@ -39,7 +39,7 @@ class Loss:
         self._lock = threading.Lock()
         self._declared = threading.Event()
         self.error: RanksLost | None = None
-        self.ranks: frozenset[int] = frozenset()  # because of which it is lost
+        self.ranks: frozenset[int] = frozenset()  # that ended the group
 
     def fileno(self) -> int:
         return self._read

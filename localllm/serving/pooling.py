@@ -6,12 +6,12 @@ Does not know: which models stay loaded (manager.py), HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config.settings import Settings
 from localllm.engine.pooling import PoolingInput, PoolingLoop
-from localllm.engine.pooling_client import PoolingClient, PoolingLimits
+from localllm.engine.pooling_client import BatchClient, PoolingClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedModel
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
@@ -21,7 +21,9 @@ from localllm.units import format_bytes
 if TYPE_CHECKING:
     from localllm.models.encoders.model import PoolingModel
     from localllm.models.encoders.recipe import PoolingRecipe
+    from localllm.models.fit import MemoryPlan
     from localllm.models.library.catalog import ResolvedModel
+    from localllm.models.spec.model_spec import ModelSpec
     from localllm.text.embed_text import TextEncoder
     from localllm.text.tokenizer import Tokenizer
 
@@ -36,7 +38,6 @@ def build_pooling(
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.encoders.recipe import pooling_spec, read_recipe
     from localllm.models.fit.pooling import plan_pooling
-    from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import load_tokenizer
 
     config = settings.engine
@@ -55,13 +56,34 @@ def build_pooling(
         report(f"{tokenizer.vocab_size} tokens{', through the chat template' if recipe.as_message else ''}")
     with report_phase("weights", on_phase) as report:
         model = _load(found, recipe, plan.device, plan.dtype, config.trust_remote_code, report)
+    pooling_limits = PoolingLimits(plan.max_model_len, plan.max_num_seqs, model.vocab_size)
+    return serve_in_batches(
+        settings, found, spec, plan, tokenizer, BatchRunner(model, _outputs),
+        lambda loop: PoolingClient(
+            loop, encoder, pooling_limits, model.dim, recipe.prompts, model.labels, model.wants
+        ),
+    )  # fmt: skip
+
+
+def serve_in_batches(
+    settings: Settings,
+    found: ResolvedModel,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    tokenizer: Tokenizer,
+    runner: BatchRunner,
+    client_of: Callable[[PoolingLoop], BatchClient],
+) -> ServedModel:
+    """Return the served model around a loaded runner whose inputs are independent of each other."""
+    from localllm.text.chat_template import ChatTemplate
+
+    config = settings.engine
     loop = PoolingLoop(
-        _Runner(model),
+        runner,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_num_queued=config.max_num_queued_reqs,
     )
-    pooling_limits = PoolingLimits(plan.max_model_len, plan.max_num_seqs, model.vocab_size)
     name, aliases = names_of(settings, found)
     return ServedModel(
         name=name,
@@ -70,7 +92,7 @@ def build_pooling(
         plan=plan,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.of(tokenizer),
-        client=PoolingClient(loop, encoder, pooling_limits, model.dim, recipe.prompts, model.labels, model.wants),
+        client=client_of(loop),
         created_s=time.time(),
         loop=loop,
         sampling_defaults={},
@@ -79,28 +101,31 @@ def build_pooling(
     )
 
 
-class _Runner:
-    """The runner that the loop calls; closing it frees the model."""
+class BatchRunner:
+    """The runner that the loop calls with a batch; closing it frees the model."""
 
-    def __init__(self, model: PoolingModel) -> None:
-        self._model: PoolingModel | None = model
+    def __init__(self, model: Any, run: Callable[[Any, Sequence[Any]], list[Any]]) -> None:
+        """run(model, batch): returns one result for each input."""
+        self._model, self._run = model, run
 
-    def __call__(self, batch: Sequence[PoolingInput]) -> list[list[float]]:
+    def __call__(self, batch: Sequence[Any]) -> list[Any]:
         assert self._model is not None, "the runner is closed"
         from localllm.runner.device_errors import check_device, translated
 
-        types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
         try:
             with translated():
-                wants = [each.want for each in batch]
-                rows = self._model.outputs([each.token_ids for each in batch], types, wants)
+                return self._run(self._model, batch)
         except Exception:
             check_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
             raise
-        return rows
 
     def close(self) -> None:
         self._model = None
+
+
+def _outputs(model: PoolingModel, batch: Sequence[PoolingInput]) -> list[list[float]]:
+    types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
+    return model.outputs([each.token_ids for each in batch], types, [each.want for each in batch])
 
 
 def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) -> TextEncoder:

@@ -7,7 +7,6 @@ Does not know: HTTP, formats of answers, which models stay loaded (manager.py).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -17,7 +16,8 @@ from localllm.engine.pooling import PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
-from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel, names_of
+from localllm.serving.pooling import BatchRunner, serve_in_batches
+from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.text.transcript import TimedToken, Word, words_of
 from localllm.units import format_bytes
 
@@ -116,7 +116,6 @@ def build_transcriber(
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.encoders.recipe import spec_of_any
     from localllm.models.fit.pooling import plan_transcriber
-    from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import load_tokenizer
 
     config = settings.engine
@@ -135,46 +134,12 @@ def build_transcriber(
     with report_phase("weights", on_phase) as report:
         model = load_transcriber(found.path, torch.device(plan.device), getattr(torch, plan.dtype))
         report(f"{spec.num_layers} layers, {model.kind}")
-    loop = PoolingLoop(
-        TranscriptionRunner(model),
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_num_queued=config.max_num_queued_reqs,
-    )
-    client = TranscriptionClient(loop, PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size), tokenizer)
-    name, aliases = names_of(settings, found)
-    return ServedModel(
-        name=name,
-        path=found.path,
-        spec=spec,
-        plan=plan,
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate.of(tokenizer),
-        client=client,
-        created_s=time.time(),
-        loop=loop,
-        sampling_defaults={},
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        aliases=aliases,
-    )
+    sizes = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
+    return serve_in_batches(
+        settings, found, spec, plan, tokenizer, BatchRunner(model, _transcribed),
+        lambda loop: TranscriptionClient(loop, sizes, tokenizer),
+    )  # fmt: skip
 
 
-class TranscriptionRunner:
-    """The runner that the loop calls; closing it frees the model."""
-
-    def __init__(self, model: Transcriber) -> None:
-        self._model: Transcriber | None = model
-
-    def __call__(self, batch: Sequence[WindowInput]) -> list[Any]:
-        assert self._model is not None, "the runner is closed"
-        from localllm.runner.device_errors import check_device, translated
-
-        try:
-            with translated():
-                return self._model.transcribe([each.samples for each in batch])
-        except Exception:
-            check_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
-            raise
-
-    def close(self) -> None:
-        self._model = None
+def _transcribed(model: Transcriber, batch: Sequence[WindowInput]) -> list[Any]:
+    return model.transcribe([each.samples for each in batch])
