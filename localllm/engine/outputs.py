@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from localllm.engine.acceptance import NO_COUNTS, DraftCounts
 from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
@@ -20,6 +19,21 @@ from localllm.text.answers.parts import Part
 
 HANDED_OVER = "handed_over"
 """Finish reason of a request that another engine continues (`RequestOptions.hands_over`). No client sees it."""
+
+
+class DraftCounts(NamedTuple):
+    """Drafts of a request that were verified so far."""
+
+    checked: int = 0
+    accepted: int = 0
+    predicted_accepted: int = 0  # of those that came from the request's prediction
+    predicted_rejected: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*map(sum, zip(self, other, strict=True)))
+
+
+NO_COUNTS = DraftCounts()
 
 
 class EngineOutput(NamedTuple):

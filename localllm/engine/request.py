@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
 from localllm.engine.media import MediaSpan
 from localllm.engine.memory.block_names import InputSpan
+from localllm.engine.outputs import NO_COUNTS, DraftCounts
 from localllm.engine.params import SamplingParams
 from localllm.engine.prompt_history import CacheMiss, Prefix
 from localllm.engine.stats import RequestTimeline
@@ -79,6 +79,51 @@ class HeldState:
     steady: StateUse  # of a row that continues and saves nothing:
     next_use: int = 0  # of one that ends before this position
     moving: bytes = b""  # name of the checkpoint that moves along with the output; empty: none
+
+
+FIRST_RATE = 0.7
+"""Probability that a draft is right if its predecessors are, before anything of the request was verified."""
+PRIOR_WEIGHT = 1.0
+"""Drafts for which `FIRST_RATE` counts."""
+REJECTION_DECAY = 0.95
+"""Weight that a rejection leaves to what was verified before it."""
+HALF_LIFE = 64.0
+"""Output tokens after which the verified drafts count half, so that a request without luck is tried again."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The verified drafts of one request."""
+
+    counts: DraftCounts = NO_COUNTS
+    _accepted: float = 0.0  # weights of the recent ones
+    _rejected: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Probability that the next draft is right if those before it are."""
+        total = self._accepted + self._rejected + PRIOR_WEIGHT
+        return (self._accepted + FIRST_RATE * PRIOR_WEIGHT) / total
+
+    def settle(self, checked: int, accepted: int, *, are_predicted: bool = False) -> None:
+        """Record a row that verified `checked` drafts, 0 or more, of which the first `accepted` were right."""
+        if checked:
+            predicted = (accepted, checked - accepted) if are_predicted else (0, 0)
+            self.counts = self.counts.plus(DraftCounts(checked, accepted, *predicted))
+        kept = 0.5 ** ((1 + accepted) / HALF_LIFE)
+        is_rejected = accepted < checked
+        if is_rejected:
+            kept *= REJECTION_DECAY
+        self._accepted = self._accepted * kept + accepted
+        self._rejected = self._rejected * kept + is_rejected
+
+    def expected(self, drafts: int) -> float:
+        """Return the expected number of right drafts among `drafts`."""
+        rate, power, total = self.rate, 1.0, 0.0
+        for _ in range(drafts):
+            power *= rate
+            total += power
+        return total
 
 
 class State(StrEnum):

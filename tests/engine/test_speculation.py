@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from localllm.engine.acceptance import Acceptance
+from localllm.engine.request import Acceptance
 from localllm.engine.speculation import LOOK_BACK, LOOK_EVERY, Speculation, StepCosts
 from localllm.engine.stats import OFF_REASONS
 from localllm.engine.step import DraftSupport

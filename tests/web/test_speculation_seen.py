@@ -11,8 +11,7 @@ import pytest
 
 from localllm.cli import main
 from localllm.cli.top_screen import _drafts as in_top
-from localllm.engine.acceptance import DraftCounts
-from localllm.engine.outputs import Usage
+from localllm.engine.outputs import DraftCounts, Usage
 from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, SpeculationStats
 from localllm.kernels.cpu.native.library import native
 from localllm.units import format_count

@@ -18,11 +18,10 @@ from typing import Protocol, Self
 
 from msgspec import structs
 
-from localllm.engine.acceptance import DraftCounts
 from localllm.engine.admission import child_id
 from localllm.engine.beam_search import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
-from localllm.engine.outputs import ExplainedMiss, GenerationEvent, Timings, Usage, most_missed
+from localllm.engine.outputs import DraftCounts, ExplainedMiss, GenerationEvent, Timings, Usage, most_missed
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.stats import generation_rate
