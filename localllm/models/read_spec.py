@@ -98,7 +98,11 @@ def families() -> Mapping[str, Family]:
 
 def family_of(spec: ModelSpec) -> Family:
     """Return the family of the model, which knows how its checkpoints store tensors."""
-    return families()[spec.architecture]
+    from localllm.models.families.registry import family_of_class
+
+    family = family_of_class(spec.architecture, spec.text_type)
+    assert family is not None, "another implementation computes the model"
+    return family
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -150,9 +154,25 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _has_family(config: Mapping[str, Any]) -> bool:
+    return not _architecture(config) or _known_family(config) is not None  # none is refused by `_family_of`
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the class in config.json; empty: it names none."""
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    return not isinstance(name, str) or name in families()  # a config without architecture is refused by `_family_of`
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def _known_family(config: Mapping[str, Any]) -> Family | None:
+    from localllm.models.families.registry import family_of_class
+
+    return family_of_class(_architecture(config), _text_type(config))
+
+
+def _text_type(config: Mapping[str, Any]) -> str:
+    """Return the model_type of the text part; empty: the config has no such part."""
+    part = config.get("text_config")
+    return str(part.get("model_type", "")) if isinstance(part, Mapping) else ""
 
 
 def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_code: bool) -> ModelSpec:
@@ -168,6 +188,8 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
     fields = transformers_fields(path, architecture, trust_remote_code=trust_remote_code)
     return ModelSpec(
         architecture=architecture,
+        text_type=_text_type(config),
+        why_unseeing=f"Pictures of {config.get('model_type')} are not supported." if "vision_config" in config else "",
         implementation="remote" if trust_remote_code and config.get("auto_map") else "transformers",
         hidden_act="silu",
         rope=RopeSpec(rotary_dim=fields["head_dim"]),
@@ -189,13 +211,13 @@ def _generation(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_
 
 
 def _family_of(config: Mapping[str, Any]) -> Family:
-    names = config.get("architectures")
     supported = f"Supported: {', '.join(sorted(families()))}."
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    if not _architecture(config):
         raise UnsupportedModel("config.json names no architecture.", supported)
-    if names[0] not in families():
-        raise UnsupportedModel(f"{names[0]} is not supported.", supported)
-    return families()[names[0]]
+    family = _known_family(config)
+    if family is None:
+        raise UnsupportedModel(f"{_architecture(config)} is not supported.", supported)
+    return family
 
 
 def _filled(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -212,6 +234,7 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
         differences["norm"] = NormSpec(number(config, "rms_norm_eps"))
     common = {
         "architecture": config["architectures"][0],
+        "text_type": _text_type(config),
         "max_position": context_length(config, rope),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "dtype": _dtype(config),

@@ -88,6 +88,8 @@ SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 """Small sizes by the names that configs have. A window is shorter than the prompts."""
+OWN_NAMES = ("cosmos3_omni", "kimi_k25", "qianfan_ocr")
+"""Types that transformers saves under names that no released checkpoint has: here they keep those in memory."""
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -110,9 +112,12 @@ _ZAMBA = {
     "attention_hidden_size": 128,
     "attention_head_dim": 32,
 }
+_COHERE_VISION = {"text_config": {"logit_scale": 1.0}}  # its whole model in transformers forgets the scale
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "aya_vision": _COHERE_VISION,
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere2_vision": _COHERE_VISION,
     "cohere_compass_text": {
         "layer_types": _ALTERNATING,
         "num_hidden_layers": 4,
@@ -168,6 +173,14 @@ def class_names() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def composite_names() -> dict[str, str]:
+    """Return the model that answers about pictures of every model type that has no causal one, by type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    causal = class_names()
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items() if kind not in causal}
+
+
 def tiny_config(model_type: str) -> Any:
     """Return a small config of the type. Raises what its class raises."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -184,12 +197,14 @@ def make_class_model(path: Path, model_type: str, *, seed: int = 0) -> None:
     config = tiny_config(model_type)
     config.dtype = torch.float32
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    is_causal = model_type in class_names()
+    auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
+    model = auto.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim <= 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=model_type not in OWN_NAMES)
 
 
 def _shrunk(kind: Any, special: Mapping[str, Any]) -> dict[str, Any]:

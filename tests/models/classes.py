@@ -1,4 +1,5 @@
-"""The table over all causal language models of the installed transformers: what becomes of a small one of each.
+"""The table over all causal language models of the installed transformers, and all models that answer about pictures
+(their text part alone): what becomes of a small one of each.
 
     own              localllm's decoder computes it, and the logits agree with transformers' own forward
     transformers     its own code computes it over localllm's cache, and the logits agree
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.models.class_models import VOCAB_SIZE, class_names, make_class_model
+from tests.models.class_models import VOCAB_SIZE, class_names, composite_names, make_class_model
 
 GOOD = ("own", "transformers", "refused", "not buildable")
 LENGTHS = (52, 17, 33, 1)  # the first is longer than two windows; the last begins by decoding
@@ -169,7 +170,7 @@ def _place(error: BaseException) -> str:
 
 def main() -> int:
     """Print the outcome of every class, or of the types named as arguments, and the counts. Return 1 if one failed."""
-    classes = class_names()
+    classes = class_names() | composite_names()
 
     def show(model_type: str, outcome: Outcome) -> None:
         print(f"{model_type:24} {classes[model_type]:36} {outcome.kind:15} {outcome.detail}", flush=True)

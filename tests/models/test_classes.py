@@ -23,6 +23,15 @@ HYBRIDS = (
     "nemotron_h",  # layers of one part
     "qwen3_5_text",  # gated delta net
 )
+COMPOSITES = {
+    "aria": "transformers",
+    "exaone4_5": "own",
+    "idefics2": "own",  # its text part is named text_model
+    "hyperclovax_vision_v2": "transformers",  # the whole model says that embeddings are tied
+    "lfm3_vl": "transformers",
+    "minicpmv4_7": "own",  # recurrent layers
+    "ovis2": "own",
+}
 REFUSED = {
     "bart": r"BartForCausalLM is not supported.*head in transformers runs the layers itself.*encoder-decoder",
     "deepseek_v4": r"layers of type .*compressed",
@@ -43,6 +52,13 @@ def test_hybrids_run_through_their_classes(model_type: str) -> None:
     """Each sequence keeps its states in mixed batches, whatever the chunks."""
     outcome = try_class(model_type, "transformers")
     assert outcome.kind == "transformers", outcome.detail
+
+
+@pytest.mark.rotates(3)
+@pytest.mark.parametrize("model_type", COMPOSITES)
+def test_a_model_that_no_family_lists_runs_by_its_text_part(model_type: str) -> None:
+    outcome = try_class(model_type)
+    assert outcome.kind == COMPOSITES[model_type], outcome.detail
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

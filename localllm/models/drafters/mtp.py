@@ -36,7 +36,7 @@ from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.loader import AROUND, open_further_layer
-from localllm.models.read_spec import families
+from localllm.models.read_spec import families, family_of
 from localllm.models.spec.family import MTPLayout
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
@@ -152,7 +152,7 @@ def open_mtp(
 
 
 def _layout(path: Path, target: ModelSpec) -> MTPLayout:
-    layout = families()[target.architecture].mtp if target.implementation == "localllm" else None
+    layout = family_of(target).mtp if target.implementation == "localllm" else None
     if layout is None:
         known = sorted({family.name for family in families().values() if family.mtp is not None})
         raise DrafterMismatch(

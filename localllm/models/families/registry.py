@@ -1,6 +1,8 @@
-"""Every supported family, by the class name in config.json."""
+"""Every supported family, by the class name in config.json, and by the model_type of a text part."""
 
 from __future__ import annotations
+
+from functools import cache
 
 from localllm.models.families import (
     afmoe,
@@ -28,6 +30,7 @@ from localllm.models.families import (
     qwen,
     qwen3_5,
     stablelm,
+    text_part,
 )
 from localllm.models.spec.family import Family
 from localllm.models.spec.gguf import GGUFFacts
@@ -133,3 +136,69 @@ FAMILIES = (
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 GGUF_OF: dict[str, GGUFFacts] = {name: facts for family in FAMILIES for name, facts in family.gguf.items()}
 """By general.architecture."""
+TEXT_PARTS: dict[str, Family] = {
+    "arcee": llama.ARCEE,
+    "cohere": cohere.COHERE,
+    "cohere2": cohere.COHERE2,
+    "deepseek_v2": deepseek.V2,
+    "deepseek_v3": deepseek.V3,
+    "ernie4_5": llama.ERNIE,
+    "ernie4_5_moe": ernie.FAMILY,
+    "exaone4": exaone.EXAONE4,
+    "exaone_moe": exaone.EXAONE_MOE,
+    "falcon_h1": bamba.FALCON_H1,
+    "glm": glm.GLM,
+    "glm4": glm.GLM4,
+    "glm4_moe": glm.GLM4_MOE,
+    "gpt_oss": gpt_oss.FAMILY,
+    "granite": granite.FAMILY,
+    "granitemoe": granite.MOE,
+    "granitemoehybrid": granite.HYBRID,
+    "helium": llama.HELIUM,
+    "hunyuan_v1_dense": hunyuan.DENSE,
+    "hunyuan_v1_moe": hunyuan.MOE,
+    "lfm2": lfm2.DENSE,
+    "lfm2_moe": lfm2.MOE,
+    "llama": llama.LLAMA,
+    "ministral": mistral.MINISTRAL,
+    "ministral3": mistral.MINISTRAL3,
+    "mistral": mistral.MISTRAL,
+    "mixtral": mistral.MIXTRAL,
+    "nemotron": nemotron.FAMILY,
+    "nemotron_h": nemotron.H,
+    "olmo": olmo.OLMO,
+    "olmo2": olmo.OLMO2,
+    "olmo3": olmo.OLMO3,
+    "olmoe": olmo.OLMOE,
+    "opt": gpt2.OPT,
+    "phi": phi.PHI,
+    "phi3": phi.PHI3,
+    "qwen2": qwen.QWEN2,
+    "qwen2_moe": qwen.QWEN2_MOE,
+    "qwen3": qwen.QWEN3,
+    "qwen3_moe": qwen.QWEN3_MOE,
+    "qwen3_5_text": qwen3_5.DENSE,
+    "qwen3_5_moe_text": qwen3_5.MOE,
+    "qwen3_next": qwen3_5.NEXT,
+    "qwen3_vl_text": qwen.QWEN3,
+    "seed_oss": llama.SEED_OSS,
+    "smollm3": llama.SMOLLM3,
+    "stablelm": stablelm.STABLELM,
+    "starcoder2": stablelm.STARCODER2,
+}
+"""By the model_type of the text part, of models that no family lists (text_part.unlisted). Gemma's is not among them:
+the prompts of PaliGemma are not causal, and the later ones are listed."""
+ANSWERING = ("ForConditionalGeneration", "ForCausalLM", "ForImageTextToText")
+"""Ends of the names of classes that write text."""
+
+
+@cache
+def family_of_class(architecture: str, text_type: str = "") -> Family | None:
+    """Return the family of a class in config.json; None: it is not supported.
+
+    text_type: model_type of its text part; empty: it has none. A class that is not listed is read by its text part.
+    """
+    listed, text = FAMILY_OF.get(architecture), TEXT_PARTS.get(text_type)
+    if listed is not None or text is None or not architecture.endswith(ANSWERING):
+        return listed
+    return text_part.unlisted(architecture, text)

@@ -13,6 +13,8 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
 
 NOTE = "Text only: the vision part is not loaded."
+_OUTSIDE = r"(?!(model\.)?(language_model|text_model)\.|lm_head\.).*"
+"""Tensors that are not of a text part under one of the usual names."""
 _VISION = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
 _ALONE = ("image_newline",)  # tensors of the whole model that the text part does not have
 
@@ -71,6 +73,14 @@ def of_family(
         gguf={},
         mtp=None,
     )
+
+
+def unlisted(architecture: str, text: Family) -> Family:
+    """Return the family of a model that no module here describes, from the family of its text part."""
+    family = of_family(f"{architecture} ({text.name})", (architecture,), text)
+    alternatives = (*family.storage.alternatives, *storage("text_model", text.storage).alternatives)
+    ignored = (*text.storage.ignored, _OUTSIDE)
+    return replace(family, storage=replace(family.storage, alternatives=alternatives, ignored=ignored))
 
 
 def of_families(

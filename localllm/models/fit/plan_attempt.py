@@ -19,6 +19,8 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.kernels.kv_format import KV_FORMATS, UNIT
 from localllm.machine.hardware import Gpu, Hardware
+from localllm.models import read_spec
+from localllm.models.families import text_part
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.balance import SplitDevice
 from localllm.models.fit.cache_sizes import most_blocks, split_of, state_places
@@ -43,7 +45,6 @@ from localllm.models.fit.shard_sizes import (
     split_model,
 )
 from localllm.models.formats.registry import quantization_in_words, quantization_notes
-from localllm.models.read_spec import families
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, state_bytes
 from localllm.models.spec.shard import Shard
 from localllm.models.vision.families import family_of
@@ -163,14 +164,11 @@ class PlanAttempt:
 
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
-        family = families().get(spec.architecture)
-        if (
-            family is not None
-            and family.note
-            and spec.vision is None
-            and (spec.drafter is None or spec.drafter.method != "mtp")
-        ):
-            notes.append(family.note)
+        note = read_spec.family_of(spec).note if spec.implementation == "localllm" else ""
+        if note == text_part.NOTE and spec.why_unseeing:
+            note = ""  # the plan's note about pictures says more
+        if note and spec.vision is None and (spec.drafter is None or spec.drafter.method != "mtp"):
+            notes.append(note)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
         if config.trust_remote_code and spec.implementation != "remote":

@@ -142,6 +142,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
     vision: VisionSpec | None = None  # the part that reads pictures; None: there is none, or it is not loaded
+    text_type: str = ""  # model_type of the text part in config.json; empty: the model reads text alone
     why_unseeing: str = ""  # why that part is not read though the checkpoint has one, as sentences
     drafter: DrafterPlan | None = None  # guesses tokens of this model; counted by fit and loaded with it
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)

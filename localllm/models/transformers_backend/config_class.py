@@ -1,4 +1,4 @@
-"""Read a checkpoint's config through the config class of `transformers`.
+"""Read a checkpoint's config through the config class of `transformers`, and find the part that answers.
 
 Does not know: fields, ModelSpec, weights.
 """
@@ -25,6 +25,40 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # validators raise many kinds of errors
         raise _translated(path, error) from error
+
+
+def load_causal_config(path: Path, architecture: str, *, trust_remote_code: bool) -> Any:
+    """Return the config that `AutoModelForCausalLM` takes: the checkpoint's, or its text part's if the model reads more
+    than text. Raises `UnsupportedModel` if neither has such a class."""
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    names = [kind.__name__ for kind in causal_classes(config)]
+    if architecture in names or is_remote:
+        return config
+    text = text_part(config)
+    if text is not config and causal_classes(text):
+        text.tie_word_embeddings = config.tie_word_embeddings
+        return text
+    kind = getattr(config, "model_type", "?")
+    instead = f"of type {kind!r} it has {', '.join(names)}" if names else f"it has none of type {kind!r}"
+    raise UnsupportedModel(
+        f"{architecture} is not supported.",
+        f"localllm has no decoder for it, and among the causal language models of transformers {instead}.",
+        "docs/reference/models.md lists the families.",
+    )
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of the text part; of a model of text alone the config itself."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def causal_classes(config: Any) -> list[type[Any]]:
+    """Return the classes of transformers that compute a model of text with this config."""
+    from transformers import AutoModelForCausalLM
+
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return [kind for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None]
 
 
 def _translated(path: Path, error: Exception) -> ModelError:

@@ -180,7 +180,7 @@ def verify_decoder(path: Path, model: CausalModel, spec: ModelSpec, device: torc
 
 def bytes_through_transformers(path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
     """Return the bytes of weights and buffers that `load_through_transformers` will hold, from shapes alone."""
-    module: Any = module_on_meta(path, trust_remote_code=spec.implementation == "remote")
+    module: Any = module_on_meta(path, spec.architecture, trust_remote_code=spec.implementation == "remote")
     total: int = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
     total += sum(buffer.numel() * buffer.dtype.itemsize for buffer in module.buffers())
     head = spec.vocab_size * spec.hidden_size

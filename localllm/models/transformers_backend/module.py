@@ -6,6 +6,7 @@ Does not know: attention, caches, steps.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,13 @@ from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.bamba import time_step_limits
+from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.linear import Linear
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.transformers_backend.config_class import first_line, load_config
+from localllm.models.transformers_backend.config_class import causal_classes, first_line, load_causal_config
+
+_TEXT_PART = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.*)")
+"""Names of tensors of a text part."""
 
 
 def load_module(
@@ -28,14 +33,29 @@ def load_module(
     """Load the causal language model of folder `path` with eager attention onto the device."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path, trust_remote_code=trust_remote_code)
+    config = load_causal_config(path, spec.architecture, trust_remote_code=trust_remote_code)
     # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
+    is_part = config.model_type == spec.text_type
     module = read_module(
-        AutoModelForCausalLM, path, config, dtype, attention=attention, trust_remote_code=trust_remote_code
-    )
+        causal_classes(config)[0] if is_part else AutoModelForCausalLM, path, config, dtype, attention=attention,
+        trust_remote_code=trust_remote_code, state=_text_tensors(path) if is_part else None,
+    )  # fmt: skip
     _remove_floor_of_time_steps(module)
     return module.to(device)
+
+
+def _text_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of the text part of a model that reads more than text, by their names in a model of text."""
+    found = dict[str, Tensor]()
+    with open_checkpoint(path) as checkpoint:
+        for name in checkpoint.tensors:
+            inner = _TEXT_PART.fullmatch(name)
+            if inner is None and not name.startswith("lm_head."):
+                continue
+            plain = name if inner is None else inner[1] if inner[1].startswith("lm_head.") else f"model.{inner[1]}"
+            found[plain] = checkpoint.tensor(name).clone()
+    return found
 
 
 def _remove_floor_of_time_steps(module: nn.Module) -> None:
@@ -118,11 +138,11 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def module_on_meta(path: Path, *, trust_remote_code: bool) -> Any:
+def module_on_meta(path: Path, architecture: str, *, trust_remote_code: bool) -> Any:
     """Build the same model on `meta`: tensors have shapes only."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path, trust_remote_code=trust_remote_code)
+    config = load_causal_config(path, architecture, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.errors import CorruptModel, ModelError, UnsupportedModel
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
-from localllm.models.transformers_backend.config_class import first_line, load_config
+from localllm.models.transformers_backend.config_class import first_line, load_causal_config, text_part
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "model_max_length")
 _PARTS: dict[str, LayerPart] = {
@@ -37,9 +37,12 @@ _FROM_PADDING = (
 
 def transformers_fields(path: Path, architecture: str, *, trust_remote_code: bool) -> dict[str, Any]:
     """Return sizes, layers and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
-    config = load_config(path, trust_remote_code=trust_remote_code)
+    config = load_causal_config(path, architecture, trust_remote_code=trust_remote_code)
     try:
-        _refuse(config, architecture, trust_remote_code=trust_remote_code)
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModel(
+                f"{architecture} is not supported.", "It has an encoder; only decoders are supported."
+            )
         fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
         fields["max_position"] -= first_position(config)
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
@@ -52,11 +55,6 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
             f"{architecture} is not supported.",
             f"Its config cannot be read through transformers: {type(error).__name__}: {first_line(error)}",
         ) from error
-
-
-def text_part(config: Any) -> Any:
-    """Return the config of the text part; of a model of text alone the config itself."""
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -85,24 +83,6 @@ def sizes_of(config: Any) -> dict[str, Any]:
 def first_position(config: Any) -> int:
     """Return the number that the class gives to the first position of a text."""
     return 1 + (config.pad_token_id or 0) if config.model_type in _FROM_PADDING else 0
-
-
-def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
-    from transformers import AutoModelForCausalLM
-
-    is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    names = [kind.__name__ for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None]
-    if architecture not in names and not is_remote:
-        kind = getattr(config, "model_type", "?")
-        instead = f"of type {kind!r} it has {', '.join(names)}" if names else f"it has none of type {kind!r}"
-        raise UnsupportedModel(
-            f"{architecture} is not supported.",
-            f"localllm has no decoder for it, and among the causal language models of transformers {instead}.",
-            "docs/reference/models.md lists the families.",
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{architecture} is not supported.", "It has an encoder; only decoders are supported.")
 
 
 def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
@@ -146,7 +126,7 @@ def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> Rec
     from localllm.models.transformers_backend.mixers import find_mixers
     from localllm.models.transformers_backend.module import module_on_meta
 
-    mixers = find_mixers(module_on_meta(path, trust_remote_code=trust_remote_code), architecture)
+    mixers = find_mixers(module_on_meta(path, architecture, trust_remote_code=trust_remote_code), architecture)
     if not mixers:
         raise UnsupportedModel(
             f"{architecture} is not supported.",
