@@ -1,7 +1,7 @@
 """Loading, from a name to an engine: phases in order, clear errors, nothing left behind."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,9 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
 from localllm.models.fit import MemoryPlan
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import DrafterPlan
+from localllm.models.spec.rope import RopeSpec
 from localllm.runner.runner import TorchRunner
 from localllm.serving import build
 from localllm.serving.build import build_engine, sampling_defaults
@@ -137,30 +140,79 @@ def test_fingerprints_tell_models_and_dtypes_apart(tiny_llama_path: Path, tmp_pa
     folder = tmp_path / "copy"
     shutil.copytree(tiny_llama_path, folder)
     config = EngineConfig()
-    first = fingerprint(tiny_llama_path, model.plan, config)
-    assert first == fingerprint(tiny_llama_path, model.plan, config)
-    assert first != fingerprint(folder, model.plan, config)
-    before = fingerprint(folder, model.plan, config)
+    first = fingerprint(tiny_llama_path, model.plan, config, model.spec)
+    assert first == fingerprint(tiny_llama_path, model.plan, config, model.spec)
+    assert first != fingerprint(folder, model.plan, config, model.spec)
+    before = fingerprint(folder, model.plan, config, model.spec)
     (folder / "model.safetensors").touch()
-    assert before != fingerprint(folder, model.plan, config)
+    assert before != fingerprint(folder, model.plan, config, model.spec)
     model.close()
+
+
+PLAN = MemoryPlan("cpu", "float32", "float32", 256, 4, 64, 0, (9,), 16, 0, 0, 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"quantization": "int8"}, {"cpu_weights": "exact"}, {"model_impl": "transformers"}, {"kernels": "torch"},
-        {"deterministic": True}, {"speculative": "mtp"}, {"plan": {"block_size": 32}}, {"plan": {"kv_dtype": "int8"}},
+        {"deterministic": True}, {"plan": {"block_size": 32}}, {"plan": {"kv_dtype": "int8"}},
         {"plan": {"device": "cuda:0"}}, {"plan": {"dtype": "float16"}},
     ],
 )  # fmt: skip
 def test_whatever_changes_kv_changes_the_fingerprint(tiny_llama_path: Path, changed: dict[str, Any]) -> None:
-    settings = settings_for(tiny_llama_path)
-    plan = MemoryPlan("cpu", "float32", "float32", 256, 4, 64, 0, (9,), 16, 0, 0, 0, 0, 0, 1)
-    before = fingerprint(tiny_llama_path, plan, settings.engine)
-    other = replace(plan, **changed.pop("plan", {}))
-    assert fingerprint(tiny_llama_path, other, replace(settings.engine, **changed)) != before
-    assert fingerprint(tiny_llama_path, replace(plan, num_blocks=(99,)), settings.engine) == before
+    """S23."""
+    settings, spec = settings_for(tiny_llama_path), read_spec(tiny_llama_path)
+    before = fingerprint(tiny_llama_path, PLAN, settings.engine, spec)
+    other = replace(PLAN, **changed.pop("plan", {}))
+    assert fingerprint(tiny_llama_path, other, replace(settings.engine, **changed), spec) != before
+    same = replace(PLAN, num_blocks=(99,), max_model_len=64)
+    assert fingerprint(tiny_llama_path, same, settings.engine, spec) == before
+
+
+def test_a_drafter_and_its_files_change_the_fingerprint(tiny_llama_path: Path, tmp_path: Path) -> None:
+    """Its K and V are in the model's blocks."""
+    config, spec = settings_for(tiny_llama_path).engine, read_spec(tiny_llama_path)
+    drafter = DrafterPlan("draft_model", tmp_path, spec, 0)
+    prints = {fingerprint(tiny_llama_path, PLAN, config, spec)}
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"x")
+        prints.add(fingerprint(tiny_llama_path, PLAN, config, replace(spec, drafter=drafter)))
+    smaller = replace(drafter, quantization="int8")
+    prints.add(fingerprint(tiny_llama_path, PLAN, config, replace(spec, drafter=smaller)))
+    assert len(prints) == 5
+
+
+def test_the_context_changes_the_fingerprint_where_it_chooses_longropes_factors(tiny_llama_path: Path) -> None:
+    numbers = {"original_max_position_embeddings": 128}
+    config, spec = settings_for(tiny_llama_path).engine, read_spec(tiny_llama_path)
+    spec = replace(spec, rope=RopeSpec(variant="longrope", parameters=numbers))
+    short, edge, long, longer = (
+        fingerprint(tiny_llama_path, replace(PLAN, max_model_len=length), config, spec)
+        for length in (64, 128, 129, 256)
+    )
+    assert short == edge != long == longer
+
+
+IN_THE_PLAN = {"device", "dtype", "kv_cache_dtype", "block_size"}
+IN_THE_SPEC = {"model", "revision", "max_model_len", "speculative", "draft", "speculative_config", "trust_remote_code"}
+IN_THE_CONFIG = {"quantization", "cpu_weights", "model_impl", "kernels", "deterministic"}
+IN_A_BLOCKS_NAME = {"lora_modules", "mmproj", "image_max_tokens", "image_min_tokens", "mm_processor_kwargs"}
+CHANGE_NO_KV = """
+    offline task verify profile enable_lora max_loras max_lora_rank generation_config seed enable_prompt_embeds
+    max_logprobs limit_mm_per_prompt max_image_pixels gpu_memory_utilization kv_cache_memory_bytes
+    enable_prefix_caching kv_offloading_size swap_space kv_disk_gib kv_offload_dir tensor_parallel_size
+    pipeline_parallel_size data_parallel_size routing_policy prefill_replicas tensor_split pipeline_layer_partition
+    device_ids enable_expert_parallel nodes ray_address distributed_executor_backend rank_timeout max_num_seqs
+    max_num_batched_tokens long_prefill_token_threshold max_num_queued_reqs scheduling_policy async_scheduling draft_max
+    enforce_eager programmatic_launch check_kernels torch_profiler_dir
+"""
+
+
+def test_each_setting_is_known_to_change_kv_or_not() -> None:
+    """Whoever adds a setting has to say where it counts, so that no block is read for another content."""
+    known = [*IN_THE_PLAN, *IN_THE_SPEC, *IN_THE_CONFIG, *IN_A_BLOCKS_NAME, *CHANGE_NO_KV.split()]
+    assert sorted(known) == sorted(setting.name for setting in fields(EngineConfig))
 
 
 @pytest.mark.parametrize(

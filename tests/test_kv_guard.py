@@ -8,8 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from localllm.config.settings import EngineConfig
+from localllm.engine.params import SamplingParams
 from localllm.errors import UnsupportedOption
 from localllm.kernels.kv_format import KV_FORMATS
+from localllm.llm import LLM
 from localllm.machine.hardware import read_hardware
 from localllm.models.library.catalog import demo_path
 from localllm.serving.build import build_engine, plan_again
@@ -20,6 +22,7 @@ from tests.serving import answer, settings_for
 from tests.tiny import make_tiny_model
 
 HEAD_DIM = 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,7 @@ def test_the_demo_is_served_with_four_bits(kv: str, tmp_path: Path) -> None:
         model.close()
         assert model.loop.scheduler.recorder.prompt_tokens == computed
     assert told[0] == told[1]
-    names = {fingerprint(model.path, replace(model.plan, kv_dtype=each), settings_for(demo_path()).engine)
+    names = {fingerprint(model.path, replace(model.plan, kv_dtype=each), settings_for(demo_path()).engine, model.spec)
              for each in KV_FORMATS}  # fmt: skip
     assert len(names) == len(KV_FORMATS), "a format never reads the blocks of another one"
 
@@ -88,3 +91,16 @@ def test_what_the_guard_makes_of_an_agreement() -> None:
     assert "240 of 256 tokens" in require_agreement(Agreement(240, 256), "int4")
     with pytest.raises(UnsupportedOption, match=r"230 of 256 tokens.*at least 90%"):
         require_agreement(Agreement(230, 256), "k8v4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["k8v4", "int4"])
+def test_four_bits_beside_a_drafter_ranks_and_stages_answer_as_without(kv: str) -> None:
+    """Each of these models is compared with its own cache first, as every one with 4 bits."""
+    told = []
+    beside: tuple[dict[str, Any], ...] = ({"draft": "demo"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
+    for given in ({"speculative": "off"}, *beside):
+        with LLM("demo", device="cpu", max_model_len=512, max_num_seqs=8, kv_cache_dtype=kv, **given) as llm:
+            said = llm.generate(["Name three colours of the rainbow.", "Paris is"], GREEDY, use_tqdm=False)
+            told.append([each.outputs[0].token_ids for each in said])
+    assert told == [told[0]] * 4

@@ -466,7 +466,7 @@ def engine_parts(
     from localllm.text.grammar import Grammars
     from localllm.text.reasoning_budget import ReasoningBudgets
 
-    loop = _engine_loop(config, plan, fingerprint(path, plan, config), runner, path.name, stores)
+    loop = _engine_loop(config, plan, fingerprint(path, plan, config, spec), runner, path.name, stores)
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
         most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,

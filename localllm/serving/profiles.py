@@ -30,6 +30,7 @@ from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
+    from localllm.models.spec.model_spec import ModelSpec
 
 
 SCHEMA = 1
@@ -37,6 +38,8 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEAD = "# Written by `localllm tune`. It is used only while everything under [key] is unchanged.\n"
 FORM = ("dtype", "quantization", "cpu_weights", "model_impl", "enable_lora", "max_loras", "max_lora_rank")
 """Fields of EngineConfig that determine the stored form of the weights, and thereby their speed."""
+SUFFIXES = (".json", ".safetensors", ".bin", ".py")
+"""Files of a checkpoint that its numbers depend on: .bin of a drafter, .py with --trust-remote-code."""
 SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 
@@ -319,20 +322,22 @@ def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = 
     return replace(settings, engine=replace(settings.engine, **values), sources=sources)
 
 
-def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig) -> bytes:
+def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> bytes:
     """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size, how the
-    weights are stored and by what they are computed, the drafter, whose K and V are in the same blocks, and this
-    version, since blocks on disk outlive it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files_of(path):
-        status = file.stat()
-        digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
+    weights are stored and by what they are computed, LongRoPE's factors, the drafter, whose K and V are in the same
+    blocks, and this version, since blocks on disk outlive it."""
+    digest, drafter = hashlib.blake2b(digest_size=16), spec.drafter
+    for owner in (path,) if drafter is None else (path, drafter.path):
+        digest.update(f"{owner.resolve()}:".encode())
+        for file in files_of(owner):
+            status = file.stat()
+            digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
     kind = plan.device.partition(":")[0]
-    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}:{kind}:{__version__}".encode())
-    drafter = config.speculation
+    digest.update(f"{plan.dtype}:{plan.kv_dtype}:{plan.block_size}:{kind}:{__version__}".encode())
     made_by = (
         config.quantization, config.cpu_weights, config.model_impl, config.kernels, config.deterministic,
-        drafter.has_drafter, drafter.method, drafter.drafter, drafter.revision,
+        spec.rope.has_long_factors(plan.max_model_len),
+        drafter and (drafter.method, drafter.quantization, drafter.spec.rope.has_long_factors(plan.max_model_len)),
     )  # fmt: skip
     digest.update(repr(made_by).encode())
     return digest.digest()
@@ -350,9 +355,9 @@ def model_fingerprint(path: Path) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: the JSON and safetensors files of a folder, or all parts of a GGUF model."""
+    """Return the files of a checkpoint: those of a folder with one of `SUFFIXES`, or all parts of a GGUF model."""
     if path.is_file():
         from localllm.models.formats.gguf.file_names import parts_of
 
         return [path.with_name(name) for name in parts_of(path.name)]
-    return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))
+    return [file for suffix in SUFFIXES for file in sorted(path.glob(f"*{suffix}"))]

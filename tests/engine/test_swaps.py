@@ -133,6 +133,16 @@ def test_swapped_requests_hold_at_most_half_of_the_tier(ram_blocks: int) -> None
     assert (engine.scheduler.cache.tiers.num_swapped_out > 0) == (ram_blocks == 60)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("ram_blocks", [1000, 12, 2])
+def test_requests_that_fit_one_at_a_time_with_a_block_to_spare_all_end(ram_blocks: int, depth: int) -> None:
+    """S26: none is swapped for ever, whether all of it, a part or nothing fits into RAM."""
+    prompts, needed = {name: prompt[:8] for name, prompt in PROMPTS.items()}, -(-(8 + 40) // BLOCK_SIZE)
+    engine = run(swapping(ram_blocks, depth=depth, num_blocks=1 + needed + 1), prompts=prompts)
+    assert engine.scheduler.recorder.num_preemptions > 0
+    assert holds_nothing(engine)
+
+
 def test_swap_space_0_computes_again() -> None:
     engine = run(swapping(swap_bytes=0))
     assert engine.scheduler.cache.tiers.num_swapped_out == 0

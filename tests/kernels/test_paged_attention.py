@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -402,6 +402,36 @@ def test_caches_of_four_bits(kind: str, dtype: torch.dtype) -> None:
         assert_matches(batch, tolerance)
 
 
+VERIFIED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"cache_dtype": INT8, "head_dim": 16},
+    "latents": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 72},
+    **FOUR_BITS,
+}
+
+
+@pytest.mark.parametrize("queries", [3] if INTERPRETED else [2, 5, 8])
+@pytest.mark.parametrize("kind", VERIFIED)
+def test_queries_that_verify_drafts_see_what_single_rows_see(kind: str, queries: int) -> None:
+    """As queries of one row, as a chunk of a prompt, and one by one, with what a layer may add to the scores."""
+    given = {"block_size": 16, **VERIFIED[kind]}
+    chunk = Batch([queries], [60], **given)
+    if kind == "latents":  # of MLA: the values are the keys
+        chunk.kv = LayerKV(chunk.kv.k, chunk.kv.k)
+    heads, tolerance = chunk.num_heads, 6e-3 if BY_KERNEL else 1e-5  # kernels multiply narrow keys as fp16
+    sinks, slopes = torch.linspace(-2, 3, heads), torch.tensor([2.0**-i for i in range(heads)])
+    single = replace(chunk, query_lens=[1] * queries, context_lens=[60 - queries + 1 + i for i in range(queries)])
+    together = replace(chunk, decode_queries=queries)
+    for batch in (single, together):
+        batch.kv, batch.q = chunk.kv, chunk.q
+        batch.block_table = chunk.block_table.expand(len(batch.query_lens), -1).contiguous()
+    for terms in ({"softcap": 3.0, "sinks": sinks}, {"window": 20}, {"alibi_slopes": slopes}):
+        wanted = single.attend(**terms)
+        assert wanted.isfinite().all()
+        for batch in (together, chunk):
+            torch.testing.assert_close(batch.attend(**terms), wanted, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("decodes", [1, 3])
 def test_padding_is_answered_with_zeros(decodes: int) -> None:
     batch = Batch([1] * decodes + [5, 3], [33] + [0] * (decodes - 1) + [9, 0], block_size=16, padding_tokens=6)
@@ -776,10 +806,10 @@ def test_windows_sinks_and_drafts_in_blocks_as_served(
 
 @kernel_only
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize(("window", "cache_dtype"), [(None, None), (30, None), (None, INT8)])
+@pytest.mark.parametrize(("window", "cache_dtype"), [(None, None), (30, None), (None, INT8), (None, NIBBLES)])
 def test_bits_do_not_depend_on_chunks_or_neighbours(window: int | None, cache_dtype: torch.dtype | None) -> None:
     """The last 24 queries of a request: as one chunk, as several, one by one, alone and among others."""
-    whole = Batch([24], [59], 3, 1, 16, 8, cache_dtype=cache_dtype)
+    whole = Batch([24], [59], 3, 1, 32 if cache_dtype == NIBBLES else 16, 8, cache_dtype=cache_dtype)
     wanted = whole.attend(window)
     assert_matches(whole, 4e-3 if cache_dtype else None, window=window)
     for lens, neighbours in (([7, 1, 13, 3], 0), ([23, 1], 2), ([1] * 4, 1)):
@@ -793,7 +823,7 @@ def test_bits_do_not_depend_on_chunks_or_neighbours(window: int | None, cache_dt
 def _chunk_of(whole: Batch, at: int, n: int, neighbours: int) -> Batch:
     """Queries at .. at+n-1 of `whole`, behind `neighbours` decode rows of the same request."""
     end = whole.context_lens[0] - whole.query_lens[0] + at + n
-    part = Batch([1] * neighbours + [n], [5 + row for row in range(neighbours)] + [end], 3, 1, 16, 8)
+    part = Batch([1] * neighbours + [n], [5 + row for row in range(neighbours)] + [end], 3, 1, whole.head_dim, 8)
     part.kv, part.block_table = whole.kv, whole.block_table.expand(neighbours + 1, -1).contiguous()
     part.q = torch.cat([torch.randn_like(whole.q[:neighbours]), whole.q[at : at + n]])
     return part

@@ -20,7 +20,8 @@ class ShardRunner:
 
     def __init__(
         self, models: Sequence[Any], threads: Threads, *, num_blocks: int, block_size: int,
-        specs: Sequence[ModelSpec] = (), each: Sequence[Mapping[str, Any]] = (), **options: Any,
+        specs: Sequence[ModelSpec] = (), each: Sequence[Mapping[str, Any]] = (), kv_dtype: str = "float32",
+        **options: Any,
     ) -> None:  # fmt: skip
         """specs: the sizes that each shard holds; empty: its model says so. each: further options of each runner."""
         self._threads = threads
@@ -29,7 +30,7 @@ class ShardRunner:
             TorchRunner(
                 model,
                 spec,
-                KVCache(spec, of_each(spec, num_blocks), block_size, cpu, "float32"),
+                KVCache(spec, of_each(spec, num_blocks), block_size, cpu, kv_dtype),
                 block_size=block_size,
                 device=cpu,
                 group=member,

@@ -138,7 +138,7 @@ def _longrope(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor per dimension, with a short and a long set."""
     numbers = rope.parameters
     original = numbers["original_max_position_embeddings"]
-    factors = numbers["long_factor" if num_positions > original else "short_factor"]
+    factors = numbers["long_factor" if rope.has_long_factors(num_positions) else "short_factor"]
     frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
     if numbers.get("attention_factor") is not None:
         return frequencies, float(numbers["attention_factor"])

@@ -43,6 +43,10 @@ class RopeSpec:
             return (0,) * time + (1,) * row + (2,) * column
         return tuple(place % 3 if place < 3 * self.sections[place % 3] else 0 for place in range(sum(self.sections)))
 
+    def has_long_factors(self, num_positions: int) -> bool:
+        """Return whether LongRoPE's long factors hold, at all positions, where so many positions are served."""
+        return self.variant == "longrope" and num_positions > self.parameters["original_max_position_embeddings"]
+
 
 def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
     """Return the model's rope, and the rope of its windowed layers if config.json has a separate one."""
