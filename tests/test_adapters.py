@@ -35,7 +35,7 @@ from tests.adapters import make_tiny_adapter, merged
 from tests.engine.harness import make_engine, make_request
 from tests.models.harness import prompt, reference_greedy
 from tests.runner.harness import CPU, serve
-from tests.tiny import load_reference
+from tests.tiny import load_reference, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -114,6 +114,23 @@ def test_kernels_answer_as_their_twins(
     monkeypatch.setattr(launch, "INTERPRETED", False)
     through_twins, _ = serve(model, spec, requests(adapters, 3, (1, 2)))
     assert said(through_kernels) == said(through_twins)
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="hundreds of steps")
+@pytest.mark.parametrize("kv_dtype", ["k8v4", "int4"])
+def test_a_cache_of_four_bits_holds_what_the_merged_weights_would_write(kv_dtype: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "heads of 32", "llama", head_dim=32)
+    spec = read_spec(path)
+    folders = {name: make_tiny_adapter(tmp_path / name, path, seed=seed) for seed, name in enumerate("ab")}
+    model, adapters = loaded_model(path, folders)
+    told, _ = serve(model, spec, requests(adapters, 6), step=24, kv_dtype=kv_dtype)
+    for place, name in enumerate((None, "a", "b")):
+        whole = path
+        if name is not None:
+            merged(path, folders[name]).save_pretrained(whole := tmp_path / f"{name} merged")
+        asked = requests([None], 6)[place::3]
+        alone, _ = serve(load_model(whole, spec, CPU, torch.float32), spec, asked, step=24, kv_dtype=kv_dtype)
+        assert {each: said(told)[each] for each in alone} == said(alone)
 
 
 # ---- the model made of memory ----------------------------------------------------------------------------------------

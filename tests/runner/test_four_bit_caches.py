@@ -1,4 +1,4 @@
-"""KV caches of 4 bits beside drafts, shards and adapters: the answers are those of a run without."""
+"""KV caches of 4 bits beside drafts and shards: the answers are those of a run without."""
 
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,10 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.kv_cache import KVCache
-from tests.adapters import make_tiny_adapter, merged
 from tests.models.sharded import ShardedModel, even_shards
 from tests.runner.harness import BLOCK, CPU, NUM_DRAFTS, assert_same, draft_requests, knowing, serve, tokens_of
 from tests.runner.harness import without_lookup as without_lookup
 from tests.runner.shards import ShardRunner
-from tests.test_adapters import loaded_model, requests, said
 from tests.tiny import make_tiny_model
 
 SHORT = 4  # requests of a test
@@ -104,17 +102,3 @@ def test_shards(path: Path, spec: ModelSpec, kv_dtype: str, alone: dict[str, lis
     runner = partial(ShardRunner, model.stages[0], model.threads[0], kv_dtype=kv_dtype)
     told, _ = serve(None, spec, draft_requests(SHORT), make_runner=runner)
     assert_same(told, alone)
-
-
-def test_adapters(path: Path, spec: ModelSpec, kv_dtype: str, tmp_path: Path) -> None:
-    """As merged into the weights, beside requests without an adapter."""
-    folders = {name: make_tiny_adapter(tmp_path / name, path, seed=seed) for seed, name in enumerate("ab")}
-    model, adapters = loaded_model(path, folders)
-    told, _ = serve(model, spec, requests(adapters, 6), step=24, kv_dtype=kv_dtype)
-    for place, name in enumerate((None, "a", "b")):
-        whole = path
-        if name is not None:
-            merged(path, folders[name]).save_pretrained(whole := tmp_path / f"{name} merged")
-        asked = requests([None], 6)[place::3]
-        wanted, _ = serve(load_model(whole, spec, CPU, torch.float32), spec, asked, step=24, kv_dtype=kv_dtype)
-        assert {name: said(told)[name] for name in wanted} == said(wanted)

@@ -31,8 +31,7 @@ def _table_on(rope: RopeSpec, num_positions: int, device: torch.device) -> Tenso
 def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
     """Return [num_positions, rotary_dim] fp32 on CPU: cosines of rotary_dim / 2 angles, then their sines.
 
-    num_positions is the served context. LongRoPE depends on it: beyond the original context all positions use the long
-    factors, for every request, because a request's keys must not change while it grows.
+    num_positions is the served context, which chooses LongRoPE's factors (`RopeSpec.has_long_factors`).
     """
     frequencies, scale = _frequencies(rope, num_positions)
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
@@ -136,8 +135,7 @@ def _yarn_scale(numbers: Mapping[str, Any]) -> float:
 
 def _longrope(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor per dimension, with a short and a long set."""
-    numbers = rope.parameters
-    original = numbers["original_max_position_embeddings"]
+    numbers, original = rope.parameters, rope.parameters["original_max_position_embeddings"]
     factors = numbers["long_factor" if rope.has_long_factors(num_positions) else "short_factor"]
     frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
     if numbers.get("attention_factor") is not None:

@@ -44,7 +44,7 @@ class RopeSpec:
         return tuple(place % 3 if place < 3 * self.sections[place % 3] else 0 for place in range(sum(self.sections)))
 
     def has_long_factors(self, num_positions: int) -> bool:
-        """Return whether LongRoPE's long factors hold, at all positions, where so many positions are served."""
+        """Return whether this served context uses LongRoPE's long factors, for all: keys must not change later."""
         return self.variant == "longrope" and num_positions > self.parameters["original_max_position_embeddings"]
 
 

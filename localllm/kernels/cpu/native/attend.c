@@ -8,8 +8,8 @@
 
 enum {
   PIECE = 512,  // positions
-  TILE = 16,    // positions that are scored together
-  WIDTH = 16    // floats of a vector
+  TILE = 16,    // positions that are read together
+  WIDTH = 16    // floats that a row is padded to: a multiple of LANES
 };
 
 static int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
@@ -210,9 +210,10 @@ static void store_keys_and_values(const Attention* a, const StepRow* row, const 
 
 static void widen_nibbles(const uint8_t* codes, const _Float16* scales, int64_t n, int64_t group, float* out) {
   for (int64_t g = 0; g < n / group; g++) {
-    const v16f scale = all_lanes((float)scales[g]), zero = all_lanes((float)scales[n / group + g]);
-    for (int64_t i = g * group; i < (g + 1) * group; i += WIDTH) {
-      store16(out + i, (nibbles16(codes + i / 2) - all_lanes(8)) * scale + zero);
+    const float step = (float)scales[g];
+    const Floats scale = each_float(step), zero = each_float((float)scales[n / group + g] - 8.0f * step);
+    for (int64_t i = g * group; i < (g + 1) * group; i += LANES) {
+      store_floats(out + i, multiply_add(nibble_floats(codes + i / 2), scale, zero));
     }
   }
 }
@@ -256,65 +257,62 @@ static const float* load_tile(
 
 // Scores --------------------------------------------------------------------------------------------------------------
 
-// Return the products of one query with the TILE keys from `keys` on.
-static v16f score_tile(const float* query, const float* keys, int64_t width) {
-  v16f sums[TILE];
-  for (int j = 0; j < TILE; j++) sums[j] = load16(keys + j * width) * load16(query);
-  for (int64_t i = WIDTH; i < width; i += WIDTH) {
-    v16f q = load16(query + i);
-    for (int j = 0; j < TILE; j++) sums[j] += load16(keys + j * width + i) * q;
+// Return the products of one query with the LANES keys from `keys` on.
+static Floats score_keys(const float* query, const float* keys, int64_t width) {
+  Floats sums[LANES];
+  for (int j = 0; j < LANES; j++) sums[j] = load_floats(keys + j * width) * load_floats(query);
+  for (int64_t i = LANES; i < width; i += LANES) {
+    const Floats q = load_floats(query + i);
+    for (int j = 0; j < LANES; j++) sums[j] = multiply_add(load_floats(keys + j * width + i), q, sums[j]);
   }
-  return sum_each(sums);
+  return sum_of_each(sums);
 }
 
-// As `score_tile` for fewer keys than TILE.
-static void score_few(const float* query, const float* keys, int64_t width, int64_t count, float* scores) {
-  for (int64_t j = 0; j < count; j++) {
-    v16f sum = all_lanes(0);
-    for (int64_t i = 0; i < width; i += WIDTH) sum += load16(query + i) * load16(keys + j * width + i);
-    scores[j] = sum_lanes(sum);
-  }
+static float score_key(const float* query, const float* key, int64_t width) {
+  Floats sum = each_float(0);
+  for (int64_t i = 0; i < width; i += LANES) sum = multiply_add(load_floats(query + i), load_floats(key + i), sum);
+  return sum_of_lanes(sum);
 }
 
 // scores [group, PIECE], from place `at` on.
 static void score_group(
     const float* queries, const float* keys, int64_t width, int64_t group, int64_t at, int64_t count, float* scores) {
   for (int64_t h = 0; h < group; h++) {
-    if (count == TILE) {
-      store16(scores + h * PIECE + at, score_tile(queries + h * width, keys, width));
-    } else {
-      score_few(queries + h * width, keys, width, count, scores + h * PIECE + at);
+    const float* query = queries + h * width;
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) {
+      store_floats(scores + h * PIECE + at + j, score_keys(query, keys + j * width, width));
     }
+    for (; j < count; j++) scores[h * PIECE + at + j] = score_key(query, keys + j * width, width);
   }
 }
 
 // Scale, cap and tilt the scores of query head `head` for the positions first .. first + n - 1.
 static void finish_scores(const Attention* a, int64_t head, int64_t first, int64_t n, int64_t position, float* scores) {
-  const v16f lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float cap = (float)a->softcap, slope = a->slopes ? a->slopes[head] : 0;
-  const v16f scale = all_lanes((float)(cap ? a->scale / a->softcap : a->scale));
-  for (int64_t i = 0; i < n; i += WIDTH) {
-    v16f score = load16(scores + i) * scale;
-    if (cap) score = tanh16(score) * all_lanes(cap);
-    if (slope) score += all_lanes(slope) * (lanes + all_lanes((float)(first + i - position)));
-    store16(scores + i, score);
-  }
+  const float scale = (float)(cap ? a->scale / a->softcap : a->scale);
+  for (int64_t i = 0; i < n; i++) scores[i] *= scale;
+  for (int64_t i = 0; cap && i < n; i += 16) store16(scores + i, tanh16(load16(scores + i)) * all_lanes(cap));
+  for (int64_t i = 0; slope && i < n; i++) scores[i] += slope * (float)(first + i - position);
 }
 
 // Replace n scores by exp(score - largest), and the places up to a multiple of 16 by 0. Sets the largest, returns the sum.
 static float exponentials(float* scores, int64_t n, float* largest) {
-  v16f peak = all_lanes(-INFINITY), sum = all_lanes(0);
+  Floats peak = each_float(-INFINITY), sum = each_float(0);
   int64_t i;
   for (i = n; i % WIDTH; i++) scores[i] = -INFINITY;
-  for (i = 0; i < n; i += WIDTH) peak = max16(peak, load16(scores + i));
-  *largest = max_lanes(peak);
-  for (i = 0; i < n; i += WIDTH) {
-    v16f score = load16(scores + i);
-    v16f e = choose(score == all_lanes(-INFINITY), all_lanes(0), exp16(score - all_lanes(*largest)));
-    store16(scores + i, e);
+  for (i = 0; i < n; i += LANES) {
+    const Floats score = load_floats(scores + i);
+    peak = pick(score > peak, score, peak);
+  }
+  *largest = largest_lane(peak);
+  for (i = 0; i < n; i += LANES) {
+    const Floats score = load_floats(scores + i);
+    const Floats e = pick(score == each_float(-INFINITY), each_float(0), exponential(score - each_float(*largest)));
+    store_floats(scores + i, e);
     sum += e;
   }
-  return sum_lanes(sum);
+  return sum_of_lanes(sum);
 }
 
 // Values --------------------------------------------------------------------------------------------------------------
@@ -323,35 +321,41 @@ static float exponentials(float* scores, int64_t n, float* largest) {
 ALWAYS_INLINE void add_values_of(
     const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads,
     const int vectors) {
-  v16f s[4][4];
+  Floats s[4][4];
   for (int h = 0; h < heads; h++) {
-    for (int i = 0; i < vectors; i++) s[h][i] = load16(sums + h * width + i * WIDTH);
+    for (int i = 0; i < vectors; i++) s[h][i] = load_floats(sums + h * width + i * LANES);
   }
   for (int64_t j = 0; j < count; j++) {
-    v16f v[4];
-    for (int i = 0; i < vectors; i++) v[i] = load16(values + j * width + i * WIDTH);
+    Floats v[4];
+    for (int i = 0; i < vectors; i++) v[i] = load_floats(values + j * width + i * LANES);
     for (int h = 0; h < heads; h++) {
-      v16f weight = all_lanes(weights[h * PIECE + j]);
-      for (int i = 0; i < vectors; i++) s[h][i] += weight * v[i];
+      const Floats weight = each_float(weights[h * PIECE + j]);
+      for (int i = 0; i < vectors; i++) s[h][i] = multiply_add(weight, v[i], s[h][i]);
     }
   }
   for (int h = 0; h < heads; h++) {
-    for (int i = 0; i < vectors; i++) store16(sums + h * width + i * WIDTH, s[h][i]);
+    for (int i = 0; i < vectors; i++) store_floats(sums + h * width + i * LANES, s[h][i]);
   }
 }
 
+// heads * vectors sums are held in registers.
 ALWAYS_INLINE void add_values_to(
-    const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads) {
+    const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads,
+    const int vectors) {
   int64_t i = 0;
-  for (; i + 4 * WIDTH <= width; i += 4 * WIDTH) add_values_of(weights, values + i, width, count, sums + i, heads, 4);
-  for (; i < width; i += WIDTH) add_values_of(weights, values + i, width, count, sums + i, heads, 1);
+  for (; i + vectors * LANES <= width; i += vectors * LANES) {
+    add_values_of(weights, values + i, width, count, sums + i, heads, vectors);
+  }
+  for (; i < width; i += LANES) add_values_of(weights, values + i, width, count, sums + i, heads, 1);
 }
 
 static void add_values(
     const float* weights, const float* values, int64_t width, int64_t count, int64_t group, float* sums) {
+  enum { FOUR = ACCUMULATORS / 4 };
   int64_t h = 0;
-  for (; h + 4 <= group; h += 4) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 4);
-  for (; h < group; h++) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 1);
+  for (; h + 4 <= group; h += 4) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 4, FOUR);
+  for (; h + 2 <= group; h += 2) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 2, 4);
+  for (; h < group; h++) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 1, 4);
 }
 
 // Pieces --------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include "lanes.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
 
@@ -18,30 +19,13 @@ ALWAYS_INLINE void store16(float* p, v16f a) { *(v16f*)p = a; }
 ALWAYS_INLINE v16f choose(v16i condition, v16f yes, v16f no) {
   return (v16f)((condition & (v16i)yes) | (~condition & (v16i)no));
 }
-ALWAYS_INLINE v16f max16(v16f a, v16f b) { return choose(a > b, a, b); }
 ALWAYS_INLINE v16f abs16(v16f a) { return (v16f)((v16i)a & ((v16i){0} + 0x7fffffff)); }
-
-// The 16 numbers of 4 bits in 8 bytes, the low half of a byte first.
-ALWAYS_INLINE v16f nibbles16(const uint8_t* p) {
-  const v16u shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
-  uint32_t a, b;
-  memcpy(&a, p, sizeof a);
-  memcpy(&b, p + 4, sizeof b);
-  v16i codes = (v16i)((v16u){a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b} >> shifts) & 15;
-  return __builtin_convertvector(codes, v16f);
-}
 
 ALWAYS_INLINE float sum_lanes(v16f a) {
   float s[8];
   for (int i = 0; i < 8; i++) s[i] = a[i] + a[i + 8];
   for (int i = 0; i < 4; i++) s[i] += s[i + 4];
   return (s[0] + s[2]) + (s[1] + s[3]);
-}
-
-ALWAYS_INLINE float max_lanes(v16f a) {
-  float m = a[0];
-  for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
-  return m;
 }
 
 ALWAYS_INLINE float float_of_bits(int32_t bits) {
@@ -63,23 +47,30 @@ ALWAYS_INLINE int32_t largest_magnitude_bits(const float* x, int64_t count, int3
 }
 
 // e^x = 2^n * e^r with |r| <= ln(2) / 2; x is limited to the exponents of normal numbers.
+ALWAYS_INLINE Floats exponential(Floats x) {
+  const Floats round = each_float(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  x = pick(x < each_float(-87.0f), each_float(-87.0f), x);
+  x = pick(x > each_float(88.0f), each_float(88.0f), x);
+  Floats shifted = x * each_float(1.44269504f) + round;
+  Floats n = shifted - round;
+  Floats r = x - n * each_float(0.693359375f) + n * each_float(2.12194440e-4f);
+  Floats p = each_float(1.0f / 5040);
+  p = p * r + each_float(1.0f / 720);
+  p = p * r + each_float(1.0f / 120);
+  p = p * r + each_float(1.0f / 24);
+  p = p * r + each_float(1.0f / 6);
+  p = p * r + each_float(0.5f);
+  p = p * r + each_float(1.0f);
+  p = p * r + each_float(1.0f);
+  Ints exponent = ((Ints)shifted - (Ints)round + 127) << 23;
+  return p * (Floats)exponent;
+}
+
 ALWAYS_INLINE v16f exp16(v16f x) {
-  const v16f round = all_lanes(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  x = choose(x < all_lanes(-87.0f), all_lanes(-87.0f), x);
-  x = choose(x > all_lanes(88.0f), all_lanes(88.0f), x);
-  v16f shifted = x * all_lanes(1.44269504f) + round;
-  v16f n = shifted - round;
-  v16f r = x - n * all_lanes(0.693359375f) + n * all_lanes(2.12194440e-4f);
-  v16f p = all_lanes(1.0f / 5040);
-  p = p * r + all_lanes(1.0f / 720);
-  p = p * r + all_lanes(1.0f / 120);
-  p = p * r + all_lanes(1.0f / 24);
-  p = p * r + all_lanes(1.0f / 6);
-  p = p * r + all_lanes(0.5f);
-  p = p * r + all_lanes(1.0f);
-  p = p * r + all_lanes(1.0f);
-  v16i exponent = ((v16i)shifted - (v16i)round + 127) << 23;
-  return p * (v16f)exponent;
+  float each[16];
+  store16(each, x);
+  for (int i = 0; i < 16; i += LANES) store_floats(each + i, exponential(load_floats(each + i)));
+  return load16(each);
 }
 
 ALWAYS_INLINE v16f sigmoid16(v16f x) { return all_lanes(1.0f) / (all_lanes(1.0f) + exp16(-x)); }

@@ -163,3 +163,78 @@ INLINE Ints nibble_sums(Ints sum) { return sum; }
 INLINE Floats low_bf16(Ints a) { return (Floats)(a << 16); }
 INLINE Floats high_bf16(Ints a) { return (Floats)(a & same_ints((int32_t)0xffff0000)); }
 INLINE Floats high_halves(Ints a) { return low_halves((Ints)((Words)a >> 16)); }
+
+INLINE Floats each_float(float a) { return (Floats){0} + a; }
+INLINE Floats pick(Ints condition, Floats yes, Floats no) { return (Floats)((condition & (Ints)yes) | (~condition & (Ints)no)); }
+
+INLINE float largest_lane(Floats a) {
+  float most = a[0];
+  for (int i = 1; i < LANES; i++) most = a[i] > most ? a[i] : most;
+  return most;
+}
+
+INLINE float sum_of_lanes(Floats a) {
+  float sums[LANES];
+  store_floats(sums, a);
+  for (int n = LANES / 2; n; n /= 2) {
+    for (int i = 0; i < n; i++) sums[i] += sums[i + n];
+  }
+  return sums[0];
+}
+
+// The numbers from 0 to 15 in LANES / 2 bytes, the low half of a byte first.
+INLINE Floats nibble_floats(const uint8_t* p) {
+#if defined(__AVX512VNNI__)
+  uint32_t a, b;
+  memcpy(&a, p, sizeof a);
+  memcpy(&b, p + 4, sizeof b);
+  const Words words = (Words)_mm512_inserti64x4(_mm512_set1_epi32((int32_t)a), _mm256_set1_epi32((int32_t)b), 1);
+  const Words shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+#elif defined(__AVX2__)
+  int32_t a;
+  memcpy(&a, p, sizeof a);
+  const Words words = (Words)same_ints(a), shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+#else
+  uint16_t a;
+  memcpy(&a, p, sizeof a);
+  const Words words = (Words)same_ints(a), shifts = {0, 4, 8, 12};
+#endif
+  return to_floats((Ints)(words >> shifts) & same_ints(15));
+}
+
+#if defined(__clang__)
+#define LANES_OF(a, b, ...) (Floats) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) (Floats) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+// Return the sums over the lanes of LANES vectors, in their order.
+INLINE Floats sum_of_each(Floats v[LANES]) {
+#if defined(__AVX512VNNI__)
+  for (int i = 0; i < 8; i++) {
+    v[i] = LANES_OF(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           LANES_OF(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 4; i++) {
+    v[i] = LANES_OF(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           LANES_OF(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 2; i++) {
+    v[i] = LANES_OF(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           LANES_OF(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  return LANES_OF(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         LANES_OF(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#elif defined(__AVX2__)
+  for (int i = 0; i < 4; i++) {
+    v[i] = LANES_OF(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + LANES_OF(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  for (int i = 0; i < 2; i++) {
+    v[i] = LANES_OF(v[i], v[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) + LANES_OF(v[i], v[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  return LANES_OF(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) + LANES_OF(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#else
+  for (int i = 0; i < 2; i++) v[i] = LANES_OF(v[i], v[i + 2], 0, 1, 4, 5) + LANES_OF(v[i], v[i + 2], 2, 3, 6, 7);
+  return LANES_OF(v[0], v[1], 0, 4, 2, 6) + LANES_OF(v[0], v[1], 1, 5, 3, 7);
+#endif
+}
