@@ -188,6 +188,15 @@ class Upstreams:
                     found.setdefault(facts.name, (facts, []))[1].append(upstream)
         return found
 
+    def servers_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the servers that have a model, of those that answer."""
+        return tuple(each.name for each in self.models().get(name, (None, ()))[1])
+
+    def context_of(self, name: str) -> int:
+        """Return the context of a model in tokens; 0: no server says it."""
+        facts = self.models().get(name, (None,))[0]
+        return facts.context or 0 if facts is not None else 0
+
     def lists(self, name: str) -> bool:
         """Return whether a server listed this model when it answered last; it may be down now."""
         return any(upstream.lists(name) for upstream in self.all)

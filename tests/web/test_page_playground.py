@@ -53,7 +53,7 @@ def send(server: LiveServer, scripted: bool = True, **fields: Any) -> Any:
 
 def body_of(**fields: Any) -> dict[str, Any]:
     form = {name: [value] if isinstance(value, str) else value for name, value in fields.items()}
-    return forms.body(forms.editor(fields["tab"], form, {}), "tiny")
+    return forms.body(forms.editor(fields["tab"], form, {}, "tiny"))
 
 
 def run_python(code: str) -> None:

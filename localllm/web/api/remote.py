@@ -21,10 +21,11 @@ from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.fleet.routing import USUAL_STEP_S, USUAL_TOKENS_PER_S, ReplicaLoad
 from localllm.fleet.sse import Event
 from localllm.fleet.upstream import FORWARDED, UpstreamFailed
-from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel
+from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel, Upstreams
 from localllm.serving.answers.conversation import Tools
 from localllm.serving.answers.generation import Progress, observed
 from localllm.serving.answers.pictures import PICTURE_PARTS
+from localllm.serving.register import Register
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.disconnect import EventStream, unless_disconnected
@@ -40,6 +41,18 @@ STOPPED = {"tool_calls": "stop", "function_call": "stop", "content_filter": "sto
 """Finish reasons of OpenAI's API in the engine's terms; the others are the same."""
 
 
+def listed_name(upstreams: Upstreams, register: Register, settings: Settings, name: str | None) -> str | None:
+    """Return the model that a request asks for, if other servers list it; None: none of them does.
+
+    Without a name, a request asks for this server's model if there is one, else for the first model of the others.
+    """
+    if not name:
+        entry = register.default
+        has_own = settings.source("model") != "default" or (entry is not None and entry.is_running)
+        name = None if has_own else next(iter(upstreams.models()), None)
+    return name if name and upstreams.lists(name) else None
+
+
 async def remote_model(request: ApiRequest, name: str | None, parts: Sequence[Any] = ()) -> RemoteModel | None:
     """Return the model of other servers that should answer, held until the answer ends; None: this process should.
 
@@ -51,13 +64,10 @@ async def remote_model(request: ApiRequest, name: str | None, parts: Sequence[An
         return None
     await upstreams.looked()
     register = manager_of(request).register
-    entry = register.find(name) if name else register.default
-    if not name:
-        settings: Settings = request.app.state.settings
-        has_own = settings.source("model") != "default" or (entry is not None and entry.is_running)
-        name = None if has_own else next(iter(upstreams.models()), None)
-    if name is None or not upstreams.lists(name):
+    name = listed_name(upstreams, register, request.app.state.settings, name)
+    if name is None:
         return None
+    entry = register.find(name)
     served = entry.served if entry is not None and entry.is_running else None
     prompt = Prompt.of(name, parts) if parts else NO_PROMPT
     lease = upstreams.choose(name, prompt, request.headers.get(PIN, ""), _load_here(served) if served else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from localllm.web.pages.chat.composer import model_picker as picker
 from localllm.web.pages.chat.composer import views as w
@@ -42,6 +43,11 @@ PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
 """A picture of one pixel."""
 
 
+EMPTY_CHATS: tuple[dict[str, Any], ...] = (
+    {"toy_size": "4 M"}, {"rests": True, "size": "8.5 MiB"}, {"servers": "workstation"},
+)  # fmt: skip
+
+
 def samples(shell: views.Shell) -> list[views.View]:
     actions = m.MessageActions("/c/sample/m/1", "user")
     versions = m.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
@@ -51,7 +57,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     reply = m.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
     )
-    writing = m.ChatMessage("sample-3", "assistant", model="demo", open=m.OpenBlock("sample-3", "text", "It keeps the"))
+    writing = m.ChatMessage("sample-3", "assistant", model="a", server="b", open=m.OpenBlock("sample-3", "text", "It"))
     failed = m.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
@@ -99,8 +105,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         picker.ModelChoices(),
         *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
-        v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
-        v.EmptyChat("demo", 0, v.Examples(("Hi",)), rests=True, size="8.5 MiB"),
+        *(v.EmptyChat("demo", 2048, v.Examples(("Hi",)), **more) for more in EMPTY_CHATS),
         v.Examples(("What is paged attention?",)),
         *offers(),
         o.Announcement("Qwen3.5 2B is ready."),

@@ -34,7 +34,7 @@ class ChatState:
         self.attachments = PendingAttachments()
         self.embedding: dict[str, asyncio.Task[None]] = {}  # the work on long files, by chat
         self.titles = Titles(pages, self.store, titles)
-        self.picker = ModelPicker(pages.manager)
+        self.picker = ModelPicker(pages)
 
 
 def chat_state(request: Request[Any, Any, Any]) -> ChatState:

@@ -17,6 +17,7 @@ from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
 from localllm.serving.answers.generation import salted
 from localllm.serving.suggestions import Suggestions
+from localllm.web.api.remote import listed_name
 from localllm.web.pages.frame import status
 from localllm.web.pages.frame.navigation import shell
 from localllm.web.pages.frame.render import render
@@ -25,6 +26,7 @@ from localllm.web.pages.frame.views import Loading, Shell, StatusPill, View
 
 if TYPE_CHECKING:
     from localllm.config.settings import Settings
+    from localllm.fleet.upstreams import Upstreams
     from localllm.serving.manager import ModelManager
     from localllm.serving.served import ModelCard, ServedModel
 
@@ -34,8 +36,8 @@ T = TypeVar("T")
 class PagesState:
     """The shared state of the pages."""
 
-    def __init__(self, manager: ModelManager, settings: Settings) -> None:
-        self.manager = manager
+    def __init__(self, manager: ModelManager, upstreams: Upstreams, settings: Settings) -> None:
+        self.manager, self.upstreams, self._settings = manager, upstreams, settings
         self.suggestions = Suggestions(manager, settings)
         self._share_prefix_cache = settings.server.share_prefix_cache
         self.sampler = Sampler(self.stats)
@@ -52,6 +54,15 @@ class PagesState:
         entry = self.manager.default
         return entry.card if entry is not None and entry.state not in ("loading", "failed") else None
 
+    def elsewhere(self, name: str = "") -> str:
+        """Return the model that other servers answer a page's request with; empty: this server answers it.
+
+        name: of the model that was chosen; empty: none was. What runs here is answered here.
+        """
+        found = listed_name(self.upstreams, self.manager.register, self._settings, name) or ""
+        entry = self.manager.register.find(found) if found else None
+        return "" if entry is not None and entry.is_running else found
+
     def cache_salt(self, owner: str) -> str | None:
         """Return the cache salt for an owner's requests from the pages, the same as through the API."""
         return salted("" if self._share_prefix_cache else owner, None)
@@ -66,6 +77,9 @@ class PagesState:
 
     def chat_pill(self, model: str) -> StatusPill:
         """Return the status of the model that a chat's next message goes to; an empty name: the default."""
+        if found := self.elsewhere(model):
+            servers = self.upstreams.servers_of(found)
+            return StatusPill("idle", f"on {', '.join(servers)}" if servers else "not reached", found, is_brief=True)
         entry = self.manager.register.find(model) if model else self.manager.default
         if entry is None and model:
             return StatusPill("idle", "not loaded", model, is_brief=True)
@@ -142,7 +156,8 @@ def pages_state(request: Request[Any, Any, Any]) -> PagesState:
 
 
 def pages_state_of(app: Litestar) -> PagesState:
-    return once_per_app(app, "pages", lambda: PagesState(app.state["manager"], app.state["settings"]))
+    state = app.state
+    return once_per_app(app, "pages", lambda: PagesState(state["manager"], state["upstreams"], state["settings"]))
 
 
 async def open_pages(app: Litestar) -> None:

@@ -38,6 +38,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     files = (f.FileRow("model.safetensors", "5.7 GiB"), f.FileRow("config.json", "1 KiB"))
     facts = (views.Fact("Architecture", "Qwen3ForCausalLM"), views.Fact("License", "apache-2.0"))
     variants = (v.Variant("Q4_K_M", "/", "5.0 GiB", True), v.Variant("Q8_0", "/", "8.7 GiB", False))
+    elsewhere = (v.RemoteModelRow("Qwen3-32B", "/?model=Qwen3-32B", ("on workstation", "32,768 tokens of context")),)
     return [
         tabs,
         s.LibraryTabs("none", 0),
@@ -58,7 +59,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         s.LibraryNotice(),
         s.LibraryNotice("big is loaded.", chat_url="/"),
         v.LibraryPage(shell, tabs, _installed(), _picks(), s.LibraryNotice("demo is deleted, 12 MiB freed.")),
-        v.LibraryPage(shell, tabs, _installed(), None, s.LibraryNotice(error=sad)),
+        v.LibraryPage(shell, tabs, _installed(), None, s.LibraryNotice(error=sad), elsewhere=elsewhere),
         v.LibraryPage(shell, tabs, _installed(), None, path="/models/x", path_error=sad),
         v.DiscoverPage(shell, tabs, "", "", "huggingface.co"),
         v.DiscoverPage(shell, tabs, "qwen3", "gguf", "huggingface.co", _results()),

@@ -6,6 +6,7 @@ Does not know: the action.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -14,6 +15,8 @@ from litestar import Request
 from litestar.response import Response
 
 from localllm.errors import LocalLLMError
+from localllm.fleet.upstream import Upstream
+from localllm.units import format_count
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.state import html, pages_state
@@ -55,6 +58,15 @@ class DeleteQuestion(View):
     refusal: ErrorNotice | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteModelRow:
+    """A model of another server (`--upstream`)."""
+
+    name: str
+    url: str  # of a new chat with it
+    facts: tuple[str, ...]  # its servers, and its context if they say it
+
+
 @view("library/page.html")
 class LibraryPage(View):
     """`/library`"""
@@ -66,6 +78,7 @@ class LibraryPage(View):
     notice: LibraryNotice = LibraryNotice()
     path: str = ""  # a typed path that was refused
     path_error: ErrorNotice | None = None  # why
+    elsewhere: tuple[RemoteModelRow, ...] = ()
 
 
 @view("library/discover.html")
@@ -176,8 +189,17 @@ async def installed_page(
         LibraryNotice(error=shown) if shown is not None and path is None else told,
         path or "",
         shown if path is not None else None,
+        tuple(
+            RemoteModelRow(name, f"/?{urlencode({'model': name})}", _remote_facts(facts.context, servers))
+            for name, (facts, servers) in pages_state(request).upstreams.models().items()
+        ),
     )
     return html(page, error.status if error is not None else 200)
+
+
+def _remote_facts(context: int | None, servers: Sequence[Upstream]) -> tuple[str, ...]:
+    named = f"on {', '.join(each.name for each in servers)}"
+    return (named, f"{format_count(context)} tokens of context") if context else (named,)
 
 
 async def downloads_page(

@@ -40,8 +40,14 @@ NUMBERS: Mapping[str, ParamInfo] = {
 """The sampling parameters of the form. A reasoning budget applies to chats only."""
 
 
-def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, str]) -> Editor:
-    """Return the form as it was posted; an empty one has a message to fill in."""
+def editor(
+    tab: str,
+    form: Mapping[str, Sequence[str]],
+    defaults: Mapping[str, str],
+    model: str = "",
+    models: Sequence[str] = (),
+) -> Editor:
+    """Return the form as it was posted; an empty one has a message to fill in. models: to choose `model` from."""
     told = _messages(form) or (MessageRow("user", ""),)
     return Editor(
         tab=tab,
@@ -55,24 +61,26 @@ def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, s
         stop=_first_value(form, "stop"),
         schema=_first_value(form, "schema"),
         tools=_first_value(form, "tools"),
-        alternatives=_first_value(form, "alternatives") if form else "5",
+        alternatives=_first_value(form, "alternatives") if form else defaults.get("alternatives", ""),
         special=not form or bool(_first_value(form, "special")),
         streams=tab in STREAMED and (not form or bool(_first_value(form, "stream"))),
+        model=model,
+        models=tuple(models),
     )
 
 
-def body(asked: Editor, model: str) -> dict[str, Any]:
+def body(asked: Editor) -> dict[str, Any]:
     """Return the API body. Raises `InvalidParameter` for a value that cannot be put into a body."""
     if asked.tab == "tokenize":
         return {
-            "model": model, "prompt": asked.text, "add_special_tokens": asked.special, "return_token_strs": True,
+            "model": asked.model, "prompt": asked.text, "add_special_tokens": asked.special, "return_token_strs": True,
         }  # fmt: skip
     if asked.tab == "embeddings":
         lines = [line for line in asked.text.splitlines() if line.strip()]
         if not lines:
             raise InvalidParameter("There is no text to embed.", hint="Write one text per line.", param="text")
-        return {"model": model, "input": lines}
-    sent: dict[str, Any] = {"model": model}
+        return {"model": asked.model, "input": lines}
+    sent: dict[str, Any] = {"model": asked.model}
     if asked.tab == "chat":
         sent["messages"] = [{"role": each.role, "content": each.text} for each in asked.messages if each.text.strip()]
         if not sent["messages"]:

@@ -16,13 +16,14 @@ from litestar import Request, get, post
 from litestar.response import Response
 from litestar.response.base import ASGIResponse
 
-from localllm.errors import InvalidParameter, LocalLLMError
+from localllm.errors import InvalidParameter, LocalLLMError, UnsupportedOption
 from localllm.web.access.caller import set_source
 from localllm.web.api.disconnect import EventStream
 from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
+from localllm.web.api.remote import PIN
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import sse
@@ -76,19 +77,20 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
         return html(page)
     known, status = Result(), 200
     try:
-        card = pages_state(request).card
-        tab, body = page.editor.tab, forms.body(page.editor, card.name if card is not None else "")
+        tab, body = page.editor.tab, forms.body(page.editor)
         base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
         known = replace(known, snippets=snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked))
-        prompt = await _prompt(request, tab, body)
+        prompt = None if page.servers else await _prompt(request, tab, body)
         if do == "prompt":
+            _require_own(page)
             result = replace(known, prompt=prompt)
         elif is_scripted(request) and page.editor.streams:
             return EventStreamResponse(await _stream(request, tab, body, replace(known, prompt=prompt)))
         else:
             asked = msgspec.json.encode({name: value for name, value in body.items() if name != "stream"})
             answer = await ANSWERS[tab](request, asked)
-            whole = views.result(tab, msgspec.json.decode(answer.body), _warning(answer))
+            server = str(answer.headers.get(PIN, ""))
+            whole = views.result(tab, msgspec.json.decode(answer.body), _warning(answer), server)
             result = replace(whole, prompt=whole.prompt or prompt, snippets=known.snippets)
     except LocalLLMError as error:
         result, status = replace(known, error=notice(error)), error.status
@@ -100,18 +102,41 @@ def _page(
 ) -> PlaygroundPage:
     state = pages_state(request)
     card = state.card
-    shell = state.shell(request, "Playground", "playground", waits=card is None)
-    if card is None:
+    models = [*([card.name] if card is not None else []), *filter(state.elsewhere, state.upstreams.models())]
+    shell = state.shell(request, "Playground", "playground", waits=not models)
+    if not models:
         return PlaygroundPage(shell, loading=state.loading())
-    tabs = (*(forms.GENERATES if card.spec.task == "generate" else ()), *forms.BOTH)
-    tabs += forms.EMBEDS if card.spec.task == "embed" else ()
+    asked = next(iter(form.get("model", ())), "") or request.query_params.get("model", "")
+    model = asked if asked in models else models[0]
+    card = card if card is not None and model == card.name else None
+    task = card.spec.task if card is not None else ""
+    tabs = (*(forms.GENERATES if task in ("generate", "") else ()), *(forms.BOTH if task else ()))
+    tabs += forms.EMBEDS if task in ("embed", "") else ()
     tab = tab or tabs[0][0]
     if tab not in dict(tabs):
-        raise InvalidParameter(f"Unknown tab {tab[:40]!r}.", f"Known: {', '.join(dict(tabs))}.", param="tab")
-    params = card.default_params
-    defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
-    defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
-    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, views.EMPTY[tab])
+        raise InvalidParameter(
+            f"Unknown tab {tab[:40]!r}.", f"Known for {model}: {', '.join(dict(tabs))}.", param="tab"
+        )
+    defaults = dict[str, str]()  # of a model of another server they are not known
+    if card is not None:
+        params = card.default_params
+        defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
+        defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
+        defaults["alternatives"] = "5"
+    editor = forms.editor(tab, form, defaults, model, models)
+    servers = "" if card is not None else ", ".join(state.upstreams.servers_of(model))
+    return PlaygroundPage(shell, tabs, editor, result, views.EMPTY[tab], servers=servers)
+
+
+def _require_own(page: PlaygroundPage) -> None:
+    """Raise `UnsupportedOption` if the model is another server's: its chat template and tokenizer are there."""
+    if page.servers and page.editor is not None:
+        raise UnsupportedOption(
+            "The prompt of a model of another server is not shown.",
+            f"{page.editor.model} is a model of {page.servers}, which renders the prompt.",
+            "Choose a model of this server, or run the request.",
+            param="model",
+        )
 
 
 async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:
@@ -120,22 +145,19 @@ async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any
     """
     answer = await ANSWERS[tab](request, msgspec.json.encode(body | AS_STREAM))
     assert isinstance(answer, EventStream), "a body that asks for a stream is answered with one"
-    return EventStream(_result_events(tab, answer.events, _warning(answer), known), answer.close)
+    return EventStream(_result_events(tab, answer, known), answer.close)
 
 
-async def _result_events(
-    tab: str, written: AsyncGenerator[bytes, None], warning: str, known: Result
-) -> AsyncGenerator[bytes, None]:
+async def _result_events(tab: str, answer: EventStream, known: Result) -> AsyncGenerator[bytes, None]:
     answer_so_far, drawn_s = StreamedAnswer(tab), time.monotonic() - EVERY_S
-    async with aclosing(written) as pieces:
+    async with aclosing(answer.events) as pieces:
         async for piece in pieces:
             answer_so_far.add(piece)
             if time.monotonic() - drawn_s >= EVERY_S:
                 yield sse(render(views.partial_result(answer_so_far)))
                 drawn_s = time.monotonic()
-    yield sse(
-        render(replace(views.stream_result(tab, answer_so_far, warning), prompt=known.prompt, snippets=known.snippets))
-    )
+    result = views.stream_result(tab, answer_so_far, _warning(answer), str(answer.headers.get(PIN, "")))
+    yield sse(render(replace(result, prompt=known.prompt, snippets=known.snippets)))
 
 
 def _warning(answer: ASGIResponse) -> str:

@@ -39,5 +39,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.Result(prompt=tokens),
         v.PlaygroundPage(shell, tabs, editor, answer),
         v.PlaygroundPage(shell, tabs, replace(editor, numbers=()), empty="The answer appears here."),
+        v.PlaygroundPage(shell, tabs, replace(editor, model="a", models=("a", "b")), answer, servers="workstation"),
         v.PlaygroundPage(shell, loading=views.Loading("demo")),
     ]

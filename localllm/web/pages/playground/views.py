@@ -51,6 +51,8 @@ class Editor(View):
     alternatives: str  # per token; empty: no logprobs are requested
     special: bool  # add the tokenizer's special tokens
     streams: bool = False  # show the answer while it is generated
+    model: str = ""
+    models: tuple[str, ...] = ()  # this server's model, if there is one, and those of other servers
 
     @property
     def num_set(self) -> int:
@@ -131,6 +133,7 @@ class PlaygroundPage(View):
     result: Result | None = None
     empty: str = ""  # shown in place of the result before the first request
     loading: Loading | None = None
+    servers: str = ""  # other servers that have the model of the request; empty: this server has it
 
 
 DONE = "[DONE]"
@@ -172,8 +175,8 @@ class StreamedAnswer:
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
         if error := chunk.get("error"):
             self.error = error["message"]
-        elif not chunk["choices"]:
-            self._last = {"usage": chunk["usage"], "timings": chunk["timings"]}
+        elif not chunk.get("choices"):
+            self._last = {"usage": chunk.get("usage"), "timings": chunk.get("timings")}
         else:
             self._add_delta(chunk["choices"][0])
 
@@ -216,8 +219,8 @@ BOUNDS = (0.9, 0.6, 0.3, 0.1)
 """Probabilities that separate heat-0 (most probable) to heat-4."""
 
 
-def result(tab: str, response: dict[str, Any], warning: str) -> Result:
-    """Return the result of a response, without prompt and snippets."""
+def result(tab: str, response: dict[str, Any], warning: str, server: str = "") -> Result:
+    """Return the result of a response, without prompt and snippets. server: another one that answered."""
     raw = _bounded(json.dumps(response, ensure_ascii=False, indent=2))
     if tab == "tokenize":
         prompt = prompt_tokens(zip(response["tokens"], response["token_strs"], strict=True), response["count"])
@@ -233,7 +236,10 @@ def result(tab: str, response: dict[str, Any], warning: str) -> Result:
         calls=tuple(PlaygroundCall(each["name"], each["arguments"]) for each in calls),
         finish_reason=choice["finish_reason"] or "",
         heat=_heat(choice.get("logprobs")),
-        facts=_facts(response["usage"], response["timings"]),
+        facts=(
+            *((Fact("Answered by", server),) if server else ()),
+            *_facts(response.get("usage") or {}, response.get("timings") or {}),
+        ),
         warning=warning,
         raw=raw,
     )
@@ -245,13 +251,13 @@ def partial_result(answer_so_far: StreamedAnswer) -> Result:
     return Result(text=answer_so_far.text, reasoning=answer_so_far.reasoning, calls=calls, finish_reason="writing")
 
 
-def stream_result(tab: str, answer_so_far: StreamedAnswer, warning: str) -> Result:
+def stream_result(tab: str, answer_so_far: StreamedAnswer, warning: str, server: str = "") -> Result:
     """Return the result of a stream that has ended, or failed."""
     raw = _bounded("\n\n".join(answer_so_far.events))
     if answer_so_far.error:
         failed = replace(partial_result(answer_so_far), error=ErrorNotice(answer_so_far.error), finish_reason="error")
         return replace(failed, raw=raw, raw_title="Events")
-    return replace(result(tab, answer_so_far.response(), warning), raw=raw, raw_title="Events")
+    return replace(result(tab, answer_so_far.response(), warning, server), raw=raw, raw_title="Events")
 
 
 def _bounded(text: str) -> str:
@@ -300,14 +306,14 @@ def _percent(share: float) -> str:
 
 
 def _facts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[Fact, ...]:
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    """Return the counts and times of an answer; another server may not tell all of them."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     note, rate = f"{format_count(cached)} from the prefix cache" if cached else "", timings.get("predicted_per_second")
+    counts = (("Prompt", "prompt_tokens", note), ("Answer", "completion_tokens", ""))
+    times = (("In the queue", "queue_ms"), ("Time to first token", "ttft_ms"), ("Prompt processed in", "prompt_ms"))
     return (
-        Fact("Prompt", f"{format_count(usage['prompt_tokens'])} tokens", note),
-        Fact("Answer", f"{format_count(usage['completion_tokens'])} tokens"),
-        Fact("In the queue", format_seconds(timings["queue_ms"] / 1e3)),
-        Fact("Time to first token", format_seconds(timings["ttft_ms"] / 1e3)),
-        Fact("Prompt processed in", format_seconds(timings["prompt_ms"] / 1e3)),
+        *(Fact(title, f"{format_count(usage[name])} tokens", more) for title, name, more in counts if name in usage),
+        *(Fact(title, format_seconds(timings[name] / 1e3)) for title, name in times if name in timings),
         *([Fact("Generation speed", format_rate(rate))] if rate is not None else []),
     )
 

@@ -18,7 +18,7 @@ from localllm.web.pages.frame.views import View, view
 
 if TYPE_CHECKING:
     from localllm.serving.entry import ModelEntry
-    from localllm.serving.manager import ModelManager
+    from localllm.web.pages.frame.state import PagesState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ModelChoice:
 
     name: str
     chosen: bool
-    note: str = ""  # state and size: "not loaded · 610 MiB"
+    note: str = ""  # state and size: "not loaded · 610 MiB"; of a model of another server: "on workstation"
 
 
 @view("chat/_model_choices.html")
@@ -50,8 +50,8 @@ MOST_PICKED, MOST_PICK_CHARS = 1000, 400
 class ModelPicker:
     """The list of models, and the loads that picks have started."""
 
-    def __init__(self, manager: ModelManager) -> None:
-        self._manager = manager
+    def __init__(self, pages: PagesState) -> None:
+        self._pages, self._manager = pages, pages.manager
         self._size_bytes: Mapping[str, int] = {}
         self._looked_s = float("-inf")
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -61,7 +61,7 @@ class ModelPicker:
         """Return every model that can answer; the chat's own model first, even if it is gone."""
         manager = self._manager
         sizes = await self._sizes()
-        chosen = settings.get("model") or (manager.default.name if manager.default else "")
+        chosen = settings.get("model") or self._pages.elsewhere() or (manager.default.name if manager.default else "")
         notes = {
             entry.name: _note(_STATES.get(entry.state, entry.state), _size(entry, sizes))
             for entry in manager.entries
@@ -69,9 +69,13 @@ class ModelPicker:
         }
         for name in await manager.register.installed():
             notes.setdefault(name, _note("not loaded", sizes.get(name, 0)))
+        for name, (_, servers) in self._pages.upstreams.models().items():
+            if self._pages.elsewhere(name):
+                notes[name] = f"on {', '.join(each.name for each in servers)}"
         if chosen not in notes:
             known = manager.register.find(chosen)
-            notes = {chosen: "not installed"} | notes if known is None else notes
+            gone = "not reached" if self._pages.elsewhere(chosen) else "not installed"
+            notes = {chosen: gone} | notes if known is None else notes
             chosen = known.name if known is not None else chosen
         return ModelChoices(tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items()))
 
@@ -94,12 +98,15 @@ class ModelPicker:
         return self._picked.get(chat_id, "")
 
     def is_ready(self, name: str) -> bool:
-        """Return whether the model can answer at once."""
+        """Return whether the model can answer at once: it is loaded, or another server has it."""
+        if self._pages.elsewhere(name):
+            return True
         entry = self._manager.register.find(name)
         return entry is not None and entry.state == "ready"
 
     def load(self, name: str) -> asyncio.Task[None]:
-        """Load a model as a request for it would, and return the task, which raises the error of a failed load."""
+        """Load a model as a request for it would, and return the task, which raises the error of a failed load.
+        Nothing is loaded for a model of another server."""
         task = self._loads.get(name)
         if task is None or task.done():
             if len(self._loads) >= MOST_KEPT:
@@ -118,6 +125,8 @@ class ModelPicker:
         await asyncio.gather(*self._loads.values(), return_exceptions=True)
 
     async def _load(self, name: str) -> None:
+        if self._pages.elsewhere(name):
+            return
         lease = await self._manager.acquire(name)
         with lease as model:
             model.require("generate")

@@ -164,13 +164,22 @@ def num_set(settings: Mapping[str, str]) -> int:
 
 def sampling_params(defaults: Mapping[str, Any], settings: Mapping[str, str]) -> SamplingParams:
     """Return the model's defaults overridden by the user's values. Raises `InvalidParameter`."""
-    values: dict[str, Any] = {"max_tokens": None, **defaults}
-    for name, info in SETTINGS.items():
-        if text := settings.get(name, "").strip():
-            values[name] = _read(name, info, text)
-    if schema := settings.get("schema", "").strip():
-        values["structured_outputs"] = StructuredOutputsParams(json=_read_schema(schema), param="schema")
+    values: dict[str, Any] = {"max_tokens": None, **defaults, **typed_params(settings)}
+    if (schema := typed_schema(settings)) is not None:
+        values["structured_outputs"] = StructuredOutputsParams(json=schema, param="schema")
     return SamplingParams(**values)
+
+
+def typed_params(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the sampling parameters that the user has set. Raises `InvalidParameter`."""
+    asked = {name: settings.get(name, "").strip() for name in SETTINGS}
+    return {name: _read(name, SETTINGS[name], text) for name, text in asked.items() if text}
+
+
+def typed_schema(settings: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the JSON schema of the reply; None: the user has set none. Raises `InvalidParameter`."""
+    text = settings.get("schema", "").strip()
+    return _read_schema(text) if text else None
 
 
 def _read_schema(text: str) -> dict[str, Any]:
@@ -207,9 +216,10 @@ def note(name: str) -> str:
 
 
 def effective(name: str, card: ModelCard | None) -> tuple[str, str]:
-    """Return the value that applies if the field is empty, and its source. `card` None: the model is not loaded yet."""
+    """Return the value that applies if the field is empty, and its source. `card` None: the model is not loaded yet, or
+    another server has it."""
     if card is None:
-        return "", "the model's own, once it is loaded"
+        return "", "the model's own"
     said = card.sampling_defaults.get(name)
     if said not in (None, ()):
         return (f"{said:g}" if isinstance(said, int | float) else str(said)), MODEL

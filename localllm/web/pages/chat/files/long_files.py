@@ -104,7 +104,7 @@ async def _embedded(state: ChatState, name: str, texts: Sequence[str], prompts: 
 
 
 UNKNOWN_CONTEXT = 8_192
-"""Tokens of context of a model that is not loaded yet."""
+"""Tokens of context of a model that is not loaded yet, or whose server does not say it."""
 
 MAX_READ_TOKENS = 3_000
 """Most tokens of passages before one message: a CPU reads them in half a minute."""
@@ -139,7 +139,9 @@ async def free_tokens(state: ChatState, owner: str, form: Mapping[str, Any]) -> 
     """Return how many tokens of files fit beside the chat so far, the typed message and a reply."""
     settings = {"model": form["model"]} if form.get("model") else {}
     card, used = card_of(state, settings), 0
-    context = card.plan.max_model_len if card is not None else UNKNOWN_CONTEXT
+    elsewhere = state.pages.elsewhere(form.get("model", ""))
+    context = state.pages.upstreams.context_of(elsewhere) if card is None else card.plan.max_model_len
+    context = context or UNKNOWN_CONTEXT
     if form.get("conversation"):
         try:
             chat = await state.store.call(Chats.get, owner, form["conversation"])
@@ -250,7 +252,7 @@ async def _fitting(
 ) -> list[FilePassage]:
     """Return the best passages that fit into their share of the context, in the order of the files."""
     served, prompt = claim.served, claim.prompt
-    context = served.plan.max_model_len if served is not None else UNKNOWN_CONTEXT
+    context = claim.context_tokens or UNKNOWN_CONTEXT
     used = sum(estimated_tokens(str(message["content"])) for message in read)
     if prompt is not None:
         used = len(prompt.token_ids) + reply_room(context, prompt.params.max_tokens)

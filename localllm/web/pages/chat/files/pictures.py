@@ -20,8 +20,9 @@ from localllm.text.messages import images_of
 from localllm.web.pages.chat.store import Chat, Chats, ChatStore, StoredMessage
 
 THUMB_PX = 192
-TYPES = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif", "BMP": "image/bmp",
+TYPES = {"JPEG": "image/jpeg", "PNG": "image/png", "GIF": "image/gif", "BMP": "image/bmp", "WEBP": "image/webp",
          "AVIF": "image/avif"}  # fmt: skip
+"""Types by format; the first ones are in the order of `HEADS`."""
 
 
 def is_picture(data: bytes) -> bool:
@@ -68,6 +69,23 @@ def content_of(text: str, pictures: Sequence[Mapping[str, Any]]) -> str | list[d
         return text
     parts = [{"type": "image", "media": PicturePart(each["name"], data=each["data"])} for each in pictures]
     return [*parts, {"type": "text", "text": text}]
+
+
+def sent_as_urls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages for another server: pictures as data URLs, in OpenAI's form."""
+
+    def sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "media" not in part:
+            return part
+        data = part["media"].data
+        kind = next((kind for head, kind in zip(HEADS, TYPES.values(), strict=False) if data.startswith(head)), "")
+        kind = kind or TYPES["WEBP" if data[8:12] == b"WEBP" else "AVIF"]
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
+
+    return [
+        {**message, "content": list(map(sent, message["content"]))} if images_of(message) else message
+        for message in messages
+    ]
 
 
 def seen_by(served: ServedModel, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -101,6 +101,7 @@ class _ChatWatch:
         state = self._state
         model = state.picker.picked(self._chat_id) or self._model
         states = (model, *((entry.name, entry.state) for entry in state.pages.manager.entries))
+        states += tuple((each.name, each.is_up) for each in state.pages.upstreams.all)
         if states != self._states:
             self._states, self._choices = states, render(await state.picker.choices({"model": model}))
         pill = tick.cached(f"pill of {model}", lambda: render(state.pages.chat_pill(model)))

@@ -243,6 +243,8 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"model": reply.model, "finish_reason": reply.finish_reason or ""}
     if "edited" in before:
         found["edited"] = True
+    if reply.remote is not None:
+        found["server"] = reply.remote.answered_by
     if reply.thinking.text:
         found |= {
             "reasoning": reply.thinking.text,

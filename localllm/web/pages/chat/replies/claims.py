@@ -1,6 +1,7 @@
 """Request a chat's model and start a reply with it, with the tools of servers that the chat offers to the model.
 
-The model may have to be loaded first; the reply waits for it. The tools come from the servers that the chat has
+The model may have to be loaded first; the reply waits for it. A model of another server is asked there, as a client of
+the API would ask for it. The tools come from the servers that the chat has
 chosen, if its user may use them.
 Does not know: HTTP, templates, how conversations are stored, how a call is run (tools/runs.py).
 """
@@ -18,19 +19,22 @@ import msgspec
 from localllm.config.mcp_servers import McpServer
 from localllm.engine.request import RequestOptions
 from localllm.errors import LocalLLMError, RequestError
+from localllm.fleet.upstreams import Prompt
 from localllm.mcp.values import ServerTool, function_names
 from localllm.serving.answers.conversation import calls_tools
 from localllm.serving.answers.tool_calls import ConsentPolicy, may_use
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
+from localllm.web.api.remote import RemoteGeneration
 from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
 from localllm.web.pages.chat.replies.active import ActiveReply
-from localllm.web.pages.chat.replies.prompt import ReplyPrompt, prompt_of
+from localllm.web.pages.chat.replies.prompt import ReplyPrompt, body_for_another_server, prompt_of
 from localllm.web.pages.chat.replies.reply import Reply
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats
 
 if TYPE_CHECKING:
+    from localllm.fleet.upstreams import Upstreams
     from localllm.serving.entry import ModelEntry
     from localllm.serving.lease import Lease
 
@@ -46,13 +50,15 @@ class OfferedTools:
     by_name: Mapping[str, ServerTool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def for_model(self, served: ServedModel, settings: Mapping[str, str]) -> OfferedTools:
-        """Return the tools that this model can call, and whose descriptions take at most half of its context."""
+    def for_model(self, served: ServedModel | None, settings: Mapping[str, str]) -> OfferedTools:
+        """Return the tools that this model can call, and whose descriptions take at most half of its context. None: a
+        model of another server, which refuses what it cannot do."""
         typed = read_tools(settings.get("tools", ""))
-        if not calls_tools(served):
+        if served is not None and not calls_tools(served):
             return OfferedTools()
         taken = {tool["function"]["name"] for tool in typed}
-        most = min(MAX_TOOLS_CHARS, served.plan.max_model_len // 2 * CHARS_PER_TOKEN) - len(msgspec.json.encode(typed))
+        context_chars = MAX_TOOLS_CHARS if served is None else served.plan.max_model_len // 2 * CHARS_PER_TOKEN
+        most = min(MAX_TOOLS_CHARS, context_chars) - len(msgspec.json.encode(typed))
         found, left_out = dict[str, ServerTool](), dict[str, int]()
         for name, tool in function_names(self.by_name.values(), taken).items():
             most -= len(msgspec.json.encode(function_of(name, tool))) + 1
@@ -129,16 +135,24 @@ class Claim:
     """A requested model, which may still be loading."""
 
     name: str
-    lease: asyncio.Task[Lease[ServedModel]]
+    lease: asyncio.Task[Lease[ServedModel]] | None  # None: another server has the model
     cache_salt: str | None = None
     owner: str = ""
     offer: asyncio.Task[OfferedTools] | None = None  # the tools of servers, some of which may be starting
     prompt: ReplyPrompt | None = None  # of the next reply, if the model was ready to count its tokens
+    upstreams: Upstreams | None = None  # the other servers, if one of them has the model
 
     @property
     def served(self) -> ServedModel | None:
         """The model, if it is ready."""
-        return self.lease.result().model if self.lease.done() else None
+        return self.lease.result().model if self.lease is not None and self.lease.done() else None
+
+    @property
+    def context_tokens(self) -> int:
+        """The context of the model; 0: not known."""
+        if self.upstreams is not None:
+            return self.upstreams.context_of(self.name)
+        return self.served.plan.max_model_len if self.served is not None else 0
 
     @property
     def options(self) -> RequestOptions:
@@ -148,21 +162,27 @@ class Claim:
     def waits_for_tools(self) -> bool:
         return self.offer is not None and not self.offer.done()
 
-    async def tools_for(self, served: ServedModel, settings: Mapping[str, str]) -> OfferedTools:
-        """Return the tools of servers that the model is offered."""
+    async def tools_for(self, served: ServedModel | None, settings: Mapping[str, str]) -> OfferedTools:
+        """Return the tools of servers that the model is offered. None: a model of another server."""
         return (await self.offer).for_model(served, settings) if self.offer is not None else OfferedTools()
 
 
 async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> Claim:
     """Request the model. Raises immediately if there is no such model, or if its load fails at once."""
     name = settings.get("model") or None
-    lease = asyncio.create_task(state.pages.manager.acquire(name))
+    await state.pages.upstreams.looked()
+    elsewhere = state.pages.elsewhere(name or "")
+    lease = None if elsewhere else asyncio.create_task(state.pages.manager.acquire(name))
     offer = asyncio.create_task(offered_tools(state, owner, settings)) if state.mcp.servers else None
     try:
-        await asyncio.wait({lease, offer} if offer else {lease}, timeout=MODEL_WAIT_S)
+        if waited := {task for task in (lease, offer) if task is not None}:
+            await asyncio.wait(waited, timeout=MODEL_WAIT_S)
     except asyncio.CancelledError:
         _release_claim(Claim("", lease, offer=offer))
         raise
+    if lease is None:
+        salt = state.pages.cache_salt(owner)
+        return Claim(elsewhere, None, salt, owner, offer, upstreams=state.pages.upstreams)
     if lease.done():
         found = lease.result()
         try:
@@ -203,8 +223,9 @@ def _release_claim(claim: Claim) -> None:
     """Release the claim after a failure."""
     if claim.offer is not None:
         claim.offer.cancel()
-    claim.lease.cancel()
-    claim.lease.add_done_callback(_release)
+    if claim.lease is not None:
+        claim.lease.cancel()
+        claim.lease.add_done_callback(_release)
 
 
 def _release(lease: asyncio.Task[Lease[ServedModel]]) -> None:
@@ -213,8 +234,7 @@ def _release(lease: asyncio.Task[Lease[ServedModel]]) -> None:
 
 
 def reply_of(claim: Claim, message_id: str) -> Reply:
-    ready = claim.served
-    return Reply(f"chat-{message_id}", claim.name, ready.plan.max_model_len if ready else 0)
+    return Reply(f"chat-{message_id}", claim.name, claim.context_tokens)
 
 
 def start(
@@ -226,29 +246,48 @@ def start(
     goes_on: bool = False,
 ) -> None:
     """Start the reply in a task: the model may have to be loaded first, and the user sees the chat meanwhile."""
+    reply = writing.reply
 
-    async def request(served: ServedModel) -> None:
-        reply = writing.reply
+    async def settings_with_tools(served: ServedModel | None) -> Mapping[str, str]:
         if claim.waits_for_tools:
             reply.announce("Starting the servers of the tools …")
         offered = await claim.tools_for(served, settings)
         reply.offered, reply.tool_notes = offered.by_name, offered.notes
-        told = offered.in_settings(settings)
+        return offered.in_settings(settings)
+
+    async def ask_another_server(upstreams: Upstreams) -> None:
+        try:
+            body = body_for_another_server(messages, await settings_with_tools(None), goes_on=goes_on)
+            lease = upstreams.choose(claim.name, Prompt.of(claim.name, body["messages"]))
+        except LocalLLMError as error:
+            reply.fail(error)
+            return
+        assert lease is not None, "no engine of this server has the model"
+        reply.remote = lease.model
+        reply.start(RemoteGeneration(lease.model, "/chat/completions", body))
+        reply.when_done(lease.release)
+
+    async def request(served: ServedModel) -> None:
+        told = await settings_with_tools(served)
         prompt = claim.prompt or await prompt_of(served, messages, told, goes_on=goes_on)
         reply.start(prompt.generation(served, reply.request_id, claim.options))
 
-    start_with(writing, claim, request)
+    if claim.upstreams is not None:
+        reply.prepare(ask_another_server(claim.upstreams))
+    else:
+        start_with(writing, claim, request)
 
 
 def start_with(writing: ActiveReply, claim: Claim, request: Callable[[ServedModel], Awaitable[None]]) -> None:
     """Start a reply in a task that waits for the model and then calls `request`, which starts the reply."""
-    reply = writing.reply
-    if not claim.lease.done():
+    reply, waiting = writing.reply, claim.lease
+    assert waiting is not None, "a model of another server has no lease here"
+    if not waiting.done():
         reply.announce(f"Loading {claim.name} …")
 
     async def begin() -> None:
         try:
-            lease = await claim.lease
+            lease = await waiting
         except asyncio.CancelledError:
             _release_claim(claim)
             raise

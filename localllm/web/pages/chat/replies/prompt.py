@@ -2,6 +2,7 @@
 
 A prompt fits if the context still has room for a reply behind it. The longest reply that a person sets is an upper
 limit and not a requirement: it never makes a prompt too long.
+A server that has the model counts the tokens itself: it gets the same as a body of OpenAI's API.
 Does not know: HTTP, where messages are stored, how a reply is generated.
 """
 
@@ -27,8 +28,9 @@ from localllm.serving.answers.generation import Generation
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.hints import thinking_switch
-from localllm.web.pages.chat.composer.settings import read_tools, sampling_params
-from localllm.web.pages.chat.files.pictures import seen_by
+from localllm.web.api.remote import openai_messages, openai_tools
+from localllm.web.pages.chat.composer.settings import read_tools, sampling_params, typed_params, typed_schema
+from localllm.web.pages.chat.files.pictures import seen_by, sent_as_urls
 from localllm.web.pages.chat.replies.messages import messages_of, turn_beginnings
 from localllm.web.pages.chat.store import StoredMessage
 
@@ -100,6 +102,21 @@ async def prompt_of(
 def reply_room(context_tokens: int, max_tokens: int | None) -> int:
     """Return the tokens that must stay free for a reply."""
     return max(1, min(REPLY_TOKENS, context_tokens // 8, max_tokens or REPLY_TOKENS))
+
+
+def body_for_another_server(
+    messages: Sequence[Mapping[str, Any]], settings: Mapping[str, str], *, goes_on: bool = False
+) -> dict[str, Any]:
+    """Return the chat completion with which another server is asked for the reply. Its defaults apply to what the user
+    has not set, and it says whether the prompt fits. Raises the error of a wrong setting."""
+    tools = read_tools(settings.get("tools", ""))
+    body = {"messages": openai_messages(sent_as_urls(messages)), **typed_params(settings)}
+    body |= openai_tools(Tools(tools, tools))
+    if (schema := typed_schema(settings)) is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
+    if thinking := settings.get("thinking"):
+        body["chat_template_kwargs"] = {"enable_thinking": thinking == "on"}
+    return body | CONTINUE if goes_on else body
 
 
 async def can_leave_out(

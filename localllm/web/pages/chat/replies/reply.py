@@ -18,8 +18,9 @@ from typing import Literal
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import EngineError, LocalLLMError
+from localllm.fleet.upstreams import RemoteModel
 from localllm.mcp.values import ServerTool
-from localllm.serving.answers.generation import Generation, Progress, parts_of
+from localllm.serving.answers.generation import Answering, Generation, Progress, parts_of
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.answers.whole import ToolCall
 from localllm.web.pages.chat.markdown.stream import MarkdownStream, OpenKind, ReadPosition, TextUpdate
@@ -50,6 +51,7 @@ class Reply:
         self.body, self.thinking = MarkdownStream(), MarkdownStream()
         self.calls: list[ToolCall] = []
         self.offered: Mapping[str, ServerTool] = {}  # tools of servers, by the name that the model uses
+        self.remote: RemoteModel | None = None  # the model of another server that writes it; None: one of this server
         self.tool_notes: tuple[str, ...] = ()  # why tools that the chat has chosen were not offered
         self.usage: Usage | None = None
         self.timings: Timings | None = None
@@ -122,9 +124,11 @@ class Reply:
             log.error("reply failed id=%s", self.request_id, exc_info=error)
             self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Answering) -> None:
         """Submit the generation and write what it yields; the reply continues with or without followers."""
-        self._generation, self._counts, self._note = generation, generation.progress, ""
+        self._counts, self._note = generation.progress, ""
+        # The answer of another server has no last event after a cancellation: the task that reads it is cancelled.
+        self._generation = generation if isinstance(generation, Generation) else None
         self._task = asyncio.create_task(self._run(generation), name=f"reply {self.request_id}")
         self._task.add_done_callback(self._task_ended)
 
@@ -178,7 +182,7 @@ class Reply:
                 await self._next_change(version)
                 await asyncio.sleep(BATCH_S)
 
-    async def _run(self, generation: Generation) -> None:
+    async def _run(self, generation: Answering) -> None:
         try:
             async with generation:
                 async for batch in generation.batches():

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedOption
 from localllm.serving.answers.conversation import require_readable
 from localllm.serving.answers.generation import collect
 from localllm.serving.served import ServedModel
@@ -37,10 +37,12 @@ ASK = (
 async def begin_with_summary(
     state: ChatState, owner: str, source: Chat, settings: Mapping[str, str], claim: Claim, draft: Mapping[str, Any]
 ) -> tuple[Chat, ActiveReply]:
-    """Create a chat and start the summary of `source` as its first message. Raises `InvalidParameter`.
+    """Create a chat and start the summary of `source` as its first message. Raises `InvalidParameter`,
+    `UnsupportedOption`.
 
     draft: details that are stored with the summary: the text and the files which wait in the composer.
     """
+    _require_own(claim)
     transcript = await _transcript(state, source)
     chat = await state.store.call(Chats.create, owner, f"{source.title[:180]} (continued)", settings)
     return chat, await _write(state, owner, chat, {"chat": source.id, "title": source.title}, transcript, claim, draft)
@@ -49,10 +51,23 @@ async def begin_with_summary(
 async def rewrite_summary(
     state: ChatState, owner: str, chat: Chat, message: StoredMessage, claim: Claim
 ) -> ActiveReply:
-    """Write another summary beside this one. Raises `ChatNotFound` if the summarised chat was deleted."""
+    """Write another summary beside this one. Raises `ChatNotFound` if the summarised chat was deleted, and
+    `UnsupportedOption`."""
+    _require_own(claim)
     origin = message.details[SUMMARY_OF]
     source = await state.store.call(Chats.get, owner, origin["chat"])
     return await _write(state, owner, chat, origin, await _transcript(state, source), claim, {})
+
+
+def _require_own(claim: Claim) -> None:
+    """Raise `UnsupportedOption` for a model of another server: what it can read at once is not known."""
+    if claim.upstreams is not None:
+        raise UnsupportedOption(
+            "A summary is written by a model of this server.",
+            f"{claim.name} is a model of another server, whose tokens are not counted here.",
+            "Choose a model of this server for the summary.",
+            param="model",
+        )
 
 
 async def _write(

@@ -278,7 +278,7 @@ def title_of(text: str) -> str:
 
 FIGURES = ("prompt_tokens", "completion_tokens", "ttft_s", "edited")
 """Details that a continued reply begins with."""
-KEPT = ("model", "calls", SUMMARY_OF)
+KEPT = ("model", "server", "calls", SUMMARY_OF)
 """Details that an edited version has, too. Figures and reasoning belong to the model's own text."""
 
 

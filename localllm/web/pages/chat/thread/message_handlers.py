@@ -67,7 +67,8 @@ async def _answer_with(
     state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
 ) -> Turn:
     names = [name for name in (form.get("model", "").strip(), form.get("beside", "").strip()) if name]
-    entries = [await state.pages.manager.register.look_up(name) for name in names]
+    pages = state.pages
+    entries = [pages.elsewhere(name) or await pages.manager.register.look_up(name) for name in names]
     if len(names) < 2:
         if not names:
             raise InvalidParameter("No model is chosen.", hint="Choose one from the list.", param="model")

@@ -121,6 +121,7 @@ class ChatMessage(View):
     text: str = ""
     html: str = ""
     model: str = ""
+    server: str = ""  # another server, whose model has written it; empty: this one
     is_edited: bool = False  # the user changed the reply's text
     open: OpenBlock | None = None  # present while the reply is being written
     stream_url: str | None = None  # URL of the reply's live events
@@ -306,7 +307,7 @@ def figures(details: Mapping[str, Any]) -> ReplyFigures | None:
     reason = str(details.get("finish_reason", ""))
     end = ENDS.get(reason, "")
     if "prompt_tokens" not in details:
-        return ReplyFigures((), end, is_broken=True) if reason == "interrupted" else None
+        return ReplyFigures((), end, reason in BROKEN) if reason in ("interrupted", "abort") else None
     return ReplyFigures(tuple(_figures_line(details)), end, reason in BROKEN, tuple(_details(details)))
 
 
@@ -409,6 +410,7 @@ def _assistant_message(
         role="assistant",
         html=writing.reply.body.html if writing is not None else cached_html(message.text),
         model=str(details.get("model") or "Assistant"),
+        server=str(details.get("server") or ""),
         is_edited=bool(details.get("edited")),
         open=open_block,
         stream_url=f"{url}/stream" if live else f"{url}/calls" if follows else None,

@@ -65,6 +65,7 @@ class EmptyChat(View):
     toy_size: str = ""  # parameters of the demo, such as 4 M; empty: another model
     rests: bool = False  # the model has not been loaded yet; the first message loads it
     size: str = ""  # of its files, such as 8.5 MiB; empty: unknown
+    servers: str = ""  # other servers that have the model; empty: this server has it
 
 
 @view("chat/page.html")
@@ -155,8 +156,10 @@ async def chat_page(
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
-    entry = state.pages.manager.default
-    waits = state.pages.card is None and (entry is None or entry.state != "unloaded")
+    entry, others = state.pages.manager.default, state.pages.upstreams
+    await others.looked()
+    elsewhere = state.pages.elsewhere(settings.get("model", ""))
+    waits = not elsewhere and state.pages.card is None and (entry is None or entry.state != "unloaded")
     card = card_of(state, settings)
     begins = new_id() if chat is None else ""
     composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
@@ -173,7 +176,10 @@ async def chat_page(
             project_id=project.id if project is not None else "",
             begins=begins,
         )
-        if chat is None and card is not None:
+        if chat is None and elsewhere:
+            names, size = ", ".join(others.servers_of(elsewhere)), others.context_of(elsewhere)
+            empty = EmptyChat(elsewhere, size, Examples(EXAMPLES), servers=names)
+        elif chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
         elif chat is None and entry is not None and not settings.get("model"):
             empty = await _resting_chat(state, entry)
