@@ -61,6 +61,13 @@ def test_a_model_that_no_family_lists_runs_by_its_text_part(model_type: str) -> 
     assert outcome.kind == COMPOSITES[model_type], outcome.detail
 
 
+def test_a_text_part_stored_in_another_way_is_refused_by_name() -> None:
+    """transformers renames MiniMax M3's experts by the type of the whole model."""
+    outcome = try_class("minimax_m3_vl")
+    assert outcome.kind == "refused", outcome
+    assert "The text part of MiniMaxM3SparseForConditionalGeneration is not read alone" in outcome.detail
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_what_is_not_supported_is_named(model_type: str) -> None:
     outcome = try_class(model_type, "transformers")

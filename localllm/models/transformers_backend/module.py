@@ -36,11 +36,16 @@ def load_module(
     config = load_causal_config(path, spec.architecture, trust_remote_code=trust_remote_code)
     # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    is_part = config.model_type == spec.text_type
-    module = read_module(
-        causal_classes(config)[0] if is_part else AutoModelForCausalLM, path, config, dtype, attention=attention,
-        trust_remote_code=trust_remote_code, state=_text_tensors(path) if is_part else None,
-    )  # fmt: skip
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
+    if config.model_type == spec.text_type:
+        try:
+            module = read_module(causal_classes(config)[0], path, config, dtype, state=_text_tensors(path), **options)
+        except CorruptModel as error:
+            raise UnsupportedModel(
+                f"The text part of {spec.architecture} is not read alone.", f"{error.what} {error.why}"
+            ) from error
+    else:
+        module = read_module(AutoModelForCausalLM, path, config, dtype, **options)
     _remove_floor_of_time_steps(module)
     return module.to(device)
 
