@@ -1,14 +1,12 @@
-"""The formats of tool calls, one per file; each file starts with its grammar."""
+"""The formats of tool calls, one kind per file; each file starts with its grammars."""
 
 from localllm.text.answers.formats.arg_pairs import Glm4, Hunyuan3
 from localllm.text.answers.formats.base import ToolFormat
 from localllm.text.answers.formats.gemma import FunctionGemma, Gemma4
 from localllm.text.answers.formats.harmony import Harmony
-from localllm.text.answers.formats.json_list import Apertus, Apriel, Command, Granite, Nemotron, Phi4
-from localllm.text.answers.formats.json_objects import GigaChat, Hermes, MiniMaxM1
-from localllm.text.answers.formats.llama3 import Llama3Json
+from localllm.text.answers.formats.json_list import Apertus, Apriel, Command, Granite, Mistral, Nemotron, Phi4
+from localllm.text.answers.formats.json_objects import GigaChat, Hermes, Llama3Json, MiniMaxM1
 from localllm.text.answers.formats.marked import DeepSeek, DeepSeek31, Functionary, KimiK2, Solar
-from localllm.text.answers.formats.mistral import Mistral
 from localllm.text.answers.formats.pythonic import Pythonic
 from localllm.text.answers.formats.tagged import DeepSeek4, DeepSeek32, MiniCpm, MiniMaxM2, Qwen3Coder, SeedOss
 

@@ -1,4 +1,4 @@
-"""Hermes and Qwen 2.5, Qwen 3, Granite 4 and many others, MiniMax M1, GigaChat: a JSON object for each call.
+"""Hermes and Qwen 2.5, Qwen 3, Granite 4 and many others, MiniMax M1, GigaChat, Llama 3: a JSON object for each call.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
@@ -10,7 +10,11 @@
 
     <|function_call|>{"name": "f", "arguments": {"a": 1}}           GigaChat 3.1; in 3 a message of its own
 
-Tags are plain text in most vocabularies, markers with bars are special tokens.
+    {"name": "f", "parameters": {"a": 1}}                           Llama 3.x: the whole answer
+    <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
+
+Tags are plain text in most vocabularies, markers with bars are special tokens. Of Llama's answers without the marker
+only one that begins with such an object is a call; an object with other keys is content.
 """
 
 from __future__ import annotations
@@ -18,10 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import GrammarBuilder, Schema, one_or_more
+from localllm.text.answers.grammar import GrammarBuilder, Schema, dumps, one_or_more
 from localllm.text.answers.json_text import json_call_rule, read_json_call
 from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
+from localllm.text.structured import StructuredOutputsParams
+
+_LLAMA_KEYS = frozenset({"type", "name", "parameters", "arguments"})
 
 
 class Hermes(ToolFormat):
@@ -66,3 +73,33 @@ class GigaChat(Hermes):
         new, old = self.openers
         begin = new if grammar.has_token(new) else f"{self.closers[0]}\n\n{old}"
         return f"{grammar.marker(begin)} {json_call_rule(grammar, tools)}"
+
+
+class Llama3Json(ToolFormat):
+    name = "llama3-json"
+    openers = ("<|python_tag|>",)
+    bare = True
+
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
+        if (yield from scan.skip_space()) != "{":
+            yield from scan.expect(*self.openers)
+            yield from scan.skip_space()
+        yield from read_json_call(scan, output, keys=_LLAMA_KEYS)
+        scan.commit()
+        while (char := (yield from scan.skip_space())) in ("{", ";"):
+            if char == ";":
+                scan.at += 1
+                continue
+            yield from read_json_call(scan, output, keys=_LLAMA_KEYS)
+            scan.commit()
+        scan.rewind()
+
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        return json_call_rule(grammar, tools, _llama_head)  # trained to make one call at a time
+
+    def begins_apart(self, grammar: GrammarBuilder, answer: StructuredOutputsParams) -> bool:
+        return False  # a call begins like any JSON object
+
+
+def _llama_head(grammar: GrammarBuilder, name: str) -> str:
+    return grammar.text(f'{{"name": {dumps(name)}, "parameters": ')
