@@ -38,7 +38,7 @@ from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, Prompt
 from localllm.serving.build import build_engine
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 from localllm.text.messages import images_of
-from localllm.text.transcript import TranscriptSegment, Word, segments_of
+from localllm.text.transcript import Transcript, segments_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -129,13 +129,6 @@ class PoolingOutput:
     """The plain output of a pooling model: numbers, or lists of numbers for the tokens."""
 
     data: list[float] | list[list[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Transcript:
-    text: str
-    words: list[Word]
-    segments: list[TranscriptSegment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,14 +341,18 @@ class LLM:
         ]
 
     def transcribe(
-        self, sound: str | Path | bytes | tuple[npt.ArrayLike, int], *, vad_filter: bool = True
+        self,
+        sound: str | Path | bytes | tuple[npt.ArrayLike, int],
+        *,
+        vad_filter: bool = True,
+        allow_damaged: bool = False,
     ) -> Transcript:
         """Return the words of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
-        Needs a model that transcribes. vad_filter: leave out parts without speech. Raises `UnreadableMedia`,
-        `MediaTooLarge` and `WrongTask`."""
+        Needs a model that transcribes. vad_filter: leave out parts without speech. allow_damaged: take what was decoded
+        before the damage. Raises `UnreadableMedia`, `MediaTooLarge` and `WrongTask`."""
         from localllm.media.sound import Samples, decode
         from localllm.media.speech import VadOptions
-        from localllm.serving.transcription import inputs_of, transcriber_of, windows_of
+        from localllm.serving.transcription import inputs_of, transcriber_of, warnings_of, windows_of
 
         client = transcriber_of(self._engine)
         if isinstance(sound, tuple):
@@ -364,11 +361,12 @@ class LLM:
             with tempfile.TemporaryFile() if isinstance(sound, bytes) else open(sound, "rb") as file:
                 if isinstance(sound, bytes):
                     file.write(sound)
-                samples = decode(file, "The sound" if isinstance(sound, bytes) else str(sound))
+                name = "The sound" if isinstance(sound, bytes) else str(sound)
+                samples = decode(file, name, allow_damaged=allow_damaged)
         windows = windows_of(samples, VadOptions() if vad_filter else None)
         answers = zip(windows, self._pool(inputs_of(samples, windows)), strict=True)
         words = [word for window, tokens in answers for word in client.words(tokens, window.start / 16_000)]
-        return Transcript(" ".join(word.text for word in words), words, segments_of(words))
+        return Transcript(words, segments_of(words), samples.seconds, warnings_of(samples, words))
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
         pooler = self._engine.pooler

@@ -17,7 +17,10 @@ import pytest
 
 from scripts.layout import ROOT
 
-HEAVY = {"torch", "triton", "transformers", "pydantic", "attrs", "gguf", "huggingface_hub", "llguidance"}
+SOUND = {"soundfile", "soxr", "av", "localllm.media.sound", "localllm.media.speech",
+         "localllm.models.encoders.transcriber"}  # fmt: skip
+"""What only a model that transcribes needs."""
+HEAVY = SOUND | {"torch", "triton", "transformers", "pydantic", "attrs", "gguf", "huggingface_hub", "llguidance"}
 MOST_MODULES_OF_HELP = 90
 """Besides those of a bare interpreter."""
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        return _report(error, debug="--debug" in words)
+        return report_error(error, debug="--debug" in words)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -95,6 +95,7 @@ VERBS = {
     "chat": ("cli.chat:chat", "answer a prompt, or chat, through a running OpenAI-compatible server"),
     "complete": ("cli.chat:complete", "continue a text through a running OpenAI-compatible server"),
     "run-batch": ("cli.run_batch:run_batch", "answer a file of requests, in OpenAI's batch format"),
+    "transcribe": ("cli.transcribe:transcribe", "write the text of sound files"),
     "launch": ("cli.launch:launch", "start a coding program with a model of this machine"),
     "bench": ("cli.bench:bench", "measure how fast this machine serves"),
     "tune": ("cli.tune:tune", "find settings for a goal by trying them on this machine"),
@@ -171,7 +172,7 @@ def _with_verb(words: list[str]) -> list[str]:
     raise ConfigError(f"Unknown verb {first!r}.", f"Verbs: {', '.join(VERBS)}.", hint)
 
 
-def _report(error: Exception, *, debug: bool, out: TextIO | None = None) -> int:
+def report_error(error: Exception, *, debug: bool, out: TextIO | None = None) -> int:
     """Print what happened, why, and what to try on standard error. Return the exit code."""
     out = out or sys.stderr
     if debug:

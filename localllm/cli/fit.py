@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.config.flags import add_engine_flags, add_model, settings_from
 from localllm.errors import DoesNotFit
 from localllm.terminal import print_table
-from localllm.units import format_bytes, format_count
+from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
@@ -50,8 +50,9 @@ def fit(options: argparse.Namespace) -> int:
 
 def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> None:
     from localllm.models.fit.estimate import fit_rows
+    from localllm.models.library.about import longest_input
 
-    print(f"{found.name} · {spec.architecture} · context of {format_count(spec.max_position)} tokens")
+    print(f"{found.name} · {spec.architecture} · {longest_input(spec)}")
     if found.download_bytes is not None:
         print(
             f"Not on this machine: {format_bytes(found.download_bytes)} to download. Facts are read from its headers "

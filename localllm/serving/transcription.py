@@ -93,6 +93,16 @@ def inputs_of(samples: Samples, found: Sequence[Window]) -> list[WindowInput]:
     return [WindowInput(samples.values[each.start : each.stop]) for each in found]
 
 
+def warnings_of(samples: Samples, words: Sequence[Word] | None = None) -> tuple[str, ...]:
+    """Return what a person should know about the transcript of a sound. words: None while they are not known."""
+    warnings = []
+    if samples.missing_s:
+        warnings.append(f"file is damaged: {samples.missing_s:.1f} s are missing")
+    if words is not None and not words:
+        warnings.append(f"no speech found in {samples.seconds:.1f} s")
+    return tuple(warnings)
+
+
 def windows_of(samples: Samples, vad: VadOptions | None) -> list[Window]:
     """Return the windows in which a sound is recognised. vad: None: nothing is left out."""
     from localllm.media.speech import plain_windows, speech_finder, windows

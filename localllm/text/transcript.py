@@ -52,6 +52,20 @@ class TranscriptSegment:
         return self.words[-1].stop_s
 
 
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """The words of a whole sound."""
+
+    words: list[Word]
+    segments: list[TranscriptSegment]
+    seconds: float  # of the sound, pauses included
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return " ".join(word.text for word in self.words)
+
+
 def words_of(
     tokens: Sequence[TimedToken], decode: Callable[[Sequence[int]], str], begins_word: Callable[[int], bool]
 ) -> list[Word]:

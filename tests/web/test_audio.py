@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 
+from localllm.cli import main
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import LocalLLMError
 from localllm.llm import LLM
@@ -25,9 +28,13 @@ PATH = "/v1/audio/transcriptions"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    path = save_parakeet(tmp_path_factory.mktemp("tdt"), "tdt")
-    engine = EngineConfig(model=str(path), device="cpu")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_parakeet(tmp_path_factory.mktemp("tdt"), "tdt")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    engine = EngineConfig(model=str(folder), device="cpu")
     model = build_engine(Settings(engine, ServerConfig(served_model_name=("tdt",))))
     with LiveServer(model, settings(max_audio_seconds=60)) as server:
         yield server
@@ -156,6 +163,44 @@ def test_the_offline_api_has_the_same_words(server: LiveServer) -> None:
         assert llm.transcribe((sounds(3.0)[0] / 32768, 16_000), vad_filter=False).words == found.words
         with pytest.raises(LocalLLMError, match="transcribes speech"):
             llm.embed("a")
+
+
+def test_the_command_line_writes_the_formats_of_the_api(
+    server: LiveServer, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(folder), "--device", "cpu"]
+    good, bad = tmp_path / "talk.wav", tmp_path / "other.wav"
+    good.write_bytes(noise())
+    bad.write_bytes(b"%PDF-1.7 ......")
+    assert main(["transcribe", str(good), str(bad), *model, "--no-vad-filter", "--format", "verbose_json", "--words",
+                 "-o", str(tmp_path)]) != 0  # fmt: skip
+    both = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}
+    assert json.loads((tmp_path / "talk.json").read_text()) == post(server, **both).json()
+    assert not (tmp_path / "other.json").exists()
+    assert "It begins like a PDF." in capfd.readouterr().err
+    assert main(["transcribe", str(good), *model, "--no-vad-filter"]) == 0
+    assert capfd.readouterr().out == post(server, response_format="text").text
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["none.wav"], "none.wav is not a file."),
+        (["a.wav", "--words"], "--words does not apply to text."),
+        (["a.wav", "b/a.wav", "-o", "b"], "One text would overwrite another."),
+        (["a.wav", "b/a.wav", "-o", "c"], "c is not a folder."),
+        (["a.wav", "-o", "c/d.txt"], "c/d.txt cannot be written."),
+    ],
+)
+def test_a_wrong_command_is_refused_before_a_model_is_loaded(
+    words: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("a.wav", "b/a.wav"):
+        Path(name).write_bytes(b"")
+    assert main(["transcribe", *words, "--model", "nowhere"]) != 0
+    assert what in capsys.readouterr().err
 
 
 # Words and subtitles --------------------------------------------------------------------------------------------------

@@ -85,6 +85,14 @@ def gguf_rows(path: Path) -> dict[str, str]:
     }
 
 
+def longest_input(spec: ModelSpec) -> str:
+    """Return the longest input of a model in words."""
+    if spec.task == "transcribe":
+        return "windows of 30 s at most"
+    count = format_count(spec.max_position)
+    return f"context of {count} tokens" if spec.task == "generate" else f"{count} tokens at most"
+
+
 def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
     """Return the rows that describe a checkpoint."""
     if spec.task != "generate":
@@ -94,7 +102,7 @@ def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
             "dtype": spec.dtype,
             "layers": f"{spec.num_layers} of width {spec.hidden_size}",
             "vocabulary": f"{format_count(spec.vocab_size)} tokens",
-            "inputs": f"{format_count(spec.max_position)} tokens at most",
+            "inputs": longest_input(spec),
         }
     return {
         "architecture": spec.architecture,

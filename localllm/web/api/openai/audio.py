@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from typing import IO, Annotated, Any, Literal, cast
 
 import anyio.to_thread
@@ -16,11 +16,10 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.served import ServedModel
-from localllm.serving.transcription import Heard, transcriber_of
-from localllm.text.transcript import TranscriptSegment, Word, segments_of, srt, vtt
+from localllm.serving.transcription import Heard, transcriber_of, warnings_of
+from localllm.text.transcript import Transcript, TranscriptSegment, Word, segments_of, srt, vtt
 from localllm.web.api.disconnect import EventStream, unless_disconnected
-from localllm.web.api.exchange import ApiRequest, json_response, served_model, warning_headers
+from localllm.web.api.exchange import ApiRequest, served_model, warning_headers
 from localllm.web.api.fields import FieldRules, Refused
 from localllm.web.api.openai import shapes
 from localllm.web.api.openapi import FORM, OF_MODELS, Operation, RequestBody
@@ -28,12 +27,14 @@ from localllm.web.errors import InvalidType, MissingParameter, UnsupportedMediaT
 
 FORM_BYTES = 64 * 1024
 """Room for the other fields of a form and for the borders between them."""
-FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 TYPES = {
+    "json": "application/json",
     "text": "text/plain; charset=utf-8",
     "srt": "application/x-subrip; charset=utf-8",
     "vtt": "text/vtt; charset=utf-8",
+    "verbose_json": "application/json",
 }
+"""Formats of an answer, and their media types."""
 WITHOUT_EFFECT = ("language", "prompt", "hotwords", "temperature", "seed")
 """Fields that a model with CTC or a transducer cannot use: it names its likeliest tokens, of any of its languages."""
 _SPEAKERS = Refused("Speakers are not told apart.")
@@ -136,19 +137,20 @@ async def _transcribe(request: ApiRequest, config: ServerConfig) -> ASGIResponse
     samples = await anyio.to_thread.run_sync(
         lambda: decode(opened, "file", limits, allow_damaged=allow_damaged)  # type: ignore[arg-type]
     )
-    if samples.missing_s:
-        warnings.append(f"file is damaged: {samples.missing_s:.1f} s are missing")
     heard = client.transcribe(samples, vad, is_background=model.is_background)
     if asked["stream"]:
-        return EventStream(_events(request, heard, samples.seconds), _nothing, warning_headers(warnings))
+        return EventStream(
+            _events(request, heard, samples.seconds), _nothing, warning_headers([*warnings, *warnings_of(samples)])
+        )
 
     async def all_words() -> list[Word]:
         return [word async for each in heard for word in each.words]
 
     words = await unless_disconnected(request.receive, all_words())
-    if not words:
-        warnings.append(f"no speech found in {samples.seconds:.1f} s")
-    return _answer(model, asked["format"], granularities, words, samples.seconds, warnings)
+    transcript = Transcript(words, segments_of(words), samples.seconds)
+    body = written(transcript, asked["format"], granularities)
+    headers = warning_headers([*warnings, *warnings_of(samples, words)])
+    return ASGIResponse(body=body, media_type=TYPES[asked["format"]], headers=headers)
 
 
 async def _nothing() -> None:
@@ -173,27 +175,29 @@ def _event(content: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(content)
 
 
-def _answer(
-    model: ServedModel, kind: str, granularities: set[str], words: list[Word], seconds: float, warnings: list[str]
-) -> ASGIResponse:
-    headers = warning_headers(warnings)
-    segments = segments_of(words)
-    text = " ".join(word.text for word in words)
-    if kind in TYPES:
-        body = {"text": lambda: f"{text}\n", "srt": lambda: srt(segments), "vtt": lambda: vtt(segments)}[kind]()
-        return ASGIResponse(body=body.encode(), media_type=TYPES[kind], headers=headers)
-    usage = shapes.SoundUsage(type="duration", seconds=seconds)
+def written(transcript: Transcript, kind: str, granularities: Collection[str] = ("segment",)) -> bytes:
+    """Return a transcript in one of the formats. granularities: the times that verbose_json has, word or segment."""
+    match kind:
+        case "text":
+            return f"{transcript.text}\n".encode()
+        case "srt":
+            return srt(transcript.segments).encode()
+        case "vtt":
+            return vtt(transcript.segments).encode()
+    usage = shapes.SoundUsage(type="duration", seconds=transcript.seconds)
     if kind == "json":
-        return json_response(shapes.Transcription(text=text, usage=usage), headers)
-    answer = shapes.VerboseTranscription(task="transcribe", language="", duration=seconds, text=text, usage=usage)
+        return msgspec.json.encode(shapes.Transcription(text=transcript.text, usage=usage))
+    answer = shapes.VerboseTranscription(
+        task="transcribe", language="", duration=transcript.seconds, text=transcript.text, usage=usage
+    )
     if "segment" in granularities:
-        answer.segments = [_segment(i, each) for i, each in enumerate(segments)]
+        answer.segments = [_segment(i, each) for i, each in enumerate(transcript.segments)]
     if "word" in granularities:
         answer.words = [
             shapes.TranscribedWord(word=each.text, start=each.start_s, end=each.stop_s, probability=each.probability)
-            for each in words
+            for each in transcript.words
         ]
-    return json_response(answer, headers)
+    return msgspec.json.encode(answer)
 
 
 def _segment(number: int, segment: TranscriptSegment) -> shapes.TranscribedSegment:
@@ -214,10 +218,10 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
     warnings = [f"{name} has no effect" for name in WITHOUT_EFFECT if _text(form, name)]
     warnings += RULES.check(dict(form), {*fields, *WITHOUT_EFFECT, "timestamp_granularities"})
     kind = _text(form, "response_format") or "json"
-    if kind not in FORMATS:
+    if kind not in TYPES:
         error = UnsupportedParameter if kind == "diarized_json" else InvalidParameter
         raise error(
-            f"response_format {kind[:40]!r} is not supported.", f"Supported: {', '.join(FORMATS)}.",
+            f"response_format {kind[:40]!r} is not supported.", f"Supported: {', '.join(TYPES)}.",
             param="response_format",
         )  # fmt: skip
     granularities = {

@@ -1,0 +1,84 @@
+"""`localllm transcribe`: write the text of sound files, in the formats of the API, with a model in this process.
+
+Does not know: how sound is decoded and recognised (llm.py), how a format is written (web/api/openai/audio.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from localllm.config.flags import ADAPTER_FLAGS, add_engine_flags, settings_from
+from localllm.config.settings import SETTINGS
+from localllm.errors import ConfigError, LocalLLMError
+
+FORMATS = ("text", "json", "srt", "vtt", "verbose_json")
+
+
+def transcribe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a sound file")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=SETTINGS["model"].allowed)
+    parser.add_argument("--format", choices=FORMATS, default="text", help="format of the text")
+    parser.add_argument("--words", action="store_true", help="with verbose_json: also the times of words")
+    help = "write to this file, or into this folder a file for each sound; default: standard output"
+    parser.add_argument("-o", "--output", type=Path, metavar="PATH", help=help)
+    help = "read everything, instead of leaving out parts without speech"
+    parser.add_argument("--no-vad-filter", dest="vad_filter", action="store_false", help=help)
+    help = "transcribe a damaged file as far as it can be read"
+    parser.add_argument("--allow-damaged", action="store_true", help=help)
+    add_engine_flags(parser, leave_out=ADAPTER_FLAGS)
+
+
+def transcribe(options: argparse.Namespace) -> int:
+    """Transcribe every file. A file that cannot be read is reported, and the others are still transcribed."""
+    from localllm.cli import report_error
+    from localllm.cli.hub import fetch_if_missing
+    from localllm.llm import LLM
+    from localllm.web.api.openai.audio import written
+
+    if options.words and options.format != "verbose_json":
+        what, why = f"--words does not apply to {options.format}.", "Only verbose_json has the times of words."
+        raise ConfigError(what, why, "--format verbose_json --words", param="words")
+    targets = _targets(options.files, options.output, options.format)
+    settings = settings_from(options)
+    fetch_if_missing(settings.engine)
+    code = 0
+    with LLM(**asdict(settings.engine)) as llm:
+        for name, target in targets:
+            try:
+                found = llm.transcribe(name, vad_filter=options.vad_filter, allow_damaged=options.allow_damaged)
+            except (LocalLLMError, OSError) as error:
+                if len(targets) == 1:
+                    raise
+                code = report_error(error, debug=options.debug)
+                continue
+            for warning in found.warnings:
+                print(f"{name}: {warning}", file=sys.stderr)
+            data = written(found, options.format, ("segment", "word") if options.words else ("segment",))
+            if target is None:
+                sys.stdout.write(data.decode() if data.endswith(b"\n") else f"{data.decode()}\n")
+                sys.stdout.flush()
+            else:
+                target.write_bytes(data)
+    return code
+
+
+def _targets(files: list[str], output: Path | None, kind: str) -> list[tuple[str, Path | None]]:
+    """Return each file with the file to write; None: standard output. Raises `ConfigError` before a model is loaded."""
+    for name in files:
+        if not Path(name).is_file():
+            raise ConfigError(f"{name} is not a file.", "", "localllm transcribe FILE --model MODEL", param="files")
+    if output is None or not output.is_dir():
+        if output is not None and len(files) > 1:
+            raise ConfigError(f"{output} is not a folder.", f"{len(files)} files have a text each.", param="output")
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError(f"{output} cannot be written.", f"There is no folder {output.parent}.", param="output")
+        return [(name, output) for name in files]
+    suffix = {"text": "txt", "verbose_json": "json"}.get(kind, kind)
+    targets = [output / f"{Path(name).stem}.{suffix}" for name in files]
+    if len(set(targets)) < len(files):
+        why = "Two of the files have the same name without their suffix."
+        raise ConfigError("One text would overwrite another.", why, "Transcribe them into two folders.", param="output")
+    return list(zip(files, targets, strict=True))
