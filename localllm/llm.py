@@ -38,7 +38,7 @@ from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, Prompt
 from localllm.serving.build import build_engine
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 from localllm.text.messages import images_of
-from localllm.text.transcript import Transcript, segments_of
+from localllm.text.transcript import Transcript
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -344,17 +344,31 @@ class LLM:
         self,
         sound: str | Path | bytes | tuple[npt.ArrayLike, int],
         *,
+        language: str | None = None,
+        prompt: str = "",
+        temperature: float = 0.0,
+        seed: int = 0,
+        translate: bool = False,
+        words: bool = False,
         vad_filter: bool = True,
         allow_damaged: bool = False,
     ) -> Transcript:
-        """Return the words of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
-        Needs a model that transcribes. vad_filter: leave out parts without speech. allow_damaged: take what was decoded
-        before the damage. Raises `UnreadableMedia`, `MediaTooLarge` and `WrongTask`."""
+        """Return the text of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
+        Needs a model that transcribes.
+
+        language: ISO 639-1, or its English name; None: the model finds it. prompt: a text before the sound, for its
+        names and style. temperature: of the first attempt. translate: into English. These and seed are Whisper's; the
+        transcript's warnings say which had no effect. words: refuse a model without times for words. vad_filter: leave
+        out parts without speech. allow_damaged: take what was decoded before the damage. Raises `UnreadableMedia`,
+        `MediaTooLarge`, `WrongTask`, `InvalidParameter` and `UnsupportedParameter`.
+        """
         from localllm.media.sound import Samples, decode
         from localllm.media.speech import VadOptions
-        from localllm.serving.transcription import inputs_of, transcriber_of, warnings_of, windows_of
+        from localllm.serving.transcription import SpeechOptions, inputs_of, transcriber_of, transcript_of, windows_of
 
         client = transcriber_of(self._engine)
+        asked = SpeechOptions(language, prompt, temperature, seed, translate, words)
+        decoding, warnings = client.decoding(asked, self._engine.name)
         if isinstance(sound, tuple):
             samples = Samples.of(*sound)
         else:
@@ -364,9 +378,9 @@ class LLM:
                 name = "The sound" if isinstance(sound, bytes) else str(sound)
                 samples = decode(file, name, allow_damaged=allow_damaged)
         windows = windows_of(samples, VadOptions() if vad_filter else None)
-        answers = zip(windows, self._pool(inputs_of(samples, windows)), strict=True)
-        words = [word for window, tokens in answers for word in client.words(tokens, window.start / 16_000)]
-        return Transcript(words, segments_of(words), samples.seconds, warnings_of(samples, words))
+        answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
+        heard = [client.heard(*each) for each in answers]
+        return transcript_of(samples, heard, translate=translate, warnings=warnings)
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
         pooler = self._engine.pooler

@@ -22,6 +22,10 @@ def transcribe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODEL", help=SETTINGS["model"].allowed)
     parser.add_argument("--format", choices=FORMATS, default="text", help="format of the text")
     parser.add_argument("--words", action="store_true", help="with verbose_json: also the times of words")
+    help = "ISO 639-1 code or English name; default: the model finds it"
+    parser.add_argument("--language", metavar="NAME", help=help)
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="a text before the sound: its names, its style")
+    parser.add_argument("--translate", action="store_true", help="write the text in English")
     help = "write to this file, or into this folder a file for each sound; default: standard output"
     parser.add_argument("-o", "--output", type=Path, metavar="PATH", help=help)
     help = "read everything, instead of leaving out parts without speech"
@@ -48,7 +52,10 @@ def transcribe(options: argparse.Namespace) -> int:
     with LLM(**asdict(settings.engine)) as llm:
         for name, target in targets:
             try:
-                found = llm.transcribe(name, vad_filter=options.vad_filter, allow_damaged=options.allow_damaged)
+                found = llm.transcribe(
+                    name, language=options.language, prompt=options.prompt, translate=options.translate,
+                    words=options.words, vad_filter=options.vad_filter, allow_damaged=options.allow_damaged,
+                )  # fmt: skip
             except (LocalLLMError, OSError) as error:
                 if len(targets) == 1:
                     raise

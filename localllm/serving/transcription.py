@@ -7,6 +7,7 @@ Does not know: HTTP, formats of answers, which models stay loaded (manager.py).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -14,17 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from localllm.config.settings import Settings
 from localllm.engine.pooling import PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.pooling import BatchRunner, serve_in_batches
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
-from localllm.text.transcript import TimedToken, Word, words_of
+from localllm.text.transcript import (
+    TimedToken,
+    Transcript,
+    TranscriptSegment,
+    Word,
+    compression_ratio,
+    segments_of,
+    words_of,
+)
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.media.sound import Samples
     from localllm.media.speech import VadOptions, Window
-    from localllm.models.encoders.transcriber import Transcriber
+    from localllm.models.encoders.whisper import Decoding, SpokenText
     from localllm.models.library.catalog import ResolvedModel
     from localllm.text.tokenizer import Tokenizer
 
@@ -39,28 +49,97 @@ SILENT_SHARE = 1 / 3
 @dataclass(frozen=True, slots=True)
 class WindowInput:
     samples: Any  # int16 [n] at 16 kHz
+    decoding: Decoding | None = None  # of Whisper, which reads 30 s always
 
     @property
     def length(self) -> int:
-        return len(self.samples) * FRAMES_PER_S // 16_000 + 1
+        return len(self.samples) * FRAMES_PER_S // 16_000 + 1 if self.decoding is None else round(WINDOW_S * 100)
+
+
+class SpeechOptions(NamedTuple):
+    """The wishes of a request. A model with CTC or a transducer has no choice."""
+
+    language: str | None = None  # ISO 639-1, or its English name; None: the model finds it
+    prompt: str = ""  # a text before the sound: its names, its style
+    temperature: float = 0.0  # 0 to 1; of the first attempt
+    seed: int = 0
+    translate: bool = False  # into English
+    words: bool = False  # with their times
+
+
+class WhisperFacts(NamedTuple):
+    """The abilities of a Whisper model."""
+
+    languages: tuple[str, ...]  # codes; none: English alone
+    translates: bool
+    most_prompt: int  # tokens of a prompt that are read, the last ones; 0: none
 
 
 class Heard(NamedTuple):
-    """The words of the next window of a sound."""
+    """The text of the next window of a sound."""
 
     window: Window
-    words: list[Word]
+    words: list[Word]  # of a model with times for words
+    segments: list[TranscriptSegment]  # of the others
+    language: str = ""  # code
 
 
 class TranscriptionClient(BatchClient):
-    def __init__(self, loop: PoolingLoop, limits: PoolingLimits, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, loop: PoolingLoop, limits: PoolingLimits, tokenizer: Tokenizer, whisper: WhisperFacts | None = None
+    ) -> None:
+        """whisper: None: the model has CTC or a transducer."""
         super().__init__(loop, limits)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._whisper = tokenizer, whisper
+
+    def decoding(self, asked: SpeechOptions, name: str) -> tuple[Decoding | None, list[str]]:
+        """Return how windows are written, and warnings of what has no effect. name: of the model, for errors.
+        Raises `UnsupportedParameter`, `InvalidParameter`."""
+        facts = self._whisper
+        if asked.translate and not (facts and facts.translates):
+            raise UnsupportedParameter(
+                f"{name} does not translate.", "It was trained on transcription alone.",
+                "POST /v1/audio/transcriptions, then have a chat model translate the text.", param="model",
+            )  # fmt: skip
+        if facts is None:
+            default = SpeechOptions()
+            names = ("language", "prompt", "temperature", "seed")
+            return None, [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
+        if asked.words:
+            what, why = f"{name} has no times for words.", "Its timestamps are those of segments."
+            raise UnsupportedParameter(what, why, "segment, or Parakeet", param="timestamp_granularities")
+        if not 0 <= asked.temperature <= 1:
+            raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+        from localllm.models.encoders.whisper import TEMPERATURES, Decoding
+
+        prompt, warnings = self._tokenizer.encode(f" {asked.prompt.strip()}", add_special_tokens=False), list[str]()
+        if not asked.prompt.strip() or not facts.most_prompt:
+            warnings += ["prompt has no effect"] * bool(asked.prompt.strip())
+            prompt = []
+        if len(prompt) > facts.most_prompt:
+            warnings.append(f"prompt has {len(prompt)} tokens; its last {facts.most_prompt} are used")
+        temperatures = (asked.temperature, *(each for each in TEMPERATURES if each > asked.temperature))
+        language = self._language(asked.language, name, facts)
+        return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed), warnings
+
+    def _language(self, asked: str | None, name: str, facts: WhisperFacts) -> str | None:
+        """Return the code of a language. Raises `InvalidParameter` with the languages that the model knows."""
+        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+        if asked is None:
+            return None
+        known = facts.languages or ("en",)
+        code: str = TO_LANGUAGE_CODE.get(asked.lower(), asked.lower())
+        if code not in known:
+            what, why = f"{name} does not know the language {asked[:40]!r}.", f"It knows {', '.join(sorted(known))}."
+            raise InvalidParameter(what, why, "Leave language out, and the model finds it.", param="language")
+        return code
 
     async def transcribe(
-        self, samples: Samples, vad: VadOptions | None, *, is_background: bool = False
-    ) -> AsyncIterator[Heard]:
-        """Yield the words of each window in order, with their times in the sound. vad: None: nothing is left out.
+        self, samples: Samples, vad: VadOptions | None, decoding: Decoding | None = None, *,
+        is_background: bool = False,
+    ) -> AsyncIterator[Heard]:  # fmt: skip
+        """Yield the text of each window in order, with times in the sound. vad: None: nothing is left out.
 
         Windows run side by side, as many as a batch holds, so that other requests have their turns between them.
         Raises `QueueFull`, `EngineStopped`.
@@ -68,10 +147,26 @@ class TranscriptionClient(BatchClient):
         found = await asyncio.to_thread(windows_of, samples, vad)
         for first in range(0, len(found), self.limits.max_num_seqs):
             group = found[first : first + self.limits.max_num_seqs]
-            for window, tokens in zip(group, await self.run(inputs_of(samples, group), is_background), strict=True):
-                yield Heard(window, self.words(tokens, window.start / 16_000))
+            results = await self.run(inputs_of(samples, group, decoding), is_background)
+            for window, result in zip(group, results, strict=True):
+                yield self.heard(window, result)
 
-    def words(self, tokens: Sequence[Any], start_s: float) -> list[Word]:
+    def heard(self, window: Window, result: Any) -> Heard:
+        """Return what the model's result for a window says."""
+        start_s = window.start / 16_000
+        if self._whisper is None:
+            return Heard(window, self._words(result, start_s), [])
+        text: SpokenText = result
+        found = [
+            TranscriptSegment(
+                words, start_s + each.start_s, start_s + each.stop_s, each.token_ids, text.avg_logprob, (),
+                text.temperature, text.no_speech_prob,
+            )
+            for each in text.segments if (words := self._tokenizer.decode(each.token_ids).strip())
+        ]  # fmt: skip
+        return Heard(window, [], found, text.language)
+
+    def _words(self, tokens: Sequence[Any], start_s: float) -> list[Word]:
         """Return the words of the tokens of a window that starts at `start_s`."""
         timed = [
             TimedToken(each.token_id, start_s + each.start_s, start_s + each.stop_s, each.probability)
@@ -89,16 +184,27 @@ def transcriber_of(model: ServedModel) -> TranscriptionClient:
     return cast("TranscriptionClient", model.client)
 
 
-def inputs_of(samples: Samples, found: Sequence[Window]) -> list[WindowInput]:
-    return [WindowInput(samples.values[each.start : each.stop]) for each in found]
+def inputs_of(samples: Samples, found: Sequence[Window], decoding: Decoding | None) -> list[WindowInput]:
+    return [WindowInput(samples.values[each.start : each.stop], decoding) for each in found]
 
 
-def warnings_of(samples: Samples, words: Sequence[Word] | None = None) -> tuple[str, ...]:
-    """Return what a person should know about the transcript of a sound. words: None while they are not known."""
+def transcript_of(samples: Samples, heard: Sequence[Heard], *, translate: bool, warnings: Sequence[str]) -> Transcript:
+    """Return the text of a whole sound from what was heard in its windows, in order."""
+    words = [word for each in heard for word in each.words]
+    segments = [segment for each in heard for segment in each.segments] or segments_of(words)
+    codes = Counter(each.language for each in heard if each.language)
+    code = "en" if translate else max(codes, key=lambda each: codes[each], default="")
+    return Transcript(
+        segments, samples.seconds, (*warnings, *warnings_of(samples, segments)), code, is_translated=translate
+    )
+
+
+def warnings_of(samples: Samples, found: Sequence[TranscriptSegment] | None = None) -> tuple[str, ...]:
+    """Return what a person should know about the transcript of a sound. found: None while it is not known."""
     warnings = []
     if samples.missing_s:
         warnings.append(f"file is damaged: {samples.missing_s:.1f} s are missing")
-    if words is not None and not words:
+    if found is not None and not found:
         warnings.append(f"no speech found in {samples.seconds:.1f} s")
     return tuple(warnings)
 
@@ -134,6 +240,7 @@ def build_transcriber(
         import torch
 
         from localllm.models.encoders.transcriber import count_transcriber_parameters, load_transcriber
+        from localllm.models.encoders.whisper import WhisperModel
 
         spec = spec_of_any(found.path, task="transcribe")
         plan = plan_transcriber(config, spec, count_transcriber_parameters(found.path), hardware)
@@ -145,11 +252,17 @@ def build_transcriber(
         model = load_transcriber(found.path, torch.device(plan.device), getattr(torch, plan.dtype))
         report(f"{spec.num_layers} layers, {model.kind}")
     sizes = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
+    facts = None
+    if isinstance(model, WhisperModel):
+        facts = WhisperFacts(tuple(model.special.languages), model.translates, model.special.most_prompt)
+
+    def transcribed(model: Any, batch: Sequence[WindowInput]) -> list[Any]:
+        windows, decodings = [each.samples for each in batch], [each.decoding for each in batch]
+        if facts is None:
+            return model.transcribe(windows)  # type: ignore[no-any-return]
+        return model.transcribe(windows, decodings, lambda ids: compression_ratio(tokenizer.decode(ids)))  # type: ignore[no-any-return]
+
     return serve_in_batches(
-        settings, found, spec, plan, tokenizer, BatchRunner(model, _transcribed),
-        lambda loop: TranscriptionClient(loop, sizes, tokenizer),
+        settings, found, spec, plan, tokenizer, BatchRunner(model, transcribed),
+        lambda loop: TranscriptionClient(loop, sizes, tokenizer, facts),
     )  # fmt: skip
-
-
-def _transcribed(model: Transcriber, batch: Sequence[WindowInput]) -> list[Any]:
-    return model.transcribe([each.samples for each in batch])

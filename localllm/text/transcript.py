@@ -5,7 +5,9 @@ Does not know: sound, models, HTTP.
 
 from __future__ import annotations
 
+import math
 import textwrap
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +17,8 @@ PAUSE_S = 0.8
 SENTENCE_S, LONGEST_S = 3.0, 10.0
 """A segment ends with a sentence after the first, and with any word after the second."""
 ENDS = (".", "?", "!", "。", "？", "！")
+UNSPACED = ("zh", "yue", "ja", "th", "lo", "my", "km")
+"""Languages that are written without spaces."""
 LINE_CHARS, CUE_LINES, CUE_S = 42, 2, (1.0, 7.0)
 """Characters of a line, lines of a subtitle, and its shortest and longest time."""
 
@@ -37,33 +41,67 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptSegment:
-    words: tuple[Word, ...]
+    """A sentence or so, with what its model says of it."""
+
+    text: str  # without spaces around it
+    start_s: float
+    stop_s: float
+    token_ids: tuple[int, ...]
+    avg_logprob: float
+    words: tuple[Word, ...] = ()  # none: the model has no times for words
+    temperature: float = 0.0
+    no_speech_prob: float = 0.0
+
+    @staticmethod
+    def of(words: Sequence[Word]) -> TranscriptSegment:
+        """Return the segment of some words."""
+        logprobs = [math.log(max(word.probability, 1e-10)) for word in words]
+        return TranscriptSegment(
+            " ".join(word.text for word in words),
+            words[0].start_s,
+            words[-1].stop_s,
+            tuple(token for word in words for token in word.token_ids),
+            sum(logprobs) / len(logprobs),
+            tuple(words),
+        )
 
     @property
-    def text(self) -> str:
-        return " ".join(word.text for word in self.words)
-
-    @property
-    def start_s(self) -> float:
-        return self.words[0].start_s
-
-    @property
-    def stop_s(self) -> float:
-        return self.words[-1].stop_s
+    def spoken(self) -> tuple[Word, ...]:
+        """The words; without times of their own each takes the share of the segment's time that its letters have."""
+        if self.words:
+            return self.words
+        parts, at, words = self.text.split(), 0, list[Word]()
+        share_s = (self.stop_s - self.start_s) / max(1, sum(map(len, parts)))
+        for part in parts:
+            bounds = self.start_s + at * share_s, self.start_s + (at + len(part)) * share_s
+            words.append(Word(part, *bounds, math.exp(self.avg_logprob), ()))
+            at += len(part)
+        return tuple(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """The words of a whole sound."""
+    """The text of a whole sound."""
 
-    words: list[Word]
     segments: list[TranscriptSegment]
     seconds: float  # of the sound, pauses included
     warnings: tuple[str, ...] = ()
+    language: str = ""  # code; empty: not known
+    is_translated: bool = False
 
     @property
     def text(self) -> str:
-        return " ".join(word.text for word in self.words)
+        return joined((segment.text for segment in self.segments), self.language)
+
+    @property
+    def words(self) -> list[Word]:
+        """The words with their times; none from a model without times for words."""
+        return [word for segment in self.segments for word in segment.words]
+
+
+def joined(texts: Iterable[str], language: str) -> str:
+    """Return texts as one, with spaces between them if the language has spaces."""
+    return ("" if language in UNSPACED else " ").join(texts)
 
 
 def words_of(
@@ -95,10 +133,16 @@ def segments_of(words: Iterable[Word]) -> list[TranscriptSegment]:
             lasts_s = word.stop_s - current[0].start_s
             is_sentence = current[-1].text.endswith(ENDS) and current[-1].stop_s - current[0].start_s >= SENTENCE_S
             if is_sentence or word.start_s - current[-1].stop_s > PAUSE_S or lasts_s > LONGEST_S:
-                segments.append(TranscriptSegment(tuple(current)))
+                segments.append(TranscriptSegment.of(current))
                 current = []
         current.append(word)
-    return [*segments, TranscriptSegment(tuple(current))] if current else segments
+    return [*segments, TranscriptSegment.of(current)] if current else segments
+
+
+def compression_ratio(text: str) -> float:
+    """Return how many times shorter zlib makes a text: much where a text repeats itself."""
+    raw = text.encode()
+    return len(raw) / len(zlib.compress(raw))
 
 
 class Cue(NamedTuple):
@@ -112,14 +156,15 @@ def cues_of(segments: Iterable[TranscriptSegment]) -> list[Cue]:
     cues: list[Cue] = []
     for segment in segments:
         current: list[Word] = []
-        for word in segment.words:
+        for word in segment.spoken:
             if current:
                 lines = textwrap.wrap(" ".join(each.text for each in (*current, word)), LINE_CHARS)
                 if len(lines) > CUE_LINES or word.stop_s - current[0].start_s > CUE_S[1]:
                     cues.append(_cue(current))
                     current = []
             current.append(word)
-        cues.append(_cue(current))
+        if current:
+            cues.append(_cue(current))
     bounds = [*(cue.start_s for cue in cues[1:]), float("inf")]
     return [
         Cue(cue.start_s, min(max(cue.stop_s, cue.start_s + CUE_S[0]), bound), cue.text)

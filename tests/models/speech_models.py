@@ -58,3 +58,50 @@ def _spread(model: Any, kind: str) -> None:
     head.bias[blank] += float(best.quantile(0.5 if kind == "ctc" else 0.8))
     if kind == "tdt":
         head.bias[model.config.vocab_size] -= 1000  # a token always takes a frame
+
+
+LANGUAGES = ("en", "de", "fr", "zh")
+
+
+def save_whisper(path: Path, seed: int = 0, *, english: bool = False, decoder_layers: int = 2) -> Path:
+    """Save a tiny random Whisper. Its answers on noise have texts between timestamps, and end."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    save_tiny_tokenizer(path, ["<|im_start|>", "<|im_end|>", "<|unused|>"])
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    marks = ["endoftext", "startoftranscript", *([] if english else LANGUAGES), "translate", "transcribe",
+             "startoflm", "startofprev", "nospeech", "notimestamps"]  # fmt: skip
+    marks += [f"{step / 50:.2f}" for step in range(1501)]
+    tokenizer.add_special_tokens([AddedToken(f"<|{mark}|>", special=True) for mark in marks])
+    tokenizer.save(str(path / "tokenizer.json"))
+    ids = {mark: tokenizer.token_to_id(f"<|{mark}|>") for mark in marks}
+    config = WhisperConfig(
+        vocab_size=tokenizer.get_vocab_size(), d_model=32, encoder_layers=2, decoder_layers=decoder_layers,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        max_target_positions=64, pad_token_id=ids["endoftext"], bos_token_id=ids["endoftext"],
+        eos_token_id=ids["endoftext"], decoder_start_token_id=ids["startoftranscript"], suppress_tokens=None,
+        begin_suppress_tokens=None, init_std=0.25,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        weight = model.model.decoder.embed_tokens.weight
+        weight.normal_(0, 1)
+        weight[ids["notimestamps"] + 1 :] *= 0.8
+        model.model.decoder.embed_positions.weight.normal_(0, 3)
+    special = [ids[mark] for mark in marks[1 : marks.index("notimestamps")]]
+    options: dict[str, Any] = {
+        "no_timestamps_token_id": ids["notimestamps"], "is_multilingual": not english,
+        "prev_sot_token_id": ids["startofprev"], "max_initial_timestamp_index": 50, "return_timestamps": False,
+        "suppress_tokens": [5, *special], "begin_suppress_tokens": [9, ids["endoftext"]],
+    }  # fmt: skip
+    if not english:
+        options["lang_to_id"] = {f"<|{language}|>": ids[language] for language in LANGUAGES}
+        options["task_to_id"] = {task: ids[task] for task in ("translate", "transcribe")}
+    for name, value in {**options, "max_length": 64, "_from_model_config": False}.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(path)
+    features = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
+    (path / "preprocessor_config.json").write_text(json.dumps(features))
+    return path

@@ -21,7 +21,7 @@ from localllm.llm import LLM
 from localllm.serving.build import build_engine
 from localllm.text.transcript import TimedToken, TranscriptSegment, Word, cues_of, segments_of, srt, vtt, words_of
 from tests.media.sounds import sounds, tone, wav
-from tests.models.speech_models import save_parakeet
+from tests.models.speech_models import save_parakeet, save_whisper
 from tests.web.live_server import LiveServer, settings
 
 PATH = "/v1/audio/transcriptions"
@@ -109,8 +109,8 @@ def test_hints_without_effect_are_named(server: LiveServer) -> None:
     answer = post(server, prompt="names", language="de", temperature="0.4", colour="red")
     warning = answer.headers["x-localllm-warning"]
     assert warning.split("; ") == [
-        "language has no effect", "prompt has no effect", "temperature has no effect",
-        "unknown field 'colour' ignored",
+        "unknown field 'colour' ignored", "language has no effect", "prompt has no effect",
+        "temperature has no effect",
     ]  # fmt: skip
 
 
@@ -203,6 +203,82 @@ def test_a_wrong_command_is_refused_before_a_model_is_loaded(
     assert what in capsys.readouterr().err
 
 
+# Whisper --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = save_whisper(tmp_path_factory.mktemp("whisper"))
+    engine = EngineConfig(model=str(path), device="cpu")
+    model = build_engine(Settings(engine, ServerConfig(served_model_name=("whisper",))))
+    with LiveServer(model, settings(max_audio_seconds=60)) as server:
+        yield server
+
+
+def test_whisper_writes_segments_in_every_format(whisper: LiveServer) -> None:
+    verbose = post(whisper, noise(33), response_format="verbose_json", language="German").json()
+    assert (verbose["task"], verbose["language"], verbose["duration"]) == ("transcribe", "de", 33.0)
+    assert verbose["text"] == " ".join(each["text"] for each in verbose["segments"])
+    assert len({each["start"] for each in verbose["segments"]}) > 1
+    for each in verbose["segments"]:
+        assert 0 <= each["start"] <= each["end"] <= 33
+        assert each["tokens"]
+        assert (each["temperature"] in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), each["avg_logprob"] < 0) == (True, True)
+    assert post(whisper, noise(33), language="de").json()["text"] == verbose["text"]
+    subtitles = post(whisper, noise(33), language="de", response_format="srt").text
+    lines = [line for line in subtitles.splitlines() if line and "-->" not in line and not line.isdigit()]
+    assert "".join("".join(lines).split()) == "".join(verbose["text"].split())
+
+
+def test_whisper_finds_the_language_translates_and_reads_a_prompt(whisper: LiveServer) -> None:
+    plain = post(whisper, response_format="verbose_json").json()
+    assert plain["language"] in ("en", "de", "fr", "zh")
+    told = post(whisper, response_format="verbose_json", language=plain["language"]).json()
+    assert told["text"] == plain["text"]
+    named = post(whisper, language=plain["language"], prompt="names", hotwords="and words")
+    assert named.json()["text"] != plain["text"]
+    assert "x-localllm-warning" not in named.headers
+    long = post(whisper, language="de", prompt="a word " * 300)
+    assert re.fullmatch(r"prompt has \d+ tokens; its last 31 are used", long.headers["x-localllm-warning"])
+    translated = post(whisper, path="/v1/audio/translations", response_format="verbose_json").json()
+    assert (translated["task"], translated["language"]) == ("translate", "en")
+    assert translated["text"] != plain["text"]
+
+
+def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none")
+    fields: Any = {"model": "whisper", "file": ("a.wav", noise(33)), "language": "de"}
+    extra = {"vad_filter": False}
+    plain = client.audio.transcriptions.create(**fields, extra_body=extra).text
+    events = list(client.audio.transcriptions.create(**fields, stream=True, extra_body=extra))
+    assert "".join(each.delta for each in events if each.type == "transcript.text.delta") == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"language": "Klingon"}, "whisper does not know the language 'Klingon'. It knows de, en, fr, zh."),
+        ({"temperature": "1.5"}, "It must be 0 to 1."),
+        ({"temperature": "warm"}, "Invalid type for 'temperature'."),
+        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "whisper has no times for words."),
+    ],
+)
+def test_what_whisper_cannot_do_is_refused_by_name(whisper: LiveServer, fields: dict[str, Any], what: str) -> None:
+    answer = post(whisper, **fields)
+    assert (answer.status_code, what in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_a_distilled_or_english_whisper_does_not_translate(tmp_path: Path) -> None:
+    for name, how in (("distilled", {"decoder_layers": 1}), ("english", {"english": True})):
+        path = save_whisper(tmp_path / name, **how)
+        with LLM(str(path), device="cpu") as llm:
+            with pytest.raises(LocalLLMError, match="does not translate"):
+                llm.transcribe(noise(), translate=True)
+            found = llm.transcribe(noise(), vad_filter=False)
+            assert found.segments
+            assert found.language in (("en",) if name == "english" else ("en", "de", "fr", "zh"))
+
+
 # Words and subtitles --------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +310,7 @@ def test_subtitles_parse_back_and_do_not_overlap(count: int) -> None:
 
 
 def test_what_would_end_a_cue_is_escaped() -> None:
-    segments = [TranscriptSegment((Word("a-->b<i>&", 3599.9996, 3601, 1.0, (1,)),))]
+    segments = [TranscriptSegment.of([Word("a-->b<i>&", 3599.9996, 3601, 1.0, (1,))])]
     assert "a->b<i>&" in srt(segments)
     assert "01:00:00,000 --> " in srt(segments)
     assert "a->b&lt;i>&amp;" in vtt(segments)

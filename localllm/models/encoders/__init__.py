@@ -1,7 +1,9 @@
-"""Models that read a whole input at once: they embed, score or classify, and generate nothing.
+"""Models that read a whole input at once: they embed, score, classify or transcribe, in batches.
 
-    recipe.py    the task, how token states are pooled, and what follows, as the checkpoint says
-    model.py     the model, computed by transformers' code, the pooling, and heads for which transformers has no class
+    recipe.py        the task, how token states are pooled, and what follows, as the checkpoint says
+    model.py         the model, computed by transformers' code, the pooling, and heads without a class in transformers
+    transcriber.py   speech by an encoder with CTC or a transducer: Parakeet
+    whisper.py       speech by an encoder and a decoder: Whisper
 
-They only prefill and keep no cache, so they do not use the decoder's machinery.
+Nothing is kept between batches, so they do not use the decoder's machinery.
 """

@@ -36,8 +36,9 @@ _MODES: dict[str, Mode] = {
 _MODE_NAMES: dict[str, Mode] = {mode: mode for mode in _MODES.values()} | {"lasttoken": "last"}
 """Values of `pooling_mode`, which sentence-transformers writes from version 6 on."""
 _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
-TRANSCRIBERS = {"ParakeetForCTC": "ctc", "ParakeetForTDT": "tdt"}
-"""Architectures that transcribe, and what follows their encoder (transcriber.py)."""
+WHISPER = "WhisperForConditionalGeneration"
+TRANSCRIBERS = {"ParakeetForCTC": "ctc", "ParakeetForTDT": "tdt", WHISPER: "whisper"}
+"""Architectures that transcribe, and what follows their encoder (transcriber.py, whisper.py)."""
 _TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
 HEADS = {
     "Qwen2ForRewardModel": "reward",
@@ -252,8 +253,11 @@ def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool =
 def transcriber_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     """Return the spec of a model that transcribes, with the sizes of its encoder."""
     config = load_config(path, trust_remote_code=trust_remote_code)
-    config.encoder_config.vocab_size = config.vocab_size
-    sizes = sizes_of(config.encoder_config)
+    encoder = getattr(config, "encoder_config", config)  # Whisper's config has its encoder's sizes itself
+    encoder.vocab_size = config.vocab_size
+    if encoder is config:
+        encoder.max_position_embeddings = config.max_target_positions
+    sizes = sizes_of(encoder)
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return ModelSpec(
         architecture=str((config.architectures or [type(config).__name__])[0]),

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
-from localllm.models.encoders.recipe import TRANSCRIBERS
+from localllm.models.encoders.recipe import TRANSCRIBERS, WHISPER
+from localllm.models.encoders.whisper import WhisperModel, load_whisper
 from localllm.models.transformers_backend.config_class import load_config
 from localllm.models.transformers_backend.module import read_module, use_device_layouts
 
@@ -135,12 +136,14 @@ class Transcriber:
         return found
 
 
-def load_transcriber(path: Path, device: torch.device, dtype: torch.dtype) -> Transcriber:
+def load_transcriber(path: Path, device: torch.device, dtype: torch.dtype) -> Transcriber | WhisperModel:
     """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
     import transformers
 
     config = load_config(path, trust_remote_code=False)
     architecture = str((config.architectures or [""])[0])
+    if architecture == WHISPER:
+        return load_whisper(path, device, dtype)
     recipe = _recipe(path, config)
     module = read_module(
         getattr(transformers, architecture), path, config, dtype, attention="eager", trust_remote_code=False
@@ -158,7 +161,9 @@ def count_transcriber_parameters(path: Path) -> int:
     config = load_config(path, trust_remote_code=False)
     with torch.device("meta"):
         module = getattr(transformers, str(config.architectures[0]))(config)
-    return sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    # A tied head is packed for the device, beside the embedding whose rows are read.
+    tied = module.proj_out.weight.numel() if config.architectures[0] == WHISPER else 0
+    return tied + sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _recipe(path: Path, config: Any) -> dict[str, Any]:

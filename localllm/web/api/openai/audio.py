@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from typing import IO, Annotated, Any, Literal, cast
 
@@ -16,8 +14,8 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.transcription import Heard, transcriber_of, warnings_of
-from localllm.text.transcript import Transcript, TranscriptSegment, Word, segments_of, srt, vtt
+from localllm.serving.transcription import Heard, SpeechOptions, transcriber_of, transcript_of, warnings_of
+from localllm.text.transcript import Transcript, TranscriptSegment, compression_ratio, joined, srt, vtt
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, served_model, warning_headers
 from localllm.web.api.fields import FieldRules, Refused
@@ -35,8 +33,6 @@ TYPES = {
     "verbose_json": "application/json",
 }
 """Formats of an answer, and their media types."""
-WITHOUT_EFFECT = ("language", "prompt", "hotwords", "temperature", "seed")
-"""Fields that a model with CTC or a transducer cannot use: it names its likeliest tokens, of any of its languages."""
 _SPEAKERS = Refused("Speakers are not told apart.")
 RULES = FieldRules(
     refused={
@@ -61,9 +57,11 @@ class TranscriptionForm(msgspec.Struct, kw_only=True):
     chunking_strategy: str | None = None  # auto, or JSON of {"type": "server_vad", ...}
     vad_filter: bool = True  # false: windows of 30 s, nothing is left out
     allow_damaged: bool = False  # transcribe a damaged file as far as it can be read
-    language: str | None = None
-    prompt: str | None = None
-    temperature: float | None = None
+    language: str | None = None  # ISO 639-1, or its English name
+    prompt: str | None = None  # a text before the sound: its names, its style
+    hotwords: str | None = None  # more of the prompt
+    temperature: float | None = None  # 0 to 1, of the first attempt
+    seed: int | None = None
 
 
 class ServerVad(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -94,19 +92,14 @@ def audio_routes(config: ServerConfig) -> list[HTTPRouteHandler]:
         status_code=200,
         request_max_body_size=config.largest_audio_bytes + FORM_BYTES,
         operation=Operation(
-            shapes.Transcription, RequestBody(TranscriptionForm, RULES, media_type=FORM), also=(*OF_MODELS, 413, 415),
-            guide="speech",
+            shapes.Transcription, RequestBody(TranscriptionForm, RULES, media_type=FORM), shapes.TranscriptDelta,
+            also=(*OF_MODELS, 413, 415), guide="speech",
         ),
     )  # fmt: skip
     async def translations(request: ApiRequest) -> ASGIResponse:
-        """Refuse a translation by name: no supported model translates speech."""
-        form = await _form(request)
-        model = await served_model(request, _text(form, "model"), "transcribe")
-        model.require("transcribe")
-        raise UnsupportedParameter(
-            f"{model.name} does not translate.", "It was trained on transcription alone.",
-            "POST /v1/audio/transcriptions, then have a chat model translate the text.", param="model",
-        )  # fmt: skip
+        """Write the text of a sound file in English. Whisper's models translate, if they are neither distilled nor of
+        English alone."""
+        return await _transcribe(request, config, translate=True)
 
     return [transcriptions, translations]
 
@@ -121,13 +114,16 @@ async def _form(request: ApiRequest) -> Any:
     return await request.form()
 
 
-async def _transcribe(request: ApiRequest, config: ServerConfig) -> ASGIResponse:
+async def _transcribe(request: ApiRequest, config: ServerConfig, *, translate: bool = False) -> ASGIResponse:
     from localllm.media.sound import SoundLimits, decode
 
     form = await _form(request)
     asked, granularities, warnings = _read(form)
     model = await served_model(request, asked["model"], "transcribe")
     client = transcriber_of(model)
+    options = _options(form, translate=translate, words="word" in granularities)
+    decoding, unused = client.decoding(options, model.name)
+    warnings += unused
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise MissingParameter("Missing required parameter: 'file'.", param="file")
@@ -137,19 +133,19 @@ async def _transcribe(request: ApiRequest, config: ServerConfig) -> ASGIResponse
     samples = await anyio.to_thread.run_sync(
         lambda: decode(opened, "file", limits, allow_damaged=allow_damaged)  # type: ignore[arg-type]
     )
-    heard = client.transcribe(samples, vad, is_background=model.is_background)
+    heard = client.transcribe(samples, vad, decoding, is_background=model.is_background)
     if asked["stream"]:
         return EventStream(
             _events(request, heard, samples.seconds), _nothing, warning_headers([*warnings, *warnings_of(samples)])
         )
 
-    async def all_words() -> list[Word]:
-        return [word async for each in heard for word in each.words]
+    async def all_windows() -> list[Heard]:
+        return [each async for each in heard]
 
-    words = await unless_disconnected(request.receive, all_words())
-    transcript = Transcript(words, segments_of(words), samples.seconds)
+    windows = await unless_disconnected(request.receive, all_windows())
+    transcript = transcript_of(samples, windows, translate=translate, warnings=warnings)
     body = written(transcript, asked["format"], granularities)
-    headers = warning_headers([*warnings, *warnings_of(samples, words)])
+    headers = warning_headers(transcript.warnings)
     return ASGIResponse(body=body, media_type=TYPES[asked["format"]], headers=headers)
 
 
@@ -161,8 +157,8 @@ async def _events(request: ApiRequest, heard: AsyncIterator[Heard], seconds: flo
     told = ""
     try:
         async for each in heard:
-            if text := " ".join(word.text for word in each.words):
-                delta = f" {text}" if told else text
+            if text := joined((part.text for part in each.segments or each.words), each.language):
+                delta = joined(("", text), each.language) if told else text
                 told += delta
                 yield _event(shapes.TranscriptDelta(type="transcript.text.delta", delta=delta))
         usage = shapes.SoundUsage(type="duration", seconds=seconds)
@@ -188,8 +184,9 @@ def written(transcript: Transcript, kind: str, granularities: Collection[str] = 
     if kind == "json":
         return msgspec.json.encode(shapes.Transcription(text=transcript.text, usage=usage))
     answer = shapes.VerboseTranscription(
-        task="transcribe", language="", duration=transcript.seconds, text=transcript.text, usage=usage
-    )
+        task="translate" if transcript.is_translated else "transcribe", language=transcript.language,
+        duration=transcript.seconds, text=transcript.text, usage=usage,
+    )  # fmt: skip
     if "segment" in granularities:
         answer.segments = [_segment(i, each) for i, each in enumerate(transcript.segments)]
     if "word" in granularities:
@@ -201,13 +198,10 @@ def written(transcript: Transcript, kind: str, granularities: Collection[str] = 
 
 
 def _segment(number: int, segment: TranscriptSegment) -> shapes.TranscribedSegment:
-    logprobs = [math.log(max(word.probability, 1e-10)) for word in segment.words]
-    raw = segment.text.encode()
     return shapes.TranscribedSegment(
         id=number, seek=round(segment.start_s * 100), start=segment.start_s, end=segment.stop_s, text=segment.text,
-        tokens=[token for word in segment.words for token in word.token_ids], temperature=0.0,
-        avg_logprob=sum(logprobs) / len(logprobs), compression_ratio=len(raw) / len(zlib.compress(raw)),
-        no_speech_prob=0.0,
+        tokens=list(segment.token_ids), temperature=segment.temperature, avg_logprob=segment.avg_logprob,
+        compression_ratio=compression_ratio(segment.text), no_speech_prob=segment.no_speech_prob,
     )  # fmt: skip
 
 
@@ -215,8 +209,7 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
     """Return model, format and whether to stream, the granularities, and warnings. Raises an error that names the wrong
     field."""
     fields = {field.encode_name for field in msgspec.structs.fields(TranscriptionForm)}
-    warnings = [f"{name} has no effect" for name in WITHOUT_EFFECT if _text(form, name)]
-    warnings += RULES.check(dict(form), {*fields, *WITHOUT_EFFECT, "timestamp_granularities"})
+    warnings = RULES.check(dict(form), {*fields, "timestamp_granularities"})
     kind = _text(form, "response_format") or "json"
     if kind not in TYPES:
         error = UnsupportedParameter if kind == "diarized_json" else InvalidParameter
@@ -239,6 +232,20 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
         raise UnsupportedParameter(what, "A stream has events with text.", "json", param="response_format")
     asked = {"model": _text(form, "model"), "format": kind, "stream": stream}
     return asked, granularities or {"segment"}, warnings
+
+
+def _options(form: Any, *, translate: bool, words: bool) -> SpeechOptions:
+    """Return what is asked of the model. Raises `InvalidType` for what is not a number."""
+    numbers = dict[str, float]()
+    for name, kind in (("temperature", float), ("seed", int)):
+        try:
+            numbers[name] = kind(_text(form, name) or 0)
+        except ValueError as error:
+            raise InvalidType(f"Invalid type for '{name}'.", f"{error}.", param=name) from None
+    prompt = " ".join(text for name in ("prompt", "hotwords") if (text := _text(form, name)))
+    return SpeechOptions(
+        _text(form, "language"), prompt, numbers["temperature"], int(numbers["seed"]), translate, words
+    )
 
 
 def _vad(form: Any) -> Any:

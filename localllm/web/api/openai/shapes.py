@@ -412,8 +412,8 @@ class TranscribedSegment(Shape):
 
 
 class VerboseTranscription(Shape):
-    task: Literal["transcribe"]
-    language: str
+    task: Literal["transcribe", "translate"]
+    language: str  # code of the text's language; empty: the model does not say
     duration: float
     text: str
     usage: SoundUsage

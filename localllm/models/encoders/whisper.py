@@ -1,0 +1,388 @@
+"""Whisper: an encoder of 30 s of sound, and a decoder that writes text with timestamps (Radford et al. 2022).
+
+The encoder is transformers' module. The decoder's weights are the module's too; its passes are written here: keys and
+values of the encoded sound are computed once for a window, those of the text are kept for all rows of a batch. Rules of
+the paper decide what may be written next (`restrict`), and whether a window is written again with more chance
+(`Attempt.is_accepted`).
+
+    <|startofprev|> text before <|startoftranscript|><|en|><|transcribe|><|0.00|> a text<|1.24|><|1.24|> more<|2.00|>
+
+Does not know: files, windows, words, queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.files.json_file import read_json_object
+from localllm.models.transformers_backend.config_class import load_config
+from localllm.models.transformers_backend.module import read_module, use_device_layouts
+
+RATE, WINDOW_S, HOP, FFT = 16_000, 30, 160, 400
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""Temperatures of the attempts at a window, until one is accepted."""
+LEAST_LOGPROB, MOST_RATIO, SILENCE = -1.0, 2.4, 0.6
+"""Least mean log probability and most compression ratio of an accepted text; least probability of no speech in a window
+that is left empty if its text is not likely."""
+FIRST_TIME_S = 1.0
+"""Latest time of the first timestamp, unless generation_config.json has another one."""
+LOOP_TOKENS, LOOP_TIMES = 8, 6
+"""An attempt ends when at most so many tokens are repeated more often than that."""
+
+
+class Decoding(NamedTuple):
+    """The way in which a window is written."""
+
+    language: str | None = None  # code, such as en; None: the model finds it
+    translate: bool = False  # into English
+    prompt: tuple[int, ...] = ()  # tokens of a text before the window: its names, its style
+    temperatures: tuple[float, ...] = TEMPERATURES
+    seed: int = 0
+
+
+class SpokenSegment(NamedTuple):
+    token_ids: tuple[int, ...]  # of text, without timestamps
+    start_s: float  # within its window
+    stop_s: float
+
+
+class SpokenText(NamedTuple):
+    """The text of a window; no segments: no speech."""
+
+    language: str
+    segments: tuple[SpokenSegment, ...]
+    temperature: float
+    avg_logprob: float
+    no_speech_prob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Ids of the tokens that are not text, of generation_config.json."""
+
+    start: int
+    end: int
+    no_timestamps: int
+    languages: Mapping[str, int]  # by code; empty: a model of English alone
+    tasks: Mapping[str, int]
+    before: int | None  # before the text before a window
+    suppressed: tuple[int, ...]
+    suppressed_first: tuple[int, ...]
+    latest_first: int  # steps of the latest first timestamp
+    most_prompt: int  # tokens of the text before a window that are read, the last ones; 0: none
+
+    @property
+    def first_time(self) -> int:
+        return self.no_timestamps + 1
+
+    @property
+    def no_speech(self) -> int:
+        return self.no_timestamps - 1
+
+    @staticmethod
+    def of(config: Mapping[str, Any], positions: int, path: Path) -> SpecialTokens:
+        """Read generation_config.json. positions: tokens of the decoder's context. Raises `UnsupportedModel` if
+        Whisper's fields are missing."""
+        needed = ("decoder_start_token_id", "eos_token_id", "no_timestamps_token_id")
+        if missing := [name for name in needed if not isinstance(config.get(name), int)]:
+            why = f"It lacks {', '.join(missing)}, as the first Whisper checkpoints on the hub did."
+            raise UnsupportedModel(
+                f"{path / 'generation_config.json'} is not complete.", why, "Download a newer revision of the model."
+            )
+        languages = {name.strip("<|>"): number for name, number in (config.get("lang_to_id") or {}).items()}
+        return SpecialTokens(
+            config["decoder_start_token_id"], config["eos_token_id"], config["no_timestamps_token_id"],
+            languages if config.get("is_multilingual", bool(languages)) else {}, config.get("task_to_id") or {},
+            config.get("prev_sot_token_id"),
+            tuple(token for token in config.get("suppress_tokens") or () if token >= 0),  # -1 once meant none
+            tuple(config.get("begin_suppress_tokens") or ()),
+            int(config.get("max_initial_timestamp_index") or FIRST_TIME_S / 0.02),
+            positions // 2 - 1 if config.get("prev_sot_token_id") is not None else 0,
+        )  # fmt: skip
+
+    def prompt(self, asked: Decoding, language: str) -> list[int]:
+        """Return the tokens before a window's text."""
+        before = [self.before, *asked.prompt[-self.most_prompt :]] if asked.prompt and self.most_prompt else []
+        task = [self.tasks["translate" if asked.translate else "transcribe"]] if self.languages else []
+        return [*before, self.start, *([self.languages[language]] if self.languages else []), *task]
+
+
+def restrict(logits: Tensor, written: Tensor, special: SpecialTokens) -> Tensor:
+    """Return logits [B, V] fp32 in which a token that may not follow is -inf. written [B, n] int64: the text so far.
+
+    Timestamps come in pairs, except before the end, and never go back. The first token is a timestamp. If timestamps
+    together are likelier than each text token, a timestamp follows.
+    """
+    first, count = special.first_time, written.shape[1]
+    logits = logits.clone()
+    logits[:, [*special.suppressed, special.no_timestamps]] = float("-inf")
+    if not count:
+        logits[:, list(special.suppressed_first)] = float("-inf")
+        logits[:, :first] = float("-inf")
+        logits[:, first + special.latest_first + 1 :] = float("-inf")
+        return logits
+    is_time = written >= first
+    last = is_time[:, -1]
+    second_last = is_time[:, -2] if count > 1 else torch.ones_like(last)
+    opened, closed = last & second_last, last & ~second_last
+    logits[:, first:].masked_fill_(opened[:, None], float("-inf"))
+    logits[:, : special.end].masked_fill_(closed[:, None], float("-inf"))
+    newest = torch.where(is_time, written, first - 1).amax(dim=1)
+    least = torch.where(closed, newest, newest + 1)
+    ids = torch.arange(first, logits.shape[1], device=logits.device)
+    logits[:, first:].masked_fill_((ids < least[:, None]) & is_time.any(dim=1)[:, None], float("-inf"))
+    likely = logits.log_softmax(dim=-1)
+    must = likely[:, first:].logsumexp(dim=-1) > likely[:, :first].amax(dim=-1)
+    return logits.index_put_(
+        (must.nonzero()[:, 0, None], torch.arange(first, device=logits.device)), logits.new_tensor(float("-inf"))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a window."""
+
+    token_ids: tuple[int, ...]  # with timestamps, without the end
+    avg_logprob: float  # of the tokens and the end
+    no_speech_prob: float
+    temperature: float
+    is_cut: bool  # it had not ended after the most tokens, or repeated itself
+
+    def text_ids(self, special: SpecialTokens) -> list[int]:
+        return [token for token in self.token_ids if token < special.end]
+
+    @property
+    def is_silent(self) -> bool:
+        return self.no_speech_prob > SILENCE and self.avg_logprob < LEAST_LOGPROB
+
+    def is_accepted(self, ratio: float) -> bool:
+        """Return whether no further attempt is made. ratio: the compression ratio of the text."""
+        if self.is_silent:
+            return True
+        return not self.is_cut and self.avg_logprob >= LEAST_LOGPROB and ratio <= MOST_RATIO
+
+
+def repeats(token_ids: Sequence[int]) -> bool:
+    """Return whether the tokens end with a few that are repeated too often."""
+    for size in range(1, LOOP_TOKENS + 1):
+        tail = list(token_ids[-size * (LOOP_TIMES + 1) :])
+        if len(tail) == size * (LOOP_TIMES + 1) and tail == tail[:size] * (LOOP_TIMES + 1):
+            return True
+    return False
+
+
+def segments_of(token_ids: Iterable[int], special: SpecialTokens, step_s: float, end_s: float) -> list[SpokenSegment]:
+    """Return the texts between timestamps. end_s: of the window, where an open segment ends."""
+    found, text, start_s = list[SpokenSegment](), list[int](), 0.0
+    for token in token_ids:
+        if token < special.first_time:
+            text.append(token)
+            continue
+        time_s = min((token - special.first_time) * step_s, end_s)
+        if text:
+            found.append(SpokenSegment(tuple(text), start_s, time_s))
+        text, start_s = [], time_s
+    return [*found, SpokenSegment(tuple(text), start_s, max(start_s, end_s))] if text else found
+
+
+class WhisperModel:
+    """Whisper on one device. One call is one batch of windows."""
+
+    kind = "whisper"
+
+    def __init__(self, module: Any, special: SpecialTokens, device: torch.device) -> None:
+        from transformers.audio_utils import mel_filter_bank
+
+        self.module, self.special, self.device = module, special, device
+        config = module.config
+        self.step_s: float = WINDOW_S / config.max_source_positions
+        self._heads, self._most = config.decoder_attention_heads, config.max_target_positions
+        filters = mel_filter_bank(1 + FFT // 2, config.num_mel_bins, 0.0, RATE / 2, RATE, "slaney", "slaney")
+        self._filters = torch.from_numpy(np.ascontiguousarray(filters.T.astype(np.float32))).to(device)  # [mels, bins]
+
+    @property
+    def translates(self) -> bool:
+        """Return whether the model was trained to translate: neither distilled models nor models of English were."""
+        config = self.module.config
+        return bool(self.special.languages) and config.decoder_layers == config.encoder_layers
+
+    @torch.inference_mode()
+    def features(self, windows: Sequence[npt.NDArray[np.int16]]) -> Tensor:
+        """Return log-mel features [B, mels, 3000] fp32 of samples at 16 kHz."""
+        x = torch.zeros(len(windows), RATE * WINDOW_S)
+        for row, each in zip(x, windows, strict=True):
+            row[: len(each)] = torch.from_numpy(each[: x.shape[1]].astype(np.float32) / 32768)
+        spectrum = torch.stft(
+            x.to(self.device), FFT, HOP, window=torch.hann_window(FFT, device=self.device), return_complex=True
+        )
+        mels = (self._filters @ spectrum[..., :-1].abs().square()).clamp(min=1e-10).log10()
+        return (torch.maximum(mels, mels.amax(dim=(1, 2), keepdim=True) - 8.0) + 4.0) / 4.0
+
+    @torch.inference_mode()
+    def transcribe(
+        self, windows: Sequence[npt.NDArray[np.int16]], asked: Sequence[Decoding],
+        ratio_of: Callable[[Sequence[int]], float],
+    ) -> list[SpokenText]:  # fmt: skip
+        """Return the text of each window, in order. ratio_of: the compression ratio of the text of some tokens."""
+        states = self.module.model.encoder(self.features(windows).to(self.module.dtype)).last_hidden_state
+        sources = self._sources(states)
+        languages = self._languages(sources, [each.language for each in asked])
+        prompts = [self.special.prompt(*each) for each in zip(asked, languages, strict=True)]
+        best: dict[int, Attempt] = {}
+        for turn in range(max(len(each.temperatures) for each in asked)):
+            left = [
+                i for i, each in enumerate(asked)
+                if turn < len(each.temperatures)
+                and not (i in best and best[i].is_accepted(ratio_of(best[i].text_ids(self.special))))
+            ]  # fmt: skip
+            # Rows of one pass have prompts of one length.
+            for size in sorted({len(prompts[i]) for i in left}):
+                rows = [i for i in left if len(prompts[i]) == size]
+                temperatures = [asked[i].temperatures[turn] for i in rows]
+                seeds = [asked[i].seed * 64 + turn for i in rows]
+                own = [tuple(each[rows] for each in layer) for layer in sources] if len(rows) < len(asked) else sources
+                attempts = self._attempt(own, [prompts[i] for i in rows], temperatures, seeds)
+                best |= dict(zip(rows, attempts, strict=True))
+        texts = list[SpokenText]()
+        for i, window in enumerate(windows):
+            found, end_s = best[i], min(WINDOW_S, len(window) / RATE)
+            segments = [] if found.is_silent else segments_of(found.token_ids, self.special, self.step_s, end_s)
+            texts.append(
+                SpokenText(languages[i], tuple(segments), found.temperature, found.avg_logprob, found.no_speech_prob)
+            )
+        return texts
+
+    def _languages(self, sources: list[tuple[Tensor, Tensor]], asked: Sequence[str | None]) -> list[str]:
+        """Return the language of each window: what was asked, or the likeliest."""
+        codes = list(self.special.languages)
+        if not codes or all(asked):
+            return [language or "en" for language in asked]
+        start = torch.full((len(asked), 1), self.special.start, device=self.device)
+        logits = self._pass(start, 0, self._new_cache(len(asked), 1), sources)[:, -1]
+        likeliest = logits[:, list(self.special.languages.values())].argmax(dim=-1).tolist()
+        return [language or codes[best] for language, best in zip(asked, likeliest, strict=True)]
+
+    # ---- the decoder ---------------------------------------------------------------------------------------------
+
+    def _attempt(
+        self, sources: list[tuple[Tensor, Tensor]], prompts: list[list[int]], temperatures: Sequence[float],
+        seeds: Sequence[int],
+    ) -> list[Attempt]:  # fmt: skip
+        """Write all rows to their ends. prompts: of one length."""
+        special, rows, width = self.special, len(prompts), len(prompts[0])
+        most = self._most - width
+        cache = self._new_cache(rows, self._most)
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        written = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)
+        sums, ended = torch.zeros(rows, device=self.device), [False] * rows
+        lengths, cut, silence = [0] * rows, [False] * rows, [0.0] * rows
+        tokens = torch.tensor(prompts, device=self.device)
+        for step in range(most):
+            logits = self._pass(tokens, 0 if not step else width + step - 1, cache, sources)
+            if not step:
+                at = prompts[0].index(special.start)
+                silence = logits[:, at].softmax(dim=-1)[:, special.no_speech].tolist()
+            allowed = restrict(logits[:, -1], written, special)
+            tokens = _drawn(allowed, temperatures, draws)
+            logprobs = allowed.log_softmax(dim=-1).gather(1, tokens)[:, 0]
+            over = torch.tensor(ended, device=self.device)
+            sums += logprobs.masked_fill(over, 0.0)
+            written = torch.cat((written, tokens), dim=1)
+            for row, token in enumerate(tokens[:, 0].tolist()):
+                if ended[row]:
+                    continue
+                ended[row] = token == special.end
+                if not ended[row]:
+                    lengths[row] = step + 1
+                    cut[row] = step + 1 == most or (step % 8 == 7 and repeats(written[row].tolist()))
+                    ended[row] = cut[row]
+            if all(ended):
+                break
+        return [
+            Attempt(tuple(ids[:length]), total / (length + 1), quiet, temperature, was_cut)
+            for ids, length, total, quiet, temperature, was_cut in zip(
+                written.tolist(), lengths, sums.tolist(), silence, temperatures, cut, strict=True
+            )
+        ]
+
+    def _new_cache(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        config = self.module.config
+        shape = rows, self._heads, length, config.d_model // self._heads
+        make = {"dtype": self.module.dtype, "device": self.device}
+        return [(torch.empty(shape, **make), torch.empty(shape, **make)) for _ in range(config.decoder_layers)]
+
+    def _sources(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values [B, heads, S, head_dim] of each layer over states [B, S, H]."""
+        attentions = [layer.encoder_attn for layer in self.module.model.decoder.layers]
+        return [(self._split(each.k_proj(states)), self._split(each.v_proj(states))) for each in attentions]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
+
+    def _pass(
+        self, tokens: Tensor, first: int, cache: list[tuple[Tensor, Tensor]], sources: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Return logits [B, n, V] fp32 of tokens [B, n] at positions `first` and on; writes their keys and values."""
+        decoder, stop = self.module.model.decoder, first + tokens.shape[1]
+        x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[first:stop]
+        is_causal = tokens.shape[1] > 1
+        assert not (is_causal and first), "a text of several tokens is the first"
+        for layer, (keys, values), (source_keys, source_values) in zip(decoder.layers, cache, sources, strict=True):
+            own, other = layer.self_attn, layer.encoder_attn
+            y = layer.self_attn_layer_norm(x)
+            keys[:, :, first:stop] = self._split(own.k_proj(y))
+            values[:, :, first:stop] = self._split(own.v_proj(y))
+            attended = F.scaled_dot_product_attention(
+                self._split(own.q_proj(y)), keys[:, :, :stop], values[:, :, :stop], is_causal=is_causal
+            )
+            x = x + own.out_proj(attended.transpose(1, 2).flatten(2))
+            y = layer.encoder_attn_layer_norm(x)
+            attended = F.scaled_dot_product_attention(self._split(other.q_proj(y)), source_keys, source_values)
+            x = x + other.out_proj(attended.transpose(1, 2).flatten(2))
+            x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
+        logits: Tensor = self.module.proj_out(decoder.layer_norm(x))
+        return logits.float()
+
+
+def _drawn(logits: Tensor, temperatures: Sequence[float], draws: Sequence[torch.Generator]) -> Tensor:
+    """Return a token for each row [B, 1]: the likeliest, or a draw that depends on the row alone."""
+    chosen = logits.argmax(dim=-1)
+    for row, (temperature, draw) in enumerate(zip(temperatures, draws, strict=True)):
+        if temperature > 0:
+            noise = torch.empty(logits.shape[1]).exponential_(generator=draw).to(logits.device)
+            chosen[row] = (logits[row] / temperature - noise.log()).argmax()
+    return chosen[:, None]
+
+
+def load_whisper(path: Path, device: torch.device, dtype: torch.dtype) -> WhisperModel:
+    """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
+    import transformers
+
+    config = load_config(path, trust_remote_code=False)
+    file = path / "generation_config.json"
+    generation = read_json_object(file) if file.is_file() else {}
+    special = SpecialTokens.of(generation, config.max_target_positions, path)
+    if special.first_time >= config.vocab_size or any(each >= config.vocab_size for each in special.languages.values()):
+        raise CorruptModel(f"{file} names tokens beyond the vocabulary.", f"It has {config.vocab_size} tokens.")
+    file = path / "preprocessor_config.json"
+    mels = (read_json_object(file) if file.is_file() else {}).get("feature_size", config.num_mel_bins)
+    if mels != config.num_mel_bins:
+        raise CorruptModel(f"{file} has {mels} features.", f"The encoder reads {config.num_mel_bins}.")
+    module = read_module(
+        transformers.WhisperForConditionalGeneration, path, config, dtype, attention="sdpa", trust_remote_code=False,
+        unused=("proj_out.",),
+    )  # fmt: skip
+    with torch.inference_mode():
+        module = module.to(device)
+        use_device_layouts(module)
+    return WhisperModel(module, special, device)

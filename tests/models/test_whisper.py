@@ -1,0 +1,192 @@
+"""Whisper's features, rules and greedy texts are transformers', alone and in a batch; attempts follow the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localllm.models.encoders.whisper import (
+    Attempt,
+    Decoding,
+    SpecialTokens,
+    WhisperModel,
+    load_whisper,
+    repeats,
+    restrict,
+    segments_of,
+)
+from tests.media.sounds import sounds
+from tests.models.speech_models import save_whisper
+
+GREEDY = (0.0,)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> WhisperModel:
+    return load_whisper(folder, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    from transformers import WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def attempts(model: WhisperModel, windows: list[np.ndarray], asked: Decoding, language: str = "de") -> list[Attempt]:
+    """Return one attempt at each window, with its timestamps."""
+    with torch.inference_mode():
+        states = model.module.model.encoder(model.features(windows)).last_hidden_state
+        prompts = [model.special.prompt(asked, language)] * len(windows)
+        sources = model._sources(states)
+        return model._attempt(sources, prompts, [asked.temperatures[0]] * len(windows), [asked.seed] * len(windows))
+
+
+def test_features_are_those_of_transformers(model: WhisperModel) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    windows = [*sounds(0.001, 2.5, 30), np.zeros(8000, np.int16)]
+    extract = WhisperFeatureExtractor()
+    found = model.features(windows)
+    for row, window in zip(found, windows, strict=True):
+        expected = extract(window.astype(np.float32) / 32768, sampling_rate=16_000, return_tensors="pt").input_features
+        assert torch.allclose(row, expected[0], atol=1e-5)
+
+
+def rules(reference: Any, first: int) -> list[Any]:
+    """Return transformers' rules for a text that begins at a place."""
+    from transformers.generation.logits_process import (
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        WhisperTimeStampLogitsProcessor,
+    )
+
+    config = reference.generation_config
+    return [
+        SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, begin_index=first),
+        SuppressTokensLogitsProcessor(config.suppress_tokens),
+        WhisperTimeStampLogitsProcessor(config, begin_index=first),
+    ]
+
+
+@torch.inference_mode()
+def greedy(reference: Any, features: torch.Tensor, prompt: list[int], end: int) -> list[int]:
+    """Return the tokens that transformers' model and rules write, without a cache."""
+    encoded = reference.model.encoder(features)
+    ids, chain = torch.tensor([prompt]), rules(reference, len(prompt))
+    while ids.shape[1] < 64:
+        logits = reference(encoder_outputs=encoded, decoder_input_ids=ids).logits[:, -1].float()
+        for each in chain:
+            logits = each(ids, logits)
+        if int(logits.argmax()) == end:
+            break
+        ids = torch.cat((ids, logits.argmax(-1)[:, None]), dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("asked", [Decoding("de", temperatures=GREEDY), Decoding("de", True, (7, 9), GREEDY)])
+def test_greedy_tokens_are_those_of_transformers_and_the_same_in_a_batch(
+    model: WhisperModel, reference: Any, asked: Decoding
+) -> None:
+    windows = sounds(2.5, 30, 11)
+    together = attempts(model, windows, asked)
+    for window, beside in zip(windows, together, strict=True):
+        alone = attempts(model, [window], asked)[0]
+        ids = greedy(reference, model.features([window]), model.special.prompt(asked, "de"), model.special.end)
+        assert list(alone.token_ids) == (ids[: len(alone.token_ids)] if repeats(alone.token_ids) else ids)
+        assert beside.token_ids == alone.token_ids
+        assert beside.avg_logprob == pytest.approx(alone.avg_logprob, abs=1e-4)
+    assert len({each.token_ids for each in together}) == 3
+
+
+def history(draw: np.random.Generator, special: SpecialTokens, count: int) -> list[int]:
+    """Return tokens that the rules allow: texts between pairs of ascending timestamps."""
+    found, time = list[int](), special.first_time
+    while len(found) < count:
+        time += int(draw.integers(0, 40))
+        found += [min(time, special.first_time + 1500)] * int(draw.integers(1, 3))
+        found += draw.integers(0, 300, int(draw.integers(1, 4))).tolist()
+    return found[:count]
+
+
+def test_the_rules_are_those_of_transformers_for_random_texts(model: WhisperModel, reference: Any) -> None:
+    special, draw = model.special, np.random.default_rng(0)
+    chain = rules(reference, 3)
+    changed = 0
+    for trial in range(300):
+        count = int(draw.integers(0, 12))
+        written = torch.tensor([history(draw, special, count) for _ in range(4)], dtype=torch.int64).view(4, count)
+        logits = torch.from_numpy(draw.standard_normal((4, special.first_time + 1501)).astype(np.float32))
+        logits[:, special.first_time :] += float(draw.choice([-8, 0, 2]))
+        expected = logits.clone()
+        ids = torch.cat((torch.full((4, 3), special.start), written), dim=1)
+        for each in chain:
+            expected = each(ids, expected)
+        found = restrict(logits, written, special)
+        assert torch.equal(found, expected), trial
+        changed += int(torch.isinf(found[:, : special.first_time]).all(dim=1).sum())
+    assert changed > 100
+
+
+def test_attempts_are_accepted_as_the_paper_says() -> None:
+    plain = Attempt((1, 2), -0.5, 0.1, 0.0, is_cut=False)
+    assert plain.is_accepted(1.2)
+    for change in ({"avg_logprob": -1.1}, {"is_cut": True}):
+        assert not Attempt(**{name: getattr(plain, name) for name in plain.__slots__} | change).is_accepted(1.2)
+    assert not plain.is_accepted(2.5)
+    silent = Attempt((1, 2), -1.1, 0.7, 0.0, is_cut=False)
+    assert silent.is_silent
+    assert silent.is_accepted(9.0)
+
+
+def test_a_window_has_as_many_attempts_as_temperatures_until_one_is_accepted(
+    model: WhisperModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attempt, "is_accepted", lambda self, ratio: ratio < 2)  # random texts are never likely
+    window = sounds(30)
+    asked = [Decoding("de", temperatures=(0.0, 0.4, 1.0), seed=3)]
+    assert model.transcribe(window, asked, lambda ids: 1.0)[0].temperature == 0.0
+    asked_ratios = iter([9.0, 1.0])
+    second = model.transcribe(window, asked, lambda ids: next(asked_ratios))[0]
+    assert second.temperature == 0.4
+    assert model.transcribe(window, asked, lambda ids: 9.0)[0].temperature == 1.0
+    asked_ratios = iter([9.0, 1.0, 1.0])
+    beside = model.transcribe([*sounds(30), *sounds(4)], asked * 2, lambda ids: next(asked_ratios, 1.0))[0]
+    assert beside.segments == second.segments  # a draw does not depend on the neighbours
+
+
+def test_the_language_is_found_and_a_prompt_is_read(model: WhisperModel, reference: Any) -> None:
+    window = sounds(30)
+    greedy = Decoding(temperatures=GREEDY)
+    found = model.transcribe(window, [greedy], len)[0].language
+    ids = reference.detect_language(model.features(window)).tolist()[0]
+    assert model.special.languages[found] == ids
+    told = model.transcribe(window * 2, [greedy._replace(language="fr", prompt=(7, 8)), greedy], len)
+    assert told[0].language == "fr"
+    assert told[0].segments != told[1].segments
+    assert model.special.prompt(Decoding(prompt=tuple(range(300))), "en")[1] == 300 - 31  # half of 64 positions
+
+
+def test_repeated_tokens_end_an_attempt() -> None:
+    assert repeats([5, *[1, 2] * 7])
+    assert repeats([3] * 7)
+    assert not repeats([1, 2] * 6)
+    assert not repeats(range(100))
+
+
+def test_segments_are_the_texts_between_timestamps() -> None:
+    special: Any = SimpleNamespace(first_time=100)
+    found = segments_of([100, 1, 2, 150, 150, 3, 200, 250, 4], special, 0.02, 4.0)
+    assert [(each.token_ids, each.start_s, each.stop_s) for each in found] == [
+        ((1, 2), 0.0, 1.0), ((3,), 1.0, 2.0), ((4,), 3.0, 4.0)
+    ]  # fmt: skip
