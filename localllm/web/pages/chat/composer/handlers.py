@@ -98,7 +98,7 @@ async def _beginning(
     if served is None or not num_tokens:
         return None
     longest = max((file for file in files if not file.searched), key=lambda file: file.num_tokens)
-    if longest.picture is not None:
+    if longest.pictures:
         return None
     text = longest.file.whole
     around = longest.num_tokens - len(await asyncio.to_thread(served.tokenizer.encode, text, add_special_tokens=False))

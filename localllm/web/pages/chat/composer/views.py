@@ -285,12 +285,12 @@ def attachments_view(files: Sequence[Attachment], context_tokens: int, error: Er
     """Return the files of the next message, with the sum of the tokens of those that are read whole."""
     chips = tuple(
         replace(
-            picture_chip(file.picture),
+            picture_chip(file.pictures[0]),
             num_tokens=None if file.is_estimate else file.num_tokens,
             id=file.id,
             shown=file.shown,
         )
-        if file.picture is not None
+        if file.pictures
         else AttachmentChip(
             file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched
         )

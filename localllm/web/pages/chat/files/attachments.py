@@ -42,8 +42,8 @@ class Attachment:
     num_tokens: int
     is_estimate: bool = False  # `num_tokens` is not counted: the file is long, or no model is loaded that could count
     searched: bool = False  # it does not fit, so it is searched and not read whole
-    picture: dict[str, Any] | None = None  # a picture, as pictures.py describes it; `file` has its name alone
-    shown: str = ""  # size to which the picture is scaled; empty: its own
+    pictures: tuple[dict[str, Any], ...] = ()  # as pictures.py describes them; `file` has its name alone then
+    shown: str = ""  # size to which the first picture is scaled; empty: its own
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ def divided(files: Sequence[Attachment], room_tokens: int) -> list[Attachment]:
     found = []
     for file in files:
         is_long = file.num_tokens > room_tokens or file.num_bytes > MAX_WHOLE_BYTES
-        searched = is_long and file.picture is None
+        searched = is_long and not file.pictures
         room_tokens -= 0 if searched else file.num_tokens
         found.append(replace(file, searched=searched))
     return found
@@ -87,12 +87,12 @@ class PendingAttachments:
         num_tokens: int,
         *,
         is_estimate: bool,
-        picture: dict[str, Any] | None = None,
+        pictures: Sequence[dict[str, Any]] = (),
         shown: str = "",
     ) -> Attachment:
-        num_bytes = len(file.text.encode()) if picture is None else picture["num_bytes"]
+        num_bytes = sum(each["num_bytes"] for each in pictures) if pictures else len(file.text.encode())
         attachment = Attachment(
-            secrets.token_urlsafe(12), file, num_bytes, num_tokens, is_estimate, picture=picture, shown=shown
+            secrets.token_urlsafe(12), file, num_bytes, num_tokens, is_estimate, pictures=tuple(pictures), shown=shown
         )
         now = time.monotonic()
         self._files[attachment.id] = (owner, now, attachment)

@@ -93,10 +93,10 @@ async def _with_picture(
             "It reads text alone.",
             f"Models here that do: {seeing}." if seeing else "Choose a model that sees, or describe the picture.",
         )
-    picture = await asyncio.to_thread(picture_of, name, body)
-    num_tokens, shown = (0, "") if served is None else await cost_of(served, picture)
+    pictures = [await asyncio.to_thread(picture_of, name, body)]
+    num_tokens, shown = (0, "") if served is None else await cost_of(served, pictures)
     file = FileText(name, "")
-    return state.attachments.put(owner, file, num_tokens, is_estimate=served is None, picture=picture, shown=shown)
+    return state.attachments.put(owner, file, num_tokens, is_estimate=served is None, pictures=pictures, shown=shown)
 
 
 @get("/chats/pictures/{digest:str}")

@@ -39,14 +39,19 @@ def picture_of(name: str, data: bytes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def cost_of(served: ServedModel, picture: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the tokens of a picture, and the size to which it is scaled; empty: it is not. Raises `RequestError`."""
+async def cost_of(served: ServedModel, pictures: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
+    """Return the tokens of pictures, and the size to which the first is scaled; empty: it is not. Raises
+    `RequestError`."""
     assert served.sight is not None
-    part = PicturePart(picture["name"], data=picture["data"], detail=served.sight.detail({}, picture["name"]))
-    [seen] = await served.sight.look([part])
-    width, height = seen.layout.shown
-    is_scaled = width * height < SCALED * seen.width * seen.height
-    return seen.layout.rows, f"{width} x {height}" if is_scaled else ""
+    seen = await served.sight.look(
+        [
+            PicturePart(each["name"], data=each["data"], detail=served.sight.detail({}, each["name"]))
+            for each in pictures
+        ]
+    )
+    width, height = seen[0].layout.shown
+    is_scaled = width * height < SCALED * seen[0].width * seen[0].height
+    return sum(each.layout.rows for each in seen), f"{width} x {height}" if is_scaled else ""
 
 
 async def with_pictures(store: ChatStore, chat: Chat, messages: Sequence[StoredMessage]) -> list[StoredMessage]:

@@ -250,8 +250,8 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
 
 def typed_message(text: str, files: Sequence[Attachment]) -> StoredMessage:
     """Return a message of the composer as it will be stored, without its id and place."""
-    texts = [file.details() for file in files if file.picture is None]
-    pictures = [file.picture for file in files if file.picture is not None]
+    texts = [file.details() for file in files if not file.pictures]
+    pictures = [picture for file in files for picture in file.pictures]
     details = {"files": texts} if texts else {}
     details |= {"pictures": pictures} if pictures else {}
     return StoredMessage("", None, "user", text, details)
