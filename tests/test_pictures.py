@@ -13,6 +13,7 @@ from localllm.engine.adapter import Adapter
 from localllm.errors import UnsupportedModel
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
+from localllm.models.fit.estimate import estimate, fit_rows
 from localllm.models.fit.pictures import with_tower
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.read_spec import read_spec
@@ -20,6 +21,7 @@ from localllm.models.vision.processor import Processed
 from localllm.models.vision.tower import load_tower
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.runner.pictures import rotary_positions
+from localllm.units import format_bytes
 from tests.adapters import make_tiny_adapter, merged
 from tests.golden_engine import Engine
 from tests.models.seeing import SEEING, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans
@@ -189,4 +191,9 @@ def test_the_plan_counts_the_tower_the_largest_picture_and_the_kept_rows(folder:
     assert sizes.rows == 4
     assert sizes.tower_bytes == load_tower(case.path, case.spec.vision, torch.device("cpu"), torch.float32).bytes_held
     assert plans[4].weights_bytes - plans[0].weights_bytes == sizes.tower_bytes
+    [seen] = estimate(EngineConfig(device="cpu"), spec, 2**20, hardware, None)
+    rows = dict(fit_rows([seen]))
+    assert rows["  of the part that sees"] == [format_bytes(sizes.tower_bytes)]
+    assert rows["  largest picture"] == [format_bytes(sizes.encode_bytes)]
+    assert rows["  encoded pictures"] == [format_bytes(sizes.kept_bytes)]
     assert plans[4].activation_bytes >= plans[0].activation_bytes + sizes.kept_bytes

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import islice
+from statistics import median
 
 from localllm.engine.memory.ledger import Ledger
 from localllm.engine.memory.state_pool import StatePool
@@ -27,12 +28,14 @@ from localllm.engine.stats import (
     StepComposition,
     TierStats,
 )
-from localllm.engine.step import Row, RunnerStats
+from localllm.engine.step import Row, RunnerStats, StepTimings
 
 _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
 RECENT_REQUESTS = 50
 RECENT_STEPS = 60
+MEASURED_TOKENS = 16
+"""Prompt tokens of a step whose time tells what one costs: fewer take almost as long."""
 SHOWN_WAITING = 50
 """Waiting requests with a timeline in a snapshot, which is made ten times a second however long the queue is."""
 
@@ -44,6 +47,11 @@ _LENGTHS = tuple(float(2**k) for k in range(18))
 def now_s() -> float:
     """Return the seconds since 1970 by a clock that never jumps."""
     return _EPOCH + time.perf_counter()
+
+
+def _median(values: Collection[float]) -> float:
+    """Return the median; 0 of nothing."""
+    return median(values) if values else 0.0
 
 
 class _Counts:
@@ -79,6 +87,8 @@ class StatsRecorder:
         self._launched: deque[StepComposition] = deque()
         self.recent: deque[RequestTimeline] = deque(maxlen=RECENT_REQUESTS)
         self._window: deque[tuple[float, int, int]] = deque()  # (time, prefill tokens, decode tokens) per step
+        self._token_s: deque[float] = deque(maxlen=5)  # seconds of a prompt token, of the last steps
+        self._row_s: deque[float] = deque(maxlen=5)  # seconds to encode a row of a picture
         self._ttft, self._tpot, self._inter_token = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
         self._e2e, self._queue = _Counts(_SECONDS), _Counts(_SECONDS)
         self._prefill, self._decode, self._inference = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
@@ -143,15 +153,26 @@ class StatsRecorder:
         self._iteration.observe(composition.prefill_tokens + composition.decode_tokens)
         self._note_rate(composition.prefill_tokens, 0)
 
-    def on_settled(self, step_id: int, generated: int, forward_s: float, sample_s: float, update_s: float) -> None:
-        """Record a settled step. Steps launched before it that were never settled have failed."""
+    def on_settled(
+        self, step_id: int, generated: int, timings: StepTimings, update_s: float, encoded_rows: int = 0
+    ) -> None:
+        """Record a settled step. Steps launched before it that were never settled have failed.
+
+        encoded_rows: of the pictures that it encoded.
+        """
         self.generation_tokens += generated
         self._note_rate(0, generated)
         while self._launched and self._launched[0].step_id < step_id:
             self._launched.popleft()
         if self._launched and self._launched[0].step_id == step_id:  # a step without rows was not recorded
             held = self._launched.popleft()
-            self.steps.append(replace(held, forward_s=forward_s, sample_s=sample_s, update_s=update_s))
+            forward_s = timings.forward_s
+            self.steps.append(replace(held, forward_s=forward_s, sample_s=timings.sample_s, update_s=update_s))
+            if encoded_rows:
+                without = held.prefill_tokens * _median(self._token_s)
+                self._row_s.append(max(forward_s - without, forward_s / 4) / encoded_rows)
+            elif held.prefill_tokens >= MEASURED_TOKENS and not held.decode_requests:
+                self._token_s.append(forward_s / held.prefill_tokens)
 
     def on_tokens(self, request: Request, count: int, at_s: float) -> None:
         """Record `count` tokens of one request that became known at `at_s`."""
@@ -246,7 +267,7 @@ class StatsRecorder:
             degraded_steps=self.degraded_steps,
             async_depth=async_depth,
             corrupted_requests=self.corrupted_requests,
-            runner=runner,
+            runner=self._with_times(runner),
             finished=dict(self.finished),
             ttft=self._ttft.freeze(),
             tpot=self._tpot.freeze(),
@@ -265,6 +286,11 @@ class StatsRecorder:
             tiers=tiers,
             kv_groups=ledger.stats(),
         )
+
+    def _with_times(self, runner: RunnerStats) -> RunnerStats:
+        """Return the runner's counts with the measured seconds of prompt tokens and of rows of pictures."""
+        row_s = _median(self._row_s) or runner.picture_row_s
+        return runner._replace(picture_row_s=row_s, prompt_token_s=_median(self._token_s))
 
     def _note_rate(self, prefill: int, decode: int) -> None:
         at_s = now_s()

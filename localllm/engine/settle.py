@@ -58,7 +58,8 @@ def settle_step(
             generated += len(output.token_ids)
     timings = result.timings
     try:
-        table.recorder.on_settled(plan.step_id, generated, timings.forward_s, timings.sample_s, now_s() - started_s)
+        encoded_rows = sum(each.rows for each in plan.encodes)
+        table.recorder.on_settled(plan.step_id, generated, timings, now_s() - started_s, encoded_rows)
     except Exception:
         log.exception("statistics of a step were not recorded step=%d", plan.step_id)
     return outputs

@@ -316,6 +316,11 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
 
+    def picture_s(self, rows: int) -> float | None:
+        """Return the seconds that a new picture is expected to take before the answer begins; None: not known."""
+        row_s = self.runner.picture_row_s
+        return rows * (row_s + self.runner.prompt_token_s) if row_s else None
+
     def goes_on_from(self, before: EngineStats) -> bool:
         """Return whether `before` is an earlier snapshot of the same engine; a new engine counts from 0."""
         began_s, earlier_s = self.taken_s - self.uptime_s, before.taken_s - before.uptime_s

@@ -257,6 +257,10 @@ class RunnerStats(NamedTuple):
     fall_backs: tuple[KernelFallBack, ...] = ()
     kernel_check: str = ""  # what was compared at this start; empty: nothing
     decode_steps: str = ""  # on a CPU: how they are computed, and why not by the native library; empty: on a GPU
+    picture_row_s: float = (
+        0.0  # seconds to encode a row of a picture: first by the speed of a matrix product; 0: unknown
+    )
+    prompt_token_s: float = 0.0  # seconds to compute a prompt token, in the last steps with prompts; 0: none was run
 
     def bubble_ratios(self) -> dict[int, float]:
         """Return for each pipeline stage the share of the recent time in which none of its ranks computed.

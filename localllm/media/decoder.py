@@ -1,8 +1,10 @@
-"""A child process that decodes pictures for the server: if it crashes or is killed, only its picture fails.
+"""A child process that decodes pictures and draws pages of PDFs for the server: if it crashes or is killed, only its
+picture fails.
 
-It is a script of machine/child_main.py and imports Pillow, but nothing of localllm or torch. A message is a JSON
-object, and behind it the bytes of a file. The answer is a JSON object, and behind it pixels. The size of a picture
-comes from the file's header and is checked before any pixel is decoded. `Decoders` in picture.py is its parent.
+It is a script of machine/child_main.py and imports Pillow, for pages also pypdfium2, but nothing of localllm or torch.
+A message is a JSON object, and behind it the bytes of a file. The answer is a JSON object, and behind it pixels. The
+size of a picture comes from the file's header and is checked before any pixel is decoded. `Decoders` in picture.py is
+its parent.
 Does not know: models, requests, web addresses.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +28,12 @@ TEXT_BYTES = 16 * 2**20
 """Largest text chunk of a PNG that does not make the file unreadable; programs store whole workflows there."""
 
 
+PAGE_SCALE = 2.0
+"""Pixels of a page's point: 144 to the inch."""
+PAGE_PIXELS = 4_000_000
+"""Most pixels of a page: A4 at 144 to the inch has two million."""
+
+
 class NotDecoded(Exception):
     """The file is not decoded. `facts` say why."""
 
@@ -36,11 +45,14 @@ class NotDecoded(Exception):
 def answer(asked: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the facts of a picture, and its pixels or its thumbnail if they are asked for.
 
-    asked: `do` (look, rgb or thumb), `most_pixels`, `wanted` (width and height that suffice), `side` of a thumbnail.
+    asked: `do` (look, rgb, thumb or page), `most_pixels`, `wanted` (width and height that suffice), `side` of a
+    thumbnail, `number` of a PDF's page from 1.
     """
     from PIL import Image
 
     try:
+        if asked["do"] == "page":
+            return {}, _page(data, asked["number"])
         image, facts = _opened(data, asked["most_pixels"])
         if asked["do"] == "look":
             return facts, b""
@@ -59,6 +71,23 @@ def answer(asked: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
         return {"error": "memory"}, b""
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error, EOFError and others
         return {"error": "damaged", "text": str(error)[:200] or type(error).__name__}, b""
+
+
+def _page(data: bytes, number: int) -> bytes:
+    """Return a page of a PDF as a JPEG file; no bytes for a page of one colour. Raises `NotDecoded`."""
+    try:
+        import pypdfium2
+    except ImportError:
+        raise NotDecoded(error="missing") from None
+    page = pypdfium2.PdfDocument(data)[number - 1]
+    width, height = page.get_size()
+    scale = min(PAGE_SCALE, math.sqrt(PAGE_PIXELS / max(1.0, width * height)))
+    image = page.render(scale=scale).to_pil().convert("RGB")
+    if all(low == high for low, high in image.getextrema()):
+        return b""
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=90, subsampling=0)
+    return stream.getvalue()
 
 
 def _opened(data: bytes, most_pixels: int) -> tuple[Any, dict[str, Any]]:

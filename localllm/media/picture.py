@@ -1,4 +1,4 @@
-"""Pictures from bytes to pixels: what a file is, and its first frame upright, in RGB.
+"""Pictures from bytes to pixels: what a file is, and its first frame upright, in RGB; pages of PDFs as pictures.
 
 Files are decoded in child processes (decoder.py), at most two at a time, so a file that crashes or hangs a decoder
 fails alone. Size and shape come from the file's header and are checked before any pixel is decoded.
@@ -16,8 +16,9 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import EngineError, MediaTooLarge, UnreadableMedia
+from localllm.errors import EngineError, MediaTooLarge, UnreadableMedia, UnsupportedOption
 from localllm.machine.child import ChildProcess
+from localllm.machine.install_kind import how_to_install
 from localllm.media import decoder
 from localllm.units import format_bytes, format_count
 
@@ -90,6 +91,14 @@ def thumbnail(data: bytes, side: int) -> bytes:
     return _ask({"do": "thumb", "most_pixels": 2**62, "side": side}, data, "The picture")[1]
 
 
+def page_picture(data: bytes, number: int, where: str) -> bytes:
+    """Return a page of a PDF as a JPEG file; no bytes for a page of one colour. number: from 1.
+
+    Raises `UnreadableMedia`, `MediaTooLarge`, and `UnsupportedOption` without pypdfium2, which is part of an extra.
+    """
+    return _ask({"do": "page", "number": number, "most_pixels": 0}, data, where)[1]
+
+
 def too_many_bytes(num_bytes: int, where: str) -> MediaTooLarge:
     what = f"{where} has {format_bytes(num_bytes)}; at most {format_bytes(MOST_BYTES)} are read."
     return MediaTooLarge(what, hint="Scale the picture down, or save it as JPEG.")
@@ -105,6 +114,11 @@ def _ask(asked: dict[str, Any], data: bytes, where: str) -> tuple[dict[str, Any]
             f"{where} has {facts['width']} x {facts['height']} pixels.",
             f"At most {f'{most / 1e6:g} million' if most >= 1e6 else format_count(most)} are decoded.",
             "Scale it, or start with a larger --max-image-pixels.",
+        )
+    if error == "missing":
+        raise UnsupportedOption(
+            f"{where} has no text, and the package that draws pages is not installed.",
+            hint=f"Install it with: {how_to_install('localllm[pdf]')}",
         )
     if error == "memory":
         raise MediaTooLarge(

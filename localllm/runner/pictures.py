@@ -37,6 +37,7 @@ class PictureEncoder:
         """hidden_size, dtype: of the decoder's stream."""
         self.tower, self.hidden_size, self.dtype = tower, hidden_size, dtype
         self.rows: dict[bytes, Tensor] = {}
+        self.row_s = tower.expected_row_s()
 
     def apply(self, plan: StepPlan) -> None:
         """Drop what the plan drops, then encode what it encodes."""

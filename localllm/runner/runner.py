@@ -222,7 +222,8 @@ class TorchRunner:
         if self._steps is None:
             return RunnerStats()
         fall_backs, check = self._kernels
-        return self._steps.stats()._replace(fall_backs=fall_backs, kernel_check=check)
+        row_s = 0.0 if self._encoder is None else self._encoder.row_s
+        return self._steps.stats()._replace(fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s)
 
     def reset(self) -> None:
         """Forget every slot. Raises `DeviceLost` if the device no longer answers,

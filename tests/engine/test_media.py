@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from localllm.engine.media import EncoderStore, MediaSpan, spans_of
+from localllm.engine.recorder import StatsRecorder
+from localllm.engine.stats import StepComposition
+from localllm.engine.step import RunnerStats, StepTimings
 from localllm.errors import InvalidParameter
 from tests.draws import draws
 from tests.engine.harness import SmallEngine, make_engine
@@ -159,3 +162,13 @@ class Pictures(EngineMachine):
 
 TestPictures = Pictures.TestCase
 TestPictures.settings = draws(60, stateful_step_count=40)
+
+
+def test_the_seconds_of_a_picture_come_from_the_last_steps() -> None:
+    """A step that encodes took the time of its prompt tokens, and the rest for its rows."""
+    recorder = StatsRecorder()
+    for step_id, (tokens, seconds, rows) in enumerate(((100, 1.0, 0), (100, 5.0, 40), (8, 9.0, 0))):
+        recorder.on_step(StepComposition(step_id, tokens, prefill_requests=1), tokens)
+        recorder.on_settled(step_id, 0, StepTimings(seconds), 0.0, rows)
+    seen = recorder._with_times(RunnerStats(picture_row_s=7.0))
+    assert (seen.prompt_token_s, seen.picture_row_s) == (0.01, 0.1)

@@ -11,6 +11,7 @@ import pytest
 
 from localllm.engine.recorder import RECENT_STEPS, StatsRecorder
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
+from localllm.engine.step import StepTimings
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading, machine_use
 from localllm.web.pages.dashboard.plots import (
     FIVE_MINUTES,
@@ -49,12 +50,12 @@ def test_a_step_that_came_back_keeps_what_it_held_and_gets_its_times() -> None:
     for step_id in range(4):  # two are in flight at a time, and step 1 fails
         recorder.on_step(StepComposition(step_id, decode_tokens=step_id), 0)
         if step_id in (1, 3):
-            recorder.on_settled(step_id - 1, 1, forward_s=float(step_id), sample_s=0.0, update_s=0.0)
+            recorder.on_settled(step_id - 1, 1, StepTimings(float(step_id)), 0.0)
     assert [(step.step_id, step.decode_tokens, step.forward_s) for step in recorder.steps] == [(0, 0, 1.0), (2, 2, 3.0)]
-    recorder.on_settled(99, 1, 0.0, 0.0, 0.0)
+    recorder.on_settled(99, 1, StepTimings(), 0.0)
     for step_id in range(100, 300):
         recorder.on_step(StepComposition(step_id), 0)
-        recorder.on_settled(step_id, 1, 0.0, 0.0, 0.0)
+        recorder.on_settled(step_id, 1, StepTimings(), 0.0)
     assert [step.step_id for step in recorder.steps] == list(range(300 - RECENT_STEPS, 300))
 
 

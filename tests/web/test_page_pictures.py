@@ -9,16 +9,19 @@ import re
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
 from PIL import Image
 
+from localllm.engine.step import RunnerStats
+from localllm.web.pages.chat.files import pictures
 from localllm.web.pages.chat.files.pictures import picture_of
 from localllm.web.pages.chat.state import chat_state_of
 from localllm.web.pages.chat.store import Chats
-from tests.media.pictures import picture, sight
-from tests.web.harness import Pages, attach, start_chat
+from tests.media.pictures import picture, saved, sight
+from tests.web.harness import Pages, attach, pdf, start_chat
 from tests.web.pages_stub import PICTURE, StubModel
 
 PNG = picture(size=(30, 20))
@@ -37,6 +40,22 @@ def ids_of(html: str) -> list[str]:
     return re.findall(r'name="attachment" value="([^"]+)"', html)
 
 
+def scans(*colours: str, text: str = "") -> bytes:
+    """A PDF: a page of text, then for each colour a page with one picture, which is white but for its middle."""
+    from pypdf import PdfWriter
+
+    writer = PdfWriter()
+    if text:
+        writer.append(io.BytesIO(pdf(text)))
+    for colour in colours:
+        page = Image.new("RGB", (200, 100), "white")
+        page.paste(colour, (50, 25, 150, 75))
+        writer.append(io.BytesIO(saved(page, "PDF", resolution=72)))
+    stream = io.BytesIO()
+    writer.write(stream)
+    return stream.getvalue()
+
+
 def asked(served: Pages) -> tuple[str, int]:
     """The last prompt as text, and its pictures."""
     request = served.model.client.asked[-1]
@@ -50,6 +69,68 @@ def test_a_picture_is_priced_before_it_is_sent(browser: httpx.Client) -> None:
     assert "6 tokens" in html
     assert "10 tokens, scaled to 50 x 20" in html
     assert html.count('src="data:image/webp;base64,') == 2
+
+
+def test_the_menu_of_a_picture_changes_its_tokens_and_goes_with_the_message(
+    browser: httpx.Client, served: Pages
+) -> None:
+    html = attach(browser, ("dog.jpg", JPEG)).text
+    [file] = ids_of(html)
+    assert f'name="detail-{file}"' in html
+    lower = browser.post("/chats/attach", data={"attachment": file, f"detail-{file}": "low"}).text
+    assert ids_of(lower) == [file]
+    assert "2 tokens, scaled to 20 x 10" in lower
+    assert '<option value="low" selected>' in lower
+    url, _ = start_chat(browser, "What is it?", attachment=file)
+    assert asked(served)[0] == f"user: ({PICTURE * 2})What is it?"
+    exported = browser.get(f"{url}/export/json").content
+    page = browser.post("/chats/import", files={"file": ("chat.json", exported)})
+    browser.post("/chat", data={"message": "And now?", "conversation": page.url.path.removeprefix("/c/")})
+    assert asked(served)[0].count(PICTURE) == 2
+
+
+def test_a_picture_tells_the_seconds_before_its_answer(
+    browser: httpx.Client, served: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "tokens, about" not in attach(browser, ("cat.png", PNG)).text
+    stats = replace(served.model.client.stats(), runner=RunnerStats(picture_row_s=1.5, prompt_token_s=0.5))
+    monkeypatch.setattr(served.model.client, "stats", lambda: stats)
+    assert "6 tokens, about 12.0 s" in attach(browser, ("cat.png", PNG)).text
+
+
+def test_scanned_pages_are_pictures_beside_the_text(browser: httpx.Client, served: Pages) -> None:
+    pytest.importorskip("pypdfium2")
+    html = attach(browser, ("scan.pdf", scans("red", "white", text="Attention"))).text
+    assert len(ids_of(html)) == 2
+    assert "1 page as a picture" in html
+    _, page = start_chat(browser, "Read it", attachment=ids_of(html))
+    text, count = asked(served)
+    assert count == 1
+    assert "File `scan.pdf`" in text
+    assert "Attention" in text
+    found = re.search(DIGEST, page)
+    assert found
+    shown = Image.open(io.BytesIO(browser.get(found[0]).content))
+    assert shown.size == (400, 200)  # 200 x 100 points at 144 to the inch
+    assert shown.getpixel((200, 100))[0] > 200 > shown.getpixel((200, 100))[1]
+    assert 'title="scan.pdf, page 2' in page
+
+
+def test_scans_are_refused_by_name(browser: httpx.Client, served: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pypdfium2")
+    assert "Its pages have one colour." in attach(browser, ("blank.pdf", pdf(""))).text
+    whole, mixed = scans("red", "blue"), scans("red", "blue", text="Attention")
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures, "MOST_PAGES", 1)
+        assert "scan.pdf has 2 pages without text." in attach(browser, ("scan.pdf", whole)).text
+        html = attach(browser, ("scan.pdf", mixed)).text
+        assert "2 pages without text not read" in html
+        assert len(ids_of(html)) == 1
+    served.model.sight = None
+    html = attach(browser, ("scan.pdf", whole)).text
+    assert "scan.pdf contains no text." in html
+    assert "a model that sees" in html
+    assert "2 pages without text not read" in attach(browser, ("scan.pdf", mixed)).text
 
 
 def test_a_picture_goes_with_its_message_and_with_every_later_one(browser: httpx.Client, served: Pages) -> None:

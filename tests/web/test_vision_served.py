@@ -78,6 +78,7 @@ def test_usage_counts_the_tokens_of_the_picture(asked: dict[str, Any], server: M
     details = asked["usage"]["prompt_tokens_details"]
     cost = server.post("/localllm/v1/media/tokens", {"width": IMAGE.width, "height": IMAGE.height}).json()
     assert details["image_tokens"] == cost["tokens"] > 10
+    assert 0 < cost["seconds"] < 60
     assert asked["usage"]["completion_tokens"] == NUM_TOKENS
 
 

@@ -5,7 +5,7 @@ Does not know: torch, files, how a table is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +17,7 @@ from localllm.models.fit.conversation_bytes import needs as one_request
 from localllm.models.fit.devices import asked_division, gpus_of
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options
+from localllm.models.fit.pictures import PictureSizes
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
@@ -131,6 +132,8 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         return [format_bytes(getattr(each.needs, what)) for each in estimates]
 
     yield "weights", row("weights_bytes")
+    pictures = [each.needs.pictures for each in estimates]
+    yield from _picture_rows(pictures, {"  of the part that sees": "tower_bytes"})
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
     is_uniform = all(each.cost.is_uniform for each in estimates)
     has_cache = any(each.kv_token_bytes for each in estimates)
@@ -153,6 +156,7 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             yield f"one request of {format_count(length)} tokens", cells
     yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
     yield "  more for sampling", row("sampler_bytes")
+    yield from _picture_rows(pictures, {"  largest picture": "encode_bytes", "  encoded pictures": "kept_bytes"})
     if any(each.needs.graph_bytes for each in estimates):
         yield "CUDA graphs", row("graph_bytes")
     if any(each.needs.comm_bytes for each in estimates):
@@ -180,6 +184,12 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             yield f"  requests of {format_count(length)}", cells
     if has_cache:
         yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
+
+
+def _picture_rows(sizes: Sequence[PictureSizes | None], names: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield rows of the memory for pictures; none for a model that does not see. names: of a row, its field."""
+    for name, what in names.items() if any(sizes) else ():
+        yield name, [format_bytes(getattr(each, what)) if each else "" for each in sizes]
 
 
 def _group_rows(costs: Sequence[RequestCost]) -> Iterator[tuple[str, list[str]]]:

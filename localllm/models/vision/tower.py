@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,21 @@ class Tower:
     def bytes_held(self) -> int:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return sum(tensor.nbytes for tensor in tensors)
+
+    @torch.inference_mode()
+    def expected_row_s(self) -> float:
+        """Return about how many seconds one row takes: all weights for each of its patches, at the speed of one matrix
+        product. Attention is not counted, so a large picture takes longer."""
+        width = self.spec.width or 1024
+        patches, weights = (torch.ones(rows, width, device=self.device, dtype=self.dtype) for rows in (256, 4 * width))
+        took = []
+        for _ in range(3):
+            started = time.perf_counter()
+            float((patches @ weights.T)[-1, -1])  # waits for a device
+            took.append(time.perf_counter() - started)
+        num_weights: int = sum(each.numel() for each in self.module.parameters())
+        spec, of_patch = self.spec, min(took) * num_weights / weights.numel() / len(patches)
+        return of_patch * (spec.tile_patches / spec.tile_tokens if spec.tile_tokens else spec.merge**2)
 
     @torch.inference_mode()
     def encode(self, pixels: Mapping[str, Any]) -> Tensor:

@@ -52,6 +52,7 @@ class FileText:
     name: str
     text: str
     paged: bool = False
+    textless: tuple[int, ...] = ()  # numbers of pages without text, from 1: perhaps scans
 
     @property
     def whole(self) -> str:
@@ -59,8 +60,11 @@ class FileText:
         return re.sub(f"{PAGE}+", "\n\n", self.text).strip("\n") if self.paged else self.text
 
 
-async def read_file(name: str, body: bytes) -> FileText:
-    """Return a file's text. Raises the error that says why it has none. Long files are decoded off the event loop."""
+async def read_file(name: str, body: bytes, *, scans: bool = False) -> FileText:
+    """Return a file's text. Raises the error that says why it has none. Long files are decoded off the event loop.
+
+    scans: a PDF without any text is not refused, since its pages will be read as pictures.
+    """
     name = plain_name(name)
     if not body:
         raise UnreadableFile(f"{name} is empty.", hint="Choose another file.")
@@ -72,7 +76,7 @@ async def read_file(name: str, body: bytes) -> FileText:
             "Describe it, or attach its text.",
         )
     if body.startswith(b"%PDF-"):
-        return FileText(name, await _pdf_text(name, body), paged=True)
+        return await _pdf_text(name, body, scans=scans)
     if len(body) > MAX_FILE_BYTES:
         raise too_large(name, len(body), MAX_FILE_BYTES)
     return await off_loop(len(body), lambda: FileText(name, _decoded(name, body)))
@@ -101,7 +105,7 @@ def too_large(name: str, size: int, most: int) -> FileTooLarge:
     return FileTooLarge(f"{name} is too large.", why, "Attach a part of it.")
 
 
-async def _pdf_text(name: str, body: bytes) -> str:
+async def _pdf_text(name: str, body: bytes, *, scans: bool) -> FileText:
     if len(body) > MAX_PDF_BYTES:
         raise too_large(name, len(body), MAX_PDF_BYTES)
     try:
@@ -112,10 +116,10 @@ async def _pdf_text(name: str, body: bytes) -> str:
             hint=f"Install it with: {how_to_install('localllm[pdf]')}",
         ) from None
     async with _one_pdf:  # so a slow PDF occupies one thread and not all of them
-        return await asyncio.to_thread(_pages_text, name, body)
+        return await asyncio.to_thread(_pages_text, name, body, scans=scans)
 
 
-def _pages_text(name: str, body: bytes) -> str:
+def _pages_text(name: str, body: bytes, *, scans: bool) -> FileText:
     import pypdf
     from pypdf.errors import PyPdfError
 
@@ -143,6 +147,11 @@ def _pages_text(name: str, body: bytes) -> str:
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, RecursionError) as error:
         # A damaged file ends in any of these.
         raise UnreadableFile(f"{name} is damaged, or it is not a PDF.", f"{error}."[:200], "Save it again.") from error
-    if not any(texts):
-        raise UnreadableFile(f"{name} contains no text.", "Its pages are images, perhaps scans.", "Attach text.")
-    return PAGE.join(texts)
+    textless = tuple(number for number, text in enumerate(texts, 1) if not text)
+    if not any(texts) and not scans:
+        raise UnreadableFile(
+            f"{name} contains no text.",
+            "Its pages are images, perhaps scans.",
+            "Attach text, or send its pages as pictures to a model that sees.",
+        )
+    return FileText(name, PAGE.join(texts) if any(texts) else "", paged=True, textless=textless)

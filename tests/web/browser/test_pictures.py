@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from PIL import Image
 
 from tests.media.pictures import picture, sight
 from tests.web.browser.looks import overflow, small_targets
@@ -42,6 +43,9 @@ def test_pictures_are_attached_priced_sent_and_shown(
     open_page: Callable[..., Page], model: StubModel, tmp_path: Path, width: int
 ) -> None:
     (tmp_path / "photo.jpg").write_bytes(picture("JPEG", (400, 300), "teal"))
+    scan = Image.new("RGB", (600, 800), "white")
+    scan.paste("black", (100, 100, 500, 140))
+    scan.save(tmp_path / "scan.pdf", resolution=144)
     page = open_page("/", width=width, height=740)
     assert page.locator(".attach--camera").is_visible() == (width == 360)
     page.set_input_files("#composer-file", tmp_path / "photo.jpg")
@@ -56,23 +60,38 @@ def test_pictures_are_attached_priced_sent_and_shown(
     facts = page.locator(".attachments .file__size").all_inner_texts()
     assert "12 tokens, scaled to 40 x 30" in facts[0]
     assert "6 tokens" in facts[1]
+    page.get_by_label("Detail of photo.jpg").first.select_option("low")
+    page.get_by_text("4 tokens, scaled to 20 x 20").or_(page.get_by_text("2 tokens, scaled to 20 x 10")).wait_for()
+    page.set_input_files("#composer-file", tmp_path / "scan.pdf")
+    page.get_by_text("1 page as a picture").wait_for()
     assert small_targets(page) == []
     assert overflow(page) == 0
-    page.locator(".attachments .file__remove").last.click()
-    page.locator(".attachments .file >> nth=3").wait_for(state="detached")
+    page.get_by_label("Remove photo.jpg").last.click()
+    page.locator(".attachments .file >> nth=4").wait_for(state="detached")
     page.get_by_label("Message", exact=True).fill("What is it?")
     page.get_by_role("button", name="Send", exact=True).click()
     page.wait_for_selector(".figures")
     thumbs = page.locator(".message--user .file__thumb")
-    assert thumbs.count() == 3
+    assert thumbs.count() == 4
     assert thumbs.first.evaluate("image => image.naturalWidth") > 0
     assert overflow(page) == 0
-    assert len(model.client.asked[-1].media) == 3
+    assert len(model.client.asked[-1].media) == 4
     with page.expect_popup() as popup:
         page.locator(".message--user .file__picture").first.click()
     popup.value.wait_for_load_state()
     assert popup.value.locator("img").evaluate("image => image.naturalWidth") == 400
     popup.value.close()
+    exported = tmp_path / "chat.json"
+    exported.write_bytes(page.request.get(f"{page.url}/export/json").body())
+    page.locator(".message--user").first.hover()
+    page.locator(".message--user [aria-label=More]").first.click()
+    page.locator(".more:popover-open .action--delete").click()
+    page.get_by_text("The message and what followed it are deleted.").wait_for()
+    assert page.locator(".message--user").count() == 0
+    page.goto(f"{page.url.split('/c/')[0]}/chats/manage")
+    page.set_input_files("#import-file", exported)
+    page.get_by_role("button", name="Import", exact=True).click()
+    page.locator(".message--user .file__thumb").nth(3).wait_for()
 
 
 def test_a_model_that_reads_text_says_so_before_sending(

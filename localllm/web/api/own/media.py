@@ -34,6 +34,7 @@ class PictureCost(Shape):
     width: int  # of the picture as the model sees it
     height: int
     scaled: bool  # made smaller
+    seconds: float | None  # that a new picture is expected to take before the answer begins; null: not known
 
 
 @post(
@@ -62,7 +63,10 @@ def cost_of(model: ServedModel, asked: PictureBody) -> PictureCost:
     detail = model.sight.detail(msgspec.structs.asdict(asked), "The picture")
     layout = model.sight.processor.layout(width, height, detail)
     is_scaled = layout.shown[0] * layout.shown[1] < SCALED * width * height
-    return PictureCost(tokens=layout.rows, width=layout.shown[0], height=layout.shown[1], scaled=is_scaled)
+    seconds = model.generator.stats().picture_s(layout.rows)
+    return PictureCost(
+        tokens=layout.rows, width=layout.shown[0], height=layout.shown[1], scaled=is_scaled, seconds=seconds
+    )
 
 
 def routes() -> list[ControllerRouterHandler]:

@@ -68,7 +68,7 @@
       if (find("#composer-fit > *") || find("#attachments .file") || text.value.length * 3 > free) htmx.trigger(text, "count");
     };
     document.addEventListener("htmx:after:swap", (event) => {
-      if (event.detail.ctx?.sourceElement?.matches?.("#composer-file, .file__remove, #model, #composer-action, [formaction='/chats/attach/first']")) count();
+      if (event.detail.ctx?.sourceElement?.matches?.("#composer-file, .file__remove, .file__detail, #model, #composer-action, [formaction='/chats/attach/first']")) count();
     });
 
     // The text is cleared when it is sent. It returns if it is refused, and is sent again once an absent server answers.

@@ -220,7 +220,20 @@ def inside() -> list[views.View]:
         *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         w.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is a picture, and demo does not see pictures.")),
         w.Attachments(
-            (w.AttachmentChip("cat.png", 9_000, 4015, "a3", thumb=PIXEL, size="4032 x 3024", shown="2336 x 1760"),),
+            (
+                w.AttachmentChip(
+                    "cat.png",
+                    9_000,
+                    4015,
+                    "a3",
+                    thumb=PIXEL,
+                    size="4032 x 3024",
+                    shown="2336 x 1760",
+                    seconds=41.2,
+                    detail="auto",
+                ),
+                w.AttachmentChip("scan.pdf", 9_000, 4015, "a4", note="2 pages without text not read"),
+            ),
             4015,
             8192,
         ),

@@ -21,6 +21,7 @@ from localllm.engine.stats import (
     StoreStats,
     TierStats,
 )
+from localllm.models.fit.pictures import PictureSizes
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, OtherServers, Ranks, machine_use, ranks
@@ -498,6 +499,15 @@ def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
     return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
 
 
+def _picture_facts(sizes: PictureSizes | None) -> tuple[Fact, ...]:
+    """Return the memory of reading pictures; empty for a model that does not see."""
+    if sizes is None:
+        return ()
+    parts = f"tower {format_bytes(sizes.tower_bytes)}, encoding {format_bytes(sizes.encode_bytes)}"
+    kept = f"encoded pictures {format_bytes(sizes.kept_bytes)}"
+    return (Fact("Pictures", f"{format_count(sizes.rows)} tokens at most", f"{parts}, {kept}"),)
+
+
 def model_facts(served: ServedModel) -> ModelFacts:
     """Return the checkpoint's facts and the memory plan."""
     spec, plan = served.spec, served.plan
@@ -526,6 +536,7 @@ def model_facts(served: ServedModel) -> ModelFacts:
                 f"{format_count(plan.max_model_len)} tokens",
                 f"{'supported up to' if spec.context_limit else 'trained for'} {format_count(spec.max_position)}",
             ),
+            *_picture_facts(plan.pictures),
             Fact(
                 "Step", f"{format_count(plan.max_num_batched_tokens)} tokens", f"{plan.max_num_seqs} requests at most"
             ),

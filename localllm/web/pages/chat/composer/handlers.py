@@ -108,7 +108,7 @@ async def _beginning(
         return served.tokenizer.decode(ids[: max(1, num_tokens - max(0, around))]).rstrip("\ufffd")
 
     beginning = FileText(longest.name, await asyncio.to_thread(cut))
-    shorter = state.attachments.put(owner, beginning, num_tokens, is_estimate=False)
+    shorter = state.attachments.put(owner, Attachment(beginning, len(beginning.text.encode()), num_tokens))
     state.attachments.drop([longest])
     return [shorter if file is longest else file for file in files]
 

@@ -127,6 +127,9 @@ class AttachmentChip(View):
     size: str = ""  # of the picture in pixels
     shown: str = ""  # size to which the picture is scaled; empty: its own
     url: str = ""  # of a stored picture
+    seconds: float | None = None  # that a picture is expected to take before the answer begins; None: not known
+    detail: str = ""  # how finely a picture is read; empty: it cannot be chosen
+    note: str = ""  # what is not read of the file
 
 
 @view("chat/_attachments.html")
@@ -283,22 +286,28 @@ def picture_chip(picture: Mapping[str, Any], url: str = "") -> AttachmentChip:
 
 def attachments_view(files: Sequence[Attachment], context_tokens: int, error: ErrorNotice | None = None) -> Attachments:
     """Return the files of the next message, with the sum of the tokens of those that are read whole."""
-    chips = tuple(
-        replace(
-            picture_chip(file.pictures[0]),
-            num_tokens=None if file.is_estimate else file.num_tokens,
-            id=file.id,
-            shown=file.shown,
-        )
-        if file.pictures
-        else AttachmentChip(
-            file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched
-        )
-        for file in files
-    )
+    chips = tuple(map(_waiting_chip, files))
     whole = [file for file in files if not file.searched]
     total = sum(file.num_tokens for file in whole) if whole else None
     return Attachments(chips, total, context_tokens, error)
+
+
+def _waiting_chip(file: Attachment) -> AttachmentChip:
+    """Return a file of the next message."""
+    if not file.pictures:
+        return AttachmentChip(
+            file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched,
+            note=file.note,
+        )  # fmt: skip
+    chip, cost, count = picture_chip(file.pictures[0]), file.cost, len(file.pictures)
+    size = (
+        chip.size if chip.name == file.name else "1 page as a picture" if count == 1 else f"{count} pages as pictures"
+    )
+    chip = replace(chip, name=file.name, num_bytes=file.num_bytes, id=file.id, size=size)
+    if cost is None:
+        return chip
+    detail = file.detail if cost.has_detail else ""
+    return replace(chip, num_tokens=cost.num_tokens, shown=cost.shown, seconds=cost.seconds, detail=detail)
 
 
 def sampling(

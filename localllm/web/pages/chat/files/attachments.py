@@ -1,4 +1,4 @@
-"""Files sent with a message: read as text, with their size and token count.
+"""Files sent with a message: read as text or as pictures, with their size and token count.
 
 A file is uploaded when it is chosen and stays on the tray until its message is sent; without scripts it arrives with
 the message. A file that is not text is refused by name. A file that does not fit into the room that the chat leaves is
@@ -12,8 +12,8 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 from localllm.web.api.documents import FileText, FileTooLarge, UnreadableFile
 
@@ -32,18 +32,39 @@ MAX_TRAY_BYTES = 400_000_000
 TRAY_S = 3600.0
 
 
+class ExpectedCost(NamedTuple):
+    """Tokens and seconds that pictures are expected to take of the model that their message goes to."""
+
+    num_tokens: int
+    shown: str = ""  # size to which the first one is scaled; empty: its own
+    seconds: float | None = None  # before the answer begins; None: not known
+    has_detail: bool = False  # how finely they are read can be chosen
+
+
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """A file of the next message."""
 
-    id: str
-    file: FileText
-    num_bytes: int  # of its text
+    file: FileText  # of pictures its name alone
+    num_bytes: int  # of its text, or of its pictures
     num_tokens: int
     is_estimate: bool = False  # `num_tokens` is not counted: the file is long, or no model is loaded that could count
     searched: bool = False  # it does not fit, so it is searched and not read whole
-    pictures: tuple[dict[str, Any], ...] = ()  # as pictures.py describes them; `file` has its name alone then
-    shown: str = ""  # size to which the first picture is scaled; empty: its own
+    pictures: tuple[dict[str, Any], ...] = ()  # as pictures.py describes them; several are pages of a PDF
+    cost: ExpectedCost | None = None  # of pictures; None: no model is loaded that could tell
+    note: str = ""  # what is not read of the file
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
+
+    @classmethod
+    def of_pictures(cls, name: str, pictures: Sequence[dict[str, Any]], cost: ExpectedCost | None) -> Self:
+        num_bytes, num_tokens = sum(each["num_bytes"] for each in pictures), cost.num_tokens if cost else 0
+        file = FileText(name, "")
+        return cls(file, num_bytes, num_tokens, cost is None, pictures=tuple(pictures), cost=cost)
+
+    @property
+    def detail(self) -> str:
+        """The level of detail of its pictures; empty: it has none."""
+        return self.pictures[0].get("detail", "auto") if self.pictures else ""
 
     @property
     def name(self) -> str:
@@ -80,20 +101,8 @@ class PendingAttachments:
     def __init__(self) -> None:
         self._files: OrderedDict[str, tuple[str, float, Attachment]] = OrderedDict()
 
-    def put(
-        self,
-        owner: str,
-        file: FileText,
-        num_tokens: int,
-        *,
-        is_estimate: bool,
-        pictures: Sequence[dict[str, Any]] = (),
-        shown: str = "",
-    ) -> Attachment:
-        num_bytes = sum(each["num_bytes"] for each in pictures) if pictures else len(file.text.encode())
-        attachment = Attachment(
-            secrets.token_urlsafe(12), file, num_bytes, num_tokens, is_estimate, pictures=tuple(pictures), shown=shown
-        )
+    def put(self, owner: str, attachment: Attachment) -> Attachment:
+        """Keep a file, in place of the one with its id if there is one."""
         now = time.monotonic()
         self._files[attachment.id] = (owner, now, attachment)
         tray_bytes = sum(each.num_bytes for _, _, each in self._files.values())

@@ -6,7 +6,8 @@ Does not know: how a file is read (attachments.py) or searched (long_files.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from litestar import Request, get, post
@@ -23,7 +24,7 @@ from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided
 from localllm.web.pages.chat.files.long_files import free_tokens
 from localllm.web.pages.chat.files.passages import estimated_tokens
-from localllm.web.pages.chat.files.pictures import TYPES, cost_of, is_picture, picture_of
+from localllm.web.pages.chat.files.pictures import DETAILS, TYPES, cost_of, is_picture, pages_of, picture_of
 from localllm.web.pages.chat.replies.claims import served_for
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
@@ -45,7 +46,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     state, owner, form = chat_state(request), owner_of(request), await request.form()
     removed, error, files = request.query_params.get("detach", ""), None, list[Attachment]()
     try:
-        files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
+        files = await _on_tray(state, owner, form, removed)
         await _add_uploads(state, owner, form, files)
     except RequestError as problem:
         error = notice(problem)
@@ -63,27 +64,59 @@ async def waiting_files(state: ChatState, owner: str, form: Any) -> list[Attachm
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
     """Return the files of the message that is being sent. Raises `RequestError`."""
     state, owner, form = chat_state(request), owner_of(request), await request.form()
-    files = state.attachments.get(owner, form.getall("attachment", []))
+    files = await _on_tray(state, owner, form)
     await _add_uploads(state, owner, form, files)
     return divided(files, await free_tokens(state, owner, form)) if files else []
+
+
+async def _on_tray(state: ChatState, owner: str, form: Any, removed: str = "") -> list[Attachment]:
+    """Return the uploaded files that a form names, but one; pictures are read as finely as it says. Raises
+    `RequestError`."""
+    files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
+    for place, file in enumerate(files):
+        detail = form.get(f"detail-{file.id}", file.detail)
+        if detail != file.detail and detail in DETAILS:
+            pictures = [{**each, "detail": detail} for each in file.pictures]
+            changed = await _with_cost(state, file.name, pictures, _model(form))
+            files[place] = state.attachments.put(owner, replace(changed, id=file.id))
+    return files
 
 
 async def _add_uploads(state: ChatState, owner: str, form: Any, files: list[Attachment]) -> None:
     """Read the chosen files and add them to `files`."""
     for upload in uploads(form):
         state.attachments.require_count(len(files) + 1)
-        body = await upload.read()
+        body, served = await upload.read(), served_for(state, _model(form))
+        sees = served is None or served.sight is not None
         if is_picture(body):
-            files.append(await _with_picture(state, owner, plain_name(upload.filename), body, _model(form)))
-            continue
-        file = await read_file(upload.filename, body)
-        num_tokens, is_estimate = await _num_tokens(state, file, _model(form))
-        files.append(state.attachments.put(owner, file, num_tokens, is_estimate=is_estimate))
+            found = [await _picture(state, plain_name(upload.filename), body, _model(form))]
+        else:
+            file = await read_file(upload.filename, body, scans=sees)
+            found = await _read(state, file, body, _model(form), sees=sees)
+        files += [state.attachments.put(owner, each) for each in found]
 
 
-async def _with_picture(
-    state: ChatState, owner: str, name: str, body: bytes, settings: Mapping[str, str]
-) -> Attachment:
+async def _read(
+    state: ChatState, file: FileText, body: bytes, settings: Mapping[str, str], *, sees: bool
+) -> list[Attachment]:
+    """Return a file as text, as pictures of its pages without text, or as both. Raises `RequestError`."""
+    found, note = list[Attachment](), ""
+    if file.textless:
+        try:
+            pages = await asyncio.to_thread(pages_of, file.name, body, file.textless) if sees else []
+            found = [await _with_cost(state, file.name, pages, settings)] if pages else []
+        except RequestError:
+            if not file.text:
+                raise
+        count = len(file.textless)
+        note = "" if found else f"{count} {'page' if count == 1 else 'pages'} without text not read"
+    if file.text or not file.paged:
+        num_tokens, is_estimate = await _num_tokens(state, file, settings)
+        found.insert(0, Attachment(file, len(file.text.encode()), num_tokens, is_estimate, note=note))
+    return found
+
+
+async def _picture(state: ChatState, name: str, body: bytes, settings: Mapping[str, str]) -> Attachment:
     """Read a picture. Raises `UnreadableFile` if the model that the message goes to is loaded and does not see."""
     served = served_for(state, settings)
     if served is not None and served.sight is None:
@@ -93,10 +126,15 @@ async def _with_picture(
             "It reads text alone.",
             f"Models here that do: {seeing}." if seeing else "Choose a model that sees, or describe the picture.",
         )
-    pictures = [await asyncio.to_thread(picture_of, name, body)]
-    num_tokens, shown = (0, "") if served is None else await cost_of(served, pictures)
-    file = FileText(name, "")
-    return state.attachments.put(owner, file, num_tokens, is_estimate=served is None, pictures=pictures, shown=shown)
+    return await _with_cost(state, name, [await asyncio.to_thread(picture_of, name, body)], settings)
+
+
+async def _with_cost(
+    state: ChatState, name: str, pictures: Sequence[dict[str, Any]], settings: Mapping[str, str]
+) -> Attachment:
+    served = served_for(state, settings)
+    cost = None if served is None or served.sight is None else await cost_of(served, pictures)
+    return Attachment.of_pictures(name, pictures, cost)
 
 
 @get("/chats/pictures/{digest:str}")

@@ -1,4 +1,5 @@
-"""Pictures of a message: read when they are chosen, stored with the message, and given to the model.
+"""Pictures of a message, and pages of PDFs that have no text: read when they are chosen, stored with the message, and
+given to the model.
 
 Does not know: HTTP, templates, which models see.
 """
@@ -13,13 +14,21 @@ from typing import Any
 
 from localllm.errors import UnsupportedParameter
 from localllm.media.decoder import HEADS
-from localllm.media.picture import look, thumbnail
+from localllm.media.picture import look, page_picture, thumbnail
+from localllm.models.spec.vision import Detail
 from localllm.serving.answers.pictures import SCALED, PicturePart
 from localllm.serving.served import ServedModel
 from localllm.text.messages import images_of
+from localllm.units import format_count
+from localllm.web.api.documents import FileTooLarge, UnreadableFile
+from localllm.web.pages.chat.files.attachments import ExpectedCost
 from localllm.web.pages.chat.store import Chat, Chats, ChatStore, StoredMessage
 
 THUMB_PX = 192
+MOST_PAGES = 20
+"""Most pages of a PDF that are read as pictures."""
+DETAILS = ("auto", "low", "high")
+"""How finely a picture can be read, for the menu of the page."""
 TYPES = {"JPEG": "image/jpeg", "PNG": "image/png", "GIF": "image/gif", "BMP": "image/bmp", "WEBP": "image/webp",
          "AVIF": "image/avif"}  # fmt: skip
 """Types by format; the first ones are in the order of `HEADS`."""
@@ -39,19 +48,40 @@ def picture_of(name: str, data: bytes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def cost_of(served: ServedModel, pictures: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
-    """Return the tokens of pictures, and the size to which the first is scaled; empty: it is not. Raises
-    `RequestError`."""
-    assert served.sight is not None
-    seen = await served.sight.look(
-        [
-            PicturePart(each["name"], data=each["data"], detail=served.sight.detail({}, each["name"]))
-            for each in pictures
-        ]
-    )
+def pages_of(name: str, body: bytes, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Return pages of a PDF as pictures of a message; pages of one colour are left out. Blocks.
+
+    Raises `FileTooLarge`, `UnreadableFile`, and what `page_picture` raises.
+    """
+    if len(numbers) > MOST_PAGES:
+        raise FileTooLarge(
+            f"{name} has {format_count(len(numbers))} pages without text.",
+            f"At most {MOST_PAGES} are read as pictures.",
+            "Attach a part of it.",
+        )
+    drawn = {f"{name}, page {number}": page_picture(body, number, f"{name}, page {number}") for number in numbers}
+    found = [picture_of(where, jpeg) for where, jpeg in drawn.items() if jpeg]
+    if not found:
+        raise UnreadableFile(f"{name} contains no text.", "Its pages have one colour.", "Attach another file.")
+    return found
+
+
+async def cost_of(served: ServedModel, pictures: Sequence[Mapping[str, Any]]) -> ExpectedCost:
+    """Return what pictures will take. Raises `RequestError`."""
+    sight = served.sight
+    assert sight is not None
+    [message] = seen_by(served, [{"role": "user", "content": content_of("", pictures)}])
+    seen = await sight.look([part["media"] for part in images_of(message)])
     width, height = seen[0].layout.shown
     is_scaled = width * height < SCALED * seen[0].width * seen[0].height
-    return sum(each.layout.rows for each in seen), f"{width} x {height}" if is_scaled else ""
+    rows, shown = sum(each.layout.rows for each in seen), f"{width} x {height}" if is_scaled else ""
+    seconds = served.generator.stats().picture_s(rows)
+    return ExpectedCost(rows, shown, seconds, not sight.processor.limits.is_fixed)
+
+
+def part_of(picture: Mapping[str, Any]) -> PicturePart:
+    """Return a picture as a part of a message."""
+    return PicturePart(picture["name"], data=picture["data"], detail=Detail(picture.get("detail", "auto")))
 
 
 async def with_pictures(store: ChatStore, chat: Chat, messages: Sequence[StoredMessage]) -> list[StoredMessage]:
@@ -72,7 +102,7 @@ def content_of(text: str, pictures: Sequence[Mapping[str, Any]]) -> str | list[d
     """Return the content of a user's message: its pictures and its text."""
     if not pictures:
         return text
-    parts = [{"type": "image", "media": PicturePart(each["name"], data=each["data"])} for each in pictures]
+    parts = [{"type": "image", "media": part_of(each)} for each in pictures]
     return [*parts, {"type": "text", "text": text}]
 
 
@@ -94,10 +124,21 @@ def sent_as_urls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def seen_by(served: ServedModel, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages for a model: one that reads text gets the names of earlier pictures. Raises
-    `UnsupportedParameter` for pictures of the newest message."""
-    if served.sight is not None or not any(images_of(message) for message in messages):
+    """Return the messages for a model: one that sees reads pictures by its own options, one that reads text gets the
+    names of earlier pictures. Raises `UnsupportedParameter` for pictures of the newest message."""
+    if not any(images_of(message) for message in messages):
         return list(messages)
+    if (sight := served.sight) is not None:
+
+        def by_options(part: Mapping[str, Any]) -> Mapping[str, Any]:
+            if (media := part.get("media")) is None:
+                return part
+            return {**part, "media": replace(media, detail=sight.detail({"detail": media.detail.level}, media.where))}
+
+        return [
+            {**message, "content": [*map(by_options, message["content"])]} if images_of(message) else message
+            for message in messages
+        ]
     if messages[-1]["role"] == "user" and images_of(messages[-1]):
         raise UnsupportedParameter(
             f"{served.shown_name} does not see pictures.", "It reads text alone.", "Choose a model that sees.",

@@ -18,7 +18,7 @@ from localllm.errors import RequestError
 from localllm.media.source import of_data_url
 from localllm.web.api.documents import plain_name
 from localllm.web.pages.chat.composer.settings import NAMES, typed
-from localllm.web.pages.chat.files.pictures import picture_of
+from localllm.web.pages.chat.files.pictures import DETAILS, picture_of
 from localllm.web.pages.chat.imports.records import (
     MAX_MESSAGES,
     Imported,
@@ -162,9 +162,12 @@ def _rows(value: object, keys: Sequence[str]) -> list[dict[str, Any]]:
 def _pictures(value: object) -> list[dict[str, Any]]:
     """Return the pictures, read anew from their bytes; one that cannot be read is left out."""
     found = []
-    for each in _rows(value, ("name", "data")):
-        with suppress(RequestError):
-            found.append(picture_of(plain_name(each["name"]), of_data_url(each["data"], each["name"])))
+    for each in rows(value):
+        name, data, detail = (each.get(key) for key in ("name", "data", "detail"))
+        if isinstance(name, str) and isinstance(data, str):
+            with suppress(RequestError):
+                read = picture_of(plain_name(name), of_data_url(data, name))
+                found.append({**read, "detail": detail} if detail in DETAILS else read)
     return found
 
 
