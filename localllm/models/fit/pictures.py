@@ -82,6 +82,9 @@ def picture_sizes(
         tiles = -(-limits.max_tokens // max(1, vision.tile_tokens))
         patches = vision.tile_patches * (min(tiles, TILES_AT_ONCE) if config.device == "cpu" else tiles)
     activations = int((16 * vision.width + 3.5 * vision.mlp_width) * size) * patches
+    activations += size * patches**2 if family_of(vision).masks else 0
+    if family_of(vision).pools:
+        activations = max(activations, ((8 + 4) * limits.max_tokens + 4 * vision.width * size) * patches)
     pixels = patches * 3 * 2 * vision.patch**2 * 4
     rows = max(limits.max_tokens, batched_tokens)
     kept = rows * (1 + vision.deep) * spec.hidden_size * DTYPE_BYTES[dtype]

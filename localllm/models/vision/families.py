@@ -75,6 +75,8 @@ class VisionFamily:
     text: str = "language_model"  # attribute of transformers' model that holds the decoder
     per_tile: bool = False  # the tower answers for each tile, so tiles can be run a few at a time
     scales: bool = True  # whether the tokens of a picture can be limited
+    masks: bool = False  # the tower holds a mask of each pair of patches
+    pools: bool = False  # rows are means of patches by a matrix [rows, patches], which is held as int64 and as float32
 
     def prompt(self, rows: int) -> str:
         """Return the text that stands for a picture with this number of rows."""
@@ -330,6 +332,7 @@ GEMMA4 = VisionFamily(
     _gemma4_keywords,
     ("<|image>", "<|image|>", "<image|>"),
     ("max_soft_tokens", "min_pixels", "max_pixels"),
+    pools=True,
 )
 
 # ---- Pixtral -------------------------------------------------------------------------------------------------------
@@ -376,6 +379,7 @@ PIXTRAL = VisionFamily(
     _pixtral_keywords,
     ("", "[IMG]", "[IMG_END]"),
     ("max_pixels",),
+    masks=True,
 )
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------

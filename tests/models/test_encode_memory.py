@@ -1,0 +1,81 @@
+"""The memory of encoding: no picture that a server admits takes more than was planned for the largest one."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from localllm.config.settings import EngineConfig
+from localllm.models.fit.pictures import picture_sizes
+from localllm.models.read_spec import read_spec
+from localllm.models.vision.tower import load_tower
+from tests.models import seeing
+from tests.models.seeing import SEEING, make_seeing, opened, picture
+
+MOST_TOKENS = 560
+SIZES = ((256, 256), (300, 180), (90, 120))
+LARGE: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"size": {"shortest_edge": 64, "longest_edge": 64 * 600}},
+    "qwen3_vl": {"size": {"shortest_edge": 64, "longest_edge": 64 * 600}},
+    "mistral3": {"size": {"longest_edge": 192}},
+    "pixtral": {"size": {"longest_edge": 160}},
+    "gemma4": {"max_soft_tokens": 560},
+}
+"""Options of processors with which pictures have so many patches that what grows with their square shows."""
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._held: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and id_of(each) not in given | self._held.keys():
+                storage = each.untyped_storage()
+                self._held[id_of(each)] = storage.nbytes()
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._drop, id_of(each))
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _drop(self, key: int) -> None:
+        self._now -= self._held.pop(key, 0)
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rotates(4)) for name in SEEING])
+def test_no_admitted_picture_takes_more_than_the_plan_has_for_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replace(SEEING[name], options={**SEEING[name].options, **LARGE.get(name, {})})
+    monkeypatch.setitem(seeing.SEEING, name, made)
+    make_seeing(tmp_path, name)
+    spec = read_spec(tmp_path)
+    assert spec.vision is not None
+    config = EngineConfig(device="cpu", image_max_tokens=min(spec.vision.limits.max_tokens, MOST_TOKENS))
+    sizes = picture_sizes(spec, config, "float32", 64)
+    tower = load_tower(tmp_path, spec.vision, torch.device("cpu"), torch.float32)
+    processor = opened(tmp_path, replace(spec, vision=replace(spec.vision, limits=sizes.limits)))
+    for size in SIZES:
+        pixels = processor.process_image(picture(*size)).pixels()
+        held = sum(each.nbytes for each in pixels.values() if isinstance(each, torch.Tensor))
+        with PeakBytes() as measured:
+            rows = tower.encode(pixels)
+        assert len(rows) <= sizes.rows
+        assert 0 < measured.peak + held <= sizes.encode_bytes, (size, len(rows))
