@@ -28,7 +28,7 @@ from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
 from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.opening import Parallel, compile_for_rank, launch_options_of, measure, open_on
+from localllm.runner.opening import Parallel, compile_for_rank, encoder_of, launch_options_of, measure, open_on
 from localllm.runner.runner import TorchRunner
 
 PROBES = 1024, 2048  # context lengths that show the bytes of the tables per token
@@ -117,8 +117,9 @@ class TorchShare:
         self._model.serve_context(plan.max_model_len)
         kv = self._allocate(plan)
         runner = open_on(
-            kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel
-        )
+            kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel,
+            encoder=encoder_of(self._executor.tower, self._spec, plan),
+        )  # fmt: skip
         sizes = runner.num_blocks, runner.block_size, runner.vocab_size
         return runner, Opened(plan, *sizes, runner.drafts, runner.block_bytes)
 
@@ -129,8 +130,9 @@ class TorchShare:
         tell(Report("measuring one full step"))
         config, options = request.config, launch_options_of(request.config, self._device)
         seen = measure(
-            self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds, self._parallel
-        )
+            self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds,
+            self._parallel, encoder=encoder_of(self._executor.tower, self._spec, request.plan),
+        )  # fmt: skip
         return Measured(seen.weights_bytes, seen.activation_bytes, seen.comm_bytes)
 
     def _allocate(self, plan: MemoryPlan) -> KVCache:

@@ -13,11 +13,12 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
 
+from localllm.engine.media import Encode, MediaSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import HostBlocks, Move, NewSlot, Row, RunnerStats, StepPlan, StepResult, TokenMasks
 
@@ -154,6 +155,52 @@ class Embeds(msgspec.Struct, frozen=True, array_like=True):
     values: bytes
 
 
+class SentTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor on the host as the bytes of its numbers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: bytes
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> Self:
+        raw = tensor.contiguous().view(-1).view(_torch().uint8).numpy().tobytes()
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw)
+
+    def tensor(self) -> Any:
+        """Return the tensor. Raises `BadRecord` if its bytes do not fit its shape."""
+        torch = _torch()
+        try:
+            return torch.frombuffer(bytearray(self.values), dtype=getattr(torch, self.dtype)).view(self.shape)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise BadRecord(f"{len(self.values)} bytes are not {self.shape} numbers of {self.dtype!r}") from error
+
+
+class SentPicture(msgspec.Struct, frozen=True, array_like=True):
+    """An `Encode`, which is its own `inputs` where it arrives."""
+
+    digest: bytes
+    rows: int
+    tensors: tuple[SentTensor, ...]
+
+    def pixels(self) -> dict[str, Any]:
+        """Return the tensors that a tower reads. Raises `BadRecord`."""
+        return {each.name: each.tensor() for each in self.tensors}
+
+
+class SentSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A `MediaSpan`, whose pixels come with the step that encodes them."""
+
+    start: int
+    end: int
+    places: tuple[int, ...] | None
+    rows: int
+    digest: bytes
+    grid: tuple[int, int] | None
+    both_ways: bool
+
+
 class New(msgspec.Struct, frozen=True, array_like=True):
     """A `NewSlot`. `token_ids`, `prediction_token_ids`: int32."""
 
@@ -171,6 +218,7 @@ class New(msgspec.Struct, frozen=True, array_like=True):
     max_drafts: int
     prediction_token_ids: bytes
     dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    media: tuple[SentSpan, ...] = ()
 
 
 class SentMove(msgspec.Struct, frozen=True, array_like=True):
@@ -198,6 +246,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...]
     propose: int
     is_unmasked: bool
+    dropped: tuple[bytes, ...] = ()
+    encodes: tuple[SentPicture, ...] = ()
     moves: tuple[SentMove, ...] = ()
 
 
@@ -245,7 +295,13 @@ def encode_plan(plan: StepPlan) -> bytes:
         for each in plan.moves
     ])  # fmt: skip
     sizes = plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose
-    return encode(Plan(*sizes, plan.is_unmasked, moves))
+    encodes = tuple([
+        SentPicture(each.digest, each.rows, tuple([
+            SentTensor.of(name, value) for name, value in each.inputs.pixels().items() if hasattr(value, "dtype")
+        ]))
+        for each in plan.encodes
+    ])  # fmt: skip
+    return encode(Plan(*sizes, plan.is_unmasked, plan.dropped, encodes, moves))
 
 
 def decode_plan(payload: bytes) -> StepPlan:
@@ -255,6 +311,8 @@ def decode_plan(payload: bytes) -> StepPlan:
         news = tuple(map(_new_slot, plan.new_slots))
         return StepPlan(
             plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose, plan.is_unmasked,
+            dropped=plan.dropped,
+            encodes=tuple([Encode(each.digest, each.rows, each) for each in plan.encodes]),
             moves=tuple([each.as_move() for each in plan.moves]),
         )  # fmt: skip
     except (msgspec.DecodeError, ValueError, TypeError) as error:
@@ -295,6 +353,7 @@ def _new(new: NewSlot) -> New:
         new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
         None if new.prompt_embeds is None else _embeds(new.prompt_embeds),
         new.max_drafts, array("i", new.prediction_token_ids).tobytes(), new.dry_breakers,
+        tuple([SentSpan(*[getattr(span, name) for name in SentSpan.__struct_fields__]) for span in new.media]),
     )  # fmt: skip
 
 
@@ -304,7 +363,15 @@ def _new_slot(new: New) -> NewSlot:
         new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
         None if new.prompt_embeds is None else _prompt_embeds(new.prompt_embeds),
         new.max_drafts, _token_ids(new.prediction_token_ids), new.dry_breakers,
+        tuple([
+            MediaSpan(each.start, each.end, each.places, each.rows, each.digest, each.grid, each.both_ways, _ELSEWHERE)
+            for each in new.media
+        ]),
     )  # fmt: skip
+
+
+_ELSEWHERE = SentPicture(b"", 0, ())
+"""The pixels of a span: they come with the step that encodes them."""
 
 
 def _token_ids(raw: bytes) -> Sequence[int]:

@@ -149,6 +149,11 @@ class LocalExecutor:
         return self._model
 
     @property
+    def tower(self) -> Tower | None:
+        """The part that reads pictures; None: it is not loaded."""
+        return self._tower
+
+    @property
     def weights_bytes(self) -> int:
         tower = 0 if self._tower is None else self._tower.bytes_held
         return self._fixed_bytes + tower + self.model.table_bytes(self.model.max_model_len)

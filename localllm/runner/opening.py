@@ -127,14 +127,14 @@ def open_runner(
             report("measuring one full step")
             measured = measure(
                 model, spec, plan, device, held_before, options, config.enable_prompt_embeds, drafter=drafter,
-                encoder=_encoder(tower, spec, plan),
+                encoder=encoder_of(tower, spec, plan),
             )  # fmt: skip
             fitting = replan(spec, config, plan, hardware, measured)
         kv, states, fitting = _allocate(spec, config, fitting, hardware, device, held_before)
         opened = None if drafter is None else _with_cache(drafter, spec, fitting, device, fitting.num_blocks)
         runner = open_on(
             kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options,
-            encoder=_encoder(tower, spec, fitting),
+            encoder=encoder_of(tower, spec, fitting),
         )  # fmt: skip
         return runner, fitting
 
@@ -376,7 +376,8 @@ def _with_cache(
     return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
 
 
-def _encoder(tower: Tower | None, spec: ModelSpec, plan: MemoryPlan) -> PictureEncoder | None:
+def encoder_of(tower: Tower | None, spec: ModelSpec, plan: MemoryPlan) -> PictureEncoder | None:
+    """Return the encoder of a model that sees; None: its tower is not loaded."""
     return None if tower is None else PictureEncoder(tower, spec.hidden_size, getattr(torch, plan.dtype))
 
 

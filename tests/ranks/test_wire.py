@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.engine.media import Encode, MediaSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
     HostBlocks,
@@ -36,6 +37,8 @@ from localllm.ranks.wire import (
     Params,
     Plan,
     Record,
+    SentPicture,
+    SentTensor,
     decode,
     decode_blocks,
     decode_plan,
@@ -72,7 +75,7 @@ plans = st.builds(
 
 
 def test_records_have_every_field_of_a_plan() -> None:
-    here = {"dropped", "encodes", "gives_way", "media"}  # of models in the server's process alone
+    here = {"gives_way"}  # of models in the server's process alone
     for record, plain in ((Plan, StepPlan), (New, NewSlot)):
         assert record.__struct_fields__ == tuple(field.name for field in fields(plain) if field.name not in here)
     assert set(Params.__struct_fields__) < {field.name for field in fields(SamplingParams)}
@@ -189,3 +192,25 @@ def test_another_type_is_not_a_plan(payload: bytes) -> None:
 def test_masks_of_another_size_are_refused() -> None:
     with pytest.raises(BadRecord):
         decode_sample(encode([1, [[0, 1], 3, b"12345678"]]))
+
+
+def test_a_plan_with_pictures_arrives_as_it_was() -> None:
+    """The places of pictures come with their request, the tensors with the step that encodes them."""
+    tensors = {"pixel_values": torch.arange(6, dtype=torch.float32).view(2, 3), "grid": torch.tensor([[1, 2, 4]])}
+    sent = SentPicture(b"d", 2, tuple(SentTensor.of(name, each) for name, each in tensors.items()))
+    span = MediaSpan(1, 4, (0, 2), 2, b"d", (1, 2), True, sent)
+    new = NewSlot(0, "a", [1, 9, 2, 9], 4, SamplingParams(max_tokens=None), (), 0, media=(span,))
+    plan = StepPlan(3, (), (new,), dropped=(b"old",), encodes=(Encode(b"d", 2, sent),))
+    arrived = decode_plan(encode_plan(plan))
+    [seen], [encode] = arrived.new_slots[0].media, arrived.encodes
+    assert (seen.start, seen.end, seen.places, seen.rows, seen.digest, seen.grid, seen.both_ways) == (
+        1, 4, (0, 2), 2, b"d", (1, 2), True,
+    )  # fmt: skip
+    assert arrived.dropped == (b"old",)
+    assert encode[:2] == (b"d", 2)
+    pixels = encode.inputs.pixels()
+    assert pixels.keys() == tensors.keys()
+    assert all(torch.equal(pixels[name], each) for name, each in tensors.items())
+    cut = SentTensor("pixel_values", "float32", (2, 3), b"1234")
+    with pytest.raises(BadRecord, match="4 bytes are not"):
+        cut.tensor()

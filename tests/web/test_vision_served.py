@@ -208,7 +208,6 @@ def test_answers_about_pictures_are_the_same_with_drafts(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"tensor_parallel_size": 2}, "not supported for a model on several devices"),
         ({"deterministic": True}, "not supported with --deterministic on a CPU"),
     ],
 )
@@ -218,6 +217,23 @@ def test_a_model_that_is_loaded_for_text_alone_says_why(given: dict[str, Any], w
     plan = plan_memory(config, spec, 2**20, Hardware((), "a CPU", 2, 2**34, 2**33))
     assert plan.pictures is None
     assert any(note.startswith("Text only: pictures are") and why in note for note in plan.notes)
+
+
+@pytest.mark.one_day_in(3)
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_see_what_one_process_sees(division: str, tmp_path: Path) -> None:
+    """Pictures with rows for further layers, and positions with rows and columns; the second from the prefix cache."""
+    make_seeing(tmp_path, "qwen3_vl")
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    asked = [{"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": QUESTION}]}]
+    answers = []
+    for given in ({}, {division: 2}):
+        with LLM(str(tmp_path), max_model_len=512, kv_cache_memory_bytes=8 << 20, device="cpu", **given) as llm:
+            for _ in range(2):
+                [result] = llm.chat(asked, params, use_tqdm=False)
+                answers.append(result.outputs[0].token_ids)
+    assert answers == answers[:1] * 4
 
 
 def test_a_model_can_be_loaded_without_its_tower(folder: Path) -> None:

@@ -141,7 +141,8 @@ class DecoderModel:
             }
         if self.streams is not None:
             residual = self.streams.spread(residual)
-        deep = () if inputs.embeds is None else inputs.embeds.deep_rows(self.spec.hidden_size)
+        is_later_stage = self.embedding is None  # the first stage has the layers that rows are added behind
+        deep = () if inputs.embeds is None or is_later_stage else inputs.embeds.deep_rows(self.spec.hidden_size)
         delta: Delta | None = None
         for index, (layer, kept, key) in enumerate(zip(self.layers, cache, self._steps, strict=True)):
             if inputs.before_layer is not None:

@@ -50,14 +50,18 @@ class PictureSizes:
         )
 
 
-def why_text_only(spec: ModelSpec, config: EngineConfig, *, has_ranks: bool, on_gpu: bool) -> str:
-    """Return why the tower of a model that has one is not loaded, as sentences; empty if it is."""
+def why_text_only(spec: ModelSpec, config: EngineConfig, *, first_layers: int, on_gpu: bool) -> str:
+    """Return why the tower of a model that has one is not loaded, as sentences; empty if it is.
+
+    first_layers: layers of the first pipeline stage.
+    """
     if spec.vision is None:
         return f"Text only: {spec.why_unseeing}" if spec.why_unseeing else ""
     if not config.limit_mm_per_prompt:
         return "Text only: --limit-mm-per-prompt image=0."
-    if has_ranks:
-        return "Text only: pictures are not supported for a model on several devices."
+    if first_layers < spec.vision.deep:
+        why = f"its pictures are read by the first {spec.vision.deep} layers, and the first stage has {first_layers}"
+        return f"Text only: {why}."
     if config.deterministic and not on_gpu:
         return "Text only: pictures are not supported with --deterministic on a CPU."
     return ""

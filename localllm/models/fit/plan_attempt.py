@@ -105,15 +105,16 @@ class PlanAttempt:
         in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
         self.shards = shards or (self._split() if in_processes else ())
         self.ranks = self._rank_memories(self.shards)
-        self._add_pictures(has_ranks=in_processes)
+        self._add_pictures()
         self.num_places = 0
         if spec.recurrent is not None:
             self._add_states()
         self.kv_ram_bytes, self.kv_swap_bytes, self.kv_disk_bytes = self._tier_bytes(in_processes)
 
-    def _add_pictures(self, *, has_ranks: bool) -> None:
+    def _add_pictures(self) -> None:
         """Choose the tokens of the largest picture: fewer, if the context would become short otherwise."""
-        why = why_text_only(self.spec, self.config, has_ranks=has_ranks, on_gpu=self.gpu is not None)
+        first_layers = len(self.shards[0].layers) if self.shards else self.spec.num_layers
+        why = why_text_only(self.spec, self.config, first_layers=first_layers, on_gpu=self.gpu is not None)
         if why:
             self.notes.append(why)
         if why or self.spec.vision is None:

@@ -94,7 +94,7 @@ class PlanInputs(NamedTuple):
     resident_bytes: ResidentBytes
     split: KVSplit
     state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
-    pictures: PictureSizes | None = None  # None: the tower is not loaded, as on several devices
+    pictures: PictureSizes | None = None  # of each rank, which all encode; None: the tower is not loaded
 
 
 class RankMemory:
