@@ -162,8 +162,9 @@ def count_transcriber_parameters(path: Path) -> int:
     with torch.device("meta"):
         module = getattr(transformers, str(config.architectures[0]))(config)
     # A tied head is packed for the device, beside the embedding whose rows are read.
-    tied = module.proj_out.weight.numel() if config.architectures[0] == WHISPER else 0
-    return tied + sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    tied: int = module.proj_out.weight.numel() if config.architectures[0] == WHISPER else 0
+    own: int = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    return tied + own
 
 
 def _recipe(path: Path, config: Any) -> dict[str, Any]:

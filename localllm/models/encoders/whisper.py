@@ -112,7 +112,7 @@ class SpecialTokens:
 
     def prompt(self, asked: Decoding, language: str) -> list[int]:
         """Return the tokens before a window's text."""
-        before = [self.before, *asked.prompt[-self.most_prompt :]] if asked.prompt and self.most_prompt else []
+        before = [self.before, *asked.prompt[-self.most_prompt :]] if asked.prompt and self.before is not None else []
         task = [self.tasks["translate" if asked.translate else "transcribe"]] if self.languages else []
         return [*before, self.start, *([self.languages[language]] if self.languages else []), *task]
 
@@ -250,7 +250,7 @@ class WhisperModel:
                 rows = [i for i in left if len(prompts[i]) == size]
                 temperatures = [asked[i].temperatures[turn] for i in rows]
                 seeds = [asked[i].seed * 64 + turn for i in rows]
-                own = [tuple(each[rows] for each in layer) for layer in sources] if len(rows) < len(asked) else sources
+                own = [(keys[rows], values[rows]) for keys, values in sources] if len(rows) < len(asked) else sources
                 attempts = self._attempt(own, [prompts[i] for i in rows], temperatures, seeds)
                 best |= dict(zip(rows, attempts, strict=True))
         texts = list[SpokenText]()
