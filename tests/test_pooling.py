@@ -80,6 +80,17 @@ def test_llm_embeds(bert: Path) -> None:
             llm.score("a", "b")
 
 
+def test_settings_of_a_kv_cache_are_named_where_there_is_none(bert: Path) -> None:
+    """They are for the generating models beside it."""
+    model = build_engine(Settings(EngineConfig(model=str(bert), kv_disk_gib=1.0, swap_space=0.5)))
+    model.close()
+    [note] = [note for note in model.plan.notes if "--kv-disk-gib" in note]
+    assert note.startswith("--swap-space, --kv-disk-gib: not used by ")
+    plain = build_engine(Settings(EngineConfig(model=str(bert))))
+    plain.close()
+    assert plain.plan.notes == tuple(each for each in model.plan.notes if each != note)
+
+
 def test_llm_scores(cross_encoder: Path) -> None:
     with LLM(str(cross_encoder), device="cpu") as llm:
         scores = [output.score for output in llm.score("What is the capital?", TEXTS)]

@@ -91,7 +91,9 @@ def remove_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def remove_model(options: argparse.Namespace) -> int:
     """Delete a model from the Hugging Face cache after a confirmation. Print how much space was freed."""
-    from localllm.models.library.hub.cache import remove_target, to_remove
+    from localllm.config.resolve import resolve
+    from localllm.engine.memory.block_stores import delete_of_removed, kv_folder
+    from localllm.models.library.hub.cache import remove_target, repository_folder, to_remove
 
     target = to_remove(options.model, options.revision)
     if not options.yes:
@@ -106,10 +108,14 @@ def remove_model(options: argparse.Namespace) -> int:
             print("Not deleted.")
             return 0
     removed = remove_target(target)
+    folder = kv_folder(resolve({}).engine.kv_offload_dir)
+    num_blocks, kv_bytes = delete_of_removed(folder, repository_folder(target.repo_id))
     if options.json:
-        print(json.dumps({"removed": target.name, "freed_bytes": removed.freed_bytes}))
+        facts = {"removed": target.name, "freed_bytes": removed.freed_bytes, "freed_kv_bytes": kv_bytes}
+        print(json.dumps(facts))
     else:
-        print(f"Removed {target.name}: {format_bytes(removed.freed_bytes)} freed.")
+        more = f" {num_blocks} of its KV blocks, {format_bytes(kv_bytes)}, were deleted too." if num_blocks else ""
+        print(f"Removed {target.name}: {format_bytes(removed.freed_bytes)} freed.{more}")
     return 0
 
 

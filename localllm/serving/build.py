@@ -77,8 +77,8 @@ def build_engine(
         if spec == "transcribe":
             from localllm.serving.transcription import build_transcriber
 
-            return build_transcriber(settings, found, on_phase, limits)
-        return build_pooling(settings, found, spec, on_phase, limits)
+            return _note_tiers(build_transcriber(settings, found, on_phase, limits), config)
+        return _note_tiers(build_pooling(settings, found, spec, on_phase, limits), config)
     from localllm.models.fit.pictures import with_tower
 
     with ExitStack() as undo:
@@ -127,6 +127,18 @@ def _refuse_adapters(config: EngineConfig, name: str) -> None:
         raise UnsupportedOption(
             f"{name} does not support adapters.", why, "Leave out --enable-lora.", param="enable_lora"
         )
+
+
+def _note_tiers(model: ServedModel, config: EngineConfig) -> ServedModel:
+    """Name the KV tiers that were asked for in the notes of a model without a KV cache: several models may share the
+    settings, so they are not refused."""
+    asked = [name for name in ("kv_offloading_size", "swap_space", "kv_disk_gib") if getattr(config, name)]
+    if not asked:
+        return model
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+    note = f"{flags}: not used by {model.name}, which keeps no KV cache between requests."
+    log.warning("plan note=%r", note)
+    return replace(model, plan=replace(model.plan, notes=(*model.plan.notes, note)))
 
 
 def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
@@ -466,7 +478,7 @@ def engine_parts(
     from localllm.text.grammar import Grammars
     from localllm.text.reasoning_budget import ReasoningBudgets
 
-    loop = _engine_loop(config, plan, fingerprint(path, plan, config, spec), runner, path.name, stores)
+    loop = _engine_loop(config, plan, fingerprint(path, plan, config, spec), runner, path, stores)
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
         most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,
@@ -479,7 +491,7 @@ def engine_parts(
 
 
 def _engine_loop(
-    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, name: str,
+    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, path: Path,
     stores: Sequence[BlockStore],
 ) -> EngineLoop:  # fmt: skip
     from localllm.engine.loop import EngineLoop
@@ -524,18 +536,19 @@ def _engine_loop(
         ledger,
         BlockHasher(fingerprint, plan.block_size),
         StatePool(plan.num_places) if plan.num_places else None,
-        _shared_tiers(runner, ledger, stores) or _kv_tiers(config, plan, fingerprint, runner, ledger, name),
+        _shared_tiers(runner, ledger, stores) or _kv_tiers(config, plan, fingerprint, runner, ledger, path),
     )
     return EngineLoop(Scheduler(limits, cache, speculation=speculation), runner, depth=plan.async_depth)
 
 
 def _kv_tiers(
-    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, ledger: Ledger, name: str
+    config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner, ledger: Ledger, path: Path
 ) -> KVTiers | None:
     """Return what keeps KV blocks outside of the cache; None: nothing is to be kept. Raises `ConfigError` for a folder
     that cannot be written."""
     from localllm.engine.memory.block_stores import DiskStore, RamStore, Transfers, kv_folder
     from localllm.engine.memory.tiers import KVTiers
+    from localllm.models.library.catalog import resolve_model
 
     if not (plan.kv_ram_bytes or plan.kv_disk_bytes):
         return None
@@ -544,7 +557,7 @@ def _kv_tiers(
     if plan.kv_disk_bytes:
         folder = kv_folder(config.kv_offload_dir)
         try:
-            stores.append(DiskStore(folder, fingerprint, plan.kv_disk_bytes, name))
+            stores.append(DiskStore(folder, fingerprint, plan.kv_disk_bytes, resolve_model(str(path)).name, str(path)))
         except OSError as error:
             why, hint = f"{error.strerror or error}.", "Choose another --kv-offload-dir."
             raise ConfigError(f"KV blocks cannot be kept in {folder}.", why, hint, param="kv_offload_dir") from error

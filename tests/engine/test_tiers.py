@@ -19,6 +19,7 @@ from localllm.engine.memory.block_stores import (
     RamStore,
     Transfers,
     delete_kept,
+    delete_of_removed,
     kept_models,
 )
 from localllm.engine.memory.tiers import TierCosts
@@ -397,6 +398,28 @@ def test_blocks_that_a_user_deletes_are_forgotten_and_kept_again(tmp_path, monke
     store.put(key(1), block(1))
     assert [(each.name, each.num_blocks) for each in kept_models(tmp_path)] == [("a model", 1)]
     assert (store.get(key(1)) == block(1)).all()
+
+
+def test_the_blocks_of_a_removed_model_are_deleted_and_no_others(tmp_path) -> None:
+    repository = tmp_path / "models--a--b"
+    for number, path in enumerate((repository / "snapshots" / "1", repository / "snapshots" / "2", tmp_path / "gone")):
+        store = DiskStore(tmp_path / "kv", bytes([number] * 16), 10**6, f"a/b {number}", str(path))
+        store.put(key(number), block(number))
+        store.close()
+    (repository / "snapshots" / "2").mkdir(parents=True)
+    num_blocks, num_bytes = delete_of_removed(tmp_path / "kv", repository)
+    assert (num_blocks, num_bytes) == (1, 1000 + HEADER.size)
+    assert {each.name for each in kept_models(tmp_path / "kv")} == {"a/b 1", "a/b 2"}
+
+
+def test_the_last_use_is_known_to_the_minute(tmp_path) -> None:
+    DiskStore(tmp_path, FINGERPRINT, 10**6).put(key(1), block(1))
+    file = next(tmp_path.rglob("*.kv"))
+    for age_s, is_touched in ((70, True), (30, False)):
+        os.utime(file, (time.time() - age_s,) * 2)
+        assert DiskStore(tmp_path, FINGERPRINT, 10**6).get(key(1)) is not None
+        [kept] = kept_models(tmp_path)
+        assert (time.time() - kept.used_s < 20) == is_touched
 
 
 def test_models_share_the_bound_and_not_their_blocks(tmp_path) -> None:

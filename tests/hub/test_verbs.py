@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from localllm.cli import main
+from localllm.engine.memory.block_stores import DiskStore, kept_models, kv_folder
 from localllm.models.library.catalog import resolve_model
 from localllm.models.library.hub.cache import repository_folder
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
@@ -104,8 +106,13 @@ def test_search_show_pull_list_and_remove(hub: LocalHub, tiny: Path, say: Say) -
 
     code, _, err = say("rm", "org/tiny")
     assert (code, "--yes" in err) == (2, True)
+    kept = DiskStore(kv_folder(), bytes(16), 10**6, "org/tiny", str(resolve_model("org/tiny").path))
+    kept.put((0, bytes(16)), np.zeros(900, np.uint8))
+    kept.close()
     code, out, _ = say("rm", "org/tiny", "--yes", "--json")
-    assert json.loads(out) == {"removed": "org/tiny", "freed_bytes": facts["size_bytes"]}
+    wanted = {"removed": "org/tiny", "freed_bytes": facts["size_bytes"], "freed_kv_bytes": kept.used_bytes}
+    assert json.loads(out) == wanted
+    assert not kept_models(kv_folder())
     assert "org/tiny" not in say("list")[1]
 
 

@@ -19,6 +19,7 @@ from localllm.config.settings import SETTINGS, ModelTable, ServerConfig, Setting
 from localllm.engine.memory.block_stores import DiskStore
 from localllm.machine.install_kind import InstallKind
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
+from localllm.web.pages.chat.store.database import chats_path
 from localllm.web.pages.settings import doctor, restart, setting_rows
 from localllm.web.pages.settings.key_handlers import lockout_warning
 from tests.web.live_server import LiveServer
@@ -384,7 +385,8 @@ def test_storage_tells_sizes_as_they_are(
     page = server.get("/settings").text
     assert "2.0 KiB belong to unfinished downloads" in page
     assert 'data-label="Size">2.0 KiB<' in page
-    assert "Kept in memory until the server stops." in page
+    assert "None yet. They are written here with the first one." in page
+    assert f"<code>{chats_path()}</code>" in page
     links = re.findall(r'data-label="How to delete it"><a class="button button--quiet" href="([^"#]+)', page)
     assert links == ["/library/downloads", "/tune"]
     assert [server.get(link).status_code for link in links] == [200, 200]

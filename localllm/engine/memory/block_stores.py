@@ -43,7 +43,8 @@ HEADER = struct.Struct("<4sI16s16sIQ16s")
 """Magic, format, fingerprint, name, group, bytes of the payload, blake2b of all before it and of the payload."""
 LEAST_FREE = 0.05  # share of the file system that stays free
 RETRY_S = 60.0  # after a write failed
-TOUCH_S = 3600.0  # seconds between two changes of the time of a file that is read
+TOUCH_S = 60.0  # seconds between two changes of the time of a file that is read
+LEFT_S = 3600.0  # until an unfinished file of another server is deleted
 LOOK_S = 5.0  # seconds between two looks of a server at whether its blocks were deleted
 ABOUT = "about.json"
 """The file of a fingerprint's folder that names the model. Deleting blocks deletes it, too."""
@@ -146,10 +147,10 @@ class DiskStore:
 
     name, is_private = "disk", False
 
-    def __init__(self, folder: Path, fingerprint: bytes, capacity_bytes: int, about: str = "") -> None:
-        """Open a store. about: what `localllm kv list` prints of it. Raises OSError if the folder cannot be made."""
-        self.capacity_bytes, self._fingerprint, self._about = capacity_bytes, fingerprint, about
-        self._own = folder / fingerprint.hex()
+    def __init__(self, folder: Path, fingerprint: bytes, capacity_bytes: int, model: str = "", path: str = "") -> None:
+        """Open a store. model, path: as `kept_models` returns them. Raises OSError if the folder cannot be made."""
+        self.capacity_bytes, self._about = capacity_bytes, {"model": model, "path": path}
+        self._fingerprint, self._own = fingerprint, folder / fingerprint.hex()
         make_private(self._own)
         self._files: OrderedDict[Path, int] = OrderedDict()  # of all fingerprints, least recently used first
         self._keys: dict[Key, Path] = {}  # of this one
@@ -161,7 +162,7 @@ class DiskStore:
         for path, size, used_s in sorted(block_files(folder), key=lambda each: each[2]):
             if path.suffix != ".kv":  # a write that was cut off
                 if path.parent.parent != self._own or self._lock_file is not None:
-                    self._delete(path, if_older_s=TOUCH_S if path.parent.parent != self._own else 0)
+                    self._delete(path, if_older_s=LEFT_S if path.parent.parent != self._own else 0)
                 continue
             self._files[path], self._touched[path] = size, used_s
             self.used_bytes += size
@@ -252,7 +253,7 @@ class DiskStore:
         return had_blocks
 
     def _write_about(self) -> None:
-        write_private(self._own / ABOUT, json.dumps({"model": self._about}).encode())
+        write_private(self._own / ABOUT, json.dumps(self._about).encode())
 
     def close(self) -> None:
         """Let another server write. Idempotent."""
@@ -309,6 +310,7 @@ class KeptModel(NamedTuple):
     num_blocks: int
     num_bytes: int
     used_s: float  # last use, in seconds since 1970
+    path: str  # of the model's files; empty: unknown
 
 
 def kept_models(folder: Path) -> list[KeptModel]:
@@ -319,11 +321,12 @@ def kept_models(folder: Path) -> list[KeptModel]:
     models = []
     for own, found in files.items():
         try:
-            name = str(json.loads((own / ABOUT).read_text())["model"])
-        except (OSError, ValueError, KeyError, TypeError):
-            name = ""
+            about = json.loads((own / ABOUT).read_text())
+            name, source = str(about["model"]), str(about.get("path", ""))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            name = source = ""
         used_s = max([used for _, used in found], default=0.0)
-        models.append(KeptModel(own, name, len(found), sum(size for size, _ in found), used_s))
+        models.append(KeptModel(own, name, len(found), sum(size for size, _ in found), used_s, source))
     return sorted(models, key=lambda each: -each.used_s)
 
 
@@ -337,6 +340,15 @@ def delete_kept(model: KeptModel) -> None:
         if (descriptor := lock_folder(model.folder)) is not None:
             shutil.rmtree(model.folder)
             os.close(descriptor)
+
+
+def delete_of_removed(folder: Path, models: Path) -> tuple[int, int]:
+    """Delete the blocks of models whose files were below `models` and are gone. Return their number and bytes. Raises
+    OSError."""
+    lost = [one for one in kept_models(folder) if Path(one.path).is_relative_to(models) and not Path(one.path).exists()]
+    for each in lost:
+        delete_kept(each)
+    return sum(each.num_blocks for each in lost), sum(each.num_bytes for each in lost)
 
 
 def block_files(folder: Path) -> Iterable[tuple[Path, int, float]]:

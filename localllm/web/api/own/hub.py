@@ -217,13 +217,17 @@ async def remove_model(request: ApiRequest, name: str, revision: str | None = No
 
 async def remove_found(request: ApiRequest, target: RemovalTarget) -> shapes.DeletedModel:
     """Delete what `to_remove` found. Raises `ModelInUse`."""
-    from localllm.models.library.hub.cache import remove_target
+    from localllm.engine.memory.block_stores import delete_of_removed, kv_folder
+    from localllm.models.library.hub.cache import remove_target, repository_folder
 
     refuse_if_loaded(request, target)
     removed = await asyncio.to_thread(remove_target, target)
+    settings = manager_of(request).register.settings
+    kv = kv_folder(None if settings is None else settings.engine.kv_offload_dir)
+    _, kv_bytes = await asyncio.to_thread(delete_of_removed, kv, repository_folder(target.repo_id))
     if target.alias_of is not None:
         manager_of(request).register.remove_name(target.name)
-    return shapes.DeletedModel(target.name, "model", deleted=True, freed_bytes=removed.freed_bytes)
+    return shapes.DeletedModel(target.name, "model", deleted=True, freed_bytes=removed.freed_bytes + kv_bytes)
 
 
 async def copy_model(request: ApiRequest, source: str, name: str) -> None:

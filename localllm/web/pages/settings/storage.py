@@ -42,10 +42,10 @@ class StorageCard(View):
     free_bytes: int
 
 
-def read_storage(config_file: Path | None, kv: Path) -> StorageCard:
+def read_storage(config_file: Path | None, kv: Path, *, keeps_chats: bool) -> StorageCard:
     """Return all stored data. It walks folders, which takes milliseconds, or a second with many models.
 
-    kv: the folder of KV blocks.
+    kv: the folder of KV blocks. keeps_chats: whether chats are written to disk, which the first one begins.
     """
     cache, chats, profiles = hub_cache_dir(), chats_path(), profiles_folder()
     cut = incomplete_repositories()
@@ -54,7 +54,7 @@ def read_storage(config_file: Path | None, kv: Path) -> StorageCard:
     path = config_file or default_config_path()
     rows = (
         StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
-        _chats(chats),
+        _chats(chats, keeps_chats=keeps_chats),
         *_kv_blocks(kv),
         StoredRow(
             "Logs",
@@ -82,8 +82,10 @@ def _kv_blocks(folder: Path) -> list[StoredRow]:
     return [StoredRow("KV blocks", what, size, str(folder), "Delete now", "/settings/kv/delete", deletes_at_once=True)]
 
 
-def _chats(path: Path) -> StoredRow:
+def _chats(path: Path, *, keeps_chats: bool) -> StoredRow:
     if not path.exists():
+        if keeps_chats:
+            return StoredRow("Chats", "None yet. They are written here with the first one.", 0, str(path))
         return StoredRow("Chats", "Kept in memory until the server stops.", 0, "", "stop the server")
     beside = sum(map(size_of, path.parent.glob(f"{path.name}*")))  # the write-ahead log, and files set aside
     what = "Messages and answers of all chats, and presets. The newest are in the files beside it (-wal, -shm)."

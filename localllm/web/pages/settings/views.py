@@ -121,7 +121,7 @@ async def whole_page(
 ) -> SettingsPage:
     state, settings = pages_state(request), settings_of(request)
     kv_path = kv_folder(settings.engine.kv_offload_dir)
-    storage = await asyncio.to_thread(read_storage, settings.file, kv_path)
+    storage = await asyncio.to_thread(read_storage, settings.file, kv_path, keeps_chats=settings.server.chat_history)
     paths = {each.name: each.path for each in storage.rows}
     tables = [table.engine.get("kv_disk_gib") for table in settings.models.values()]
     keeps_kv = "KV blocks" in paths or any([settings.engine.kv_disk_gib, *tables])
