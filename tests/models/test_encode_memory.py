@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from localllm.config.settings import EngineConfig
 from localllm.models.fit.pictures import picture_sizes
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.tower import load_tower
 from tests.models import seeing
+from tests.models.peak_bytes import PeakBytes
 from tests.models.seeing import SEEING, make_seeing, opened, picture
 
 MOST_TOKENS = 560
@@ -29,34 +27,6 @@ LARGE: dict[str, dict[str, Any]] = {
     "gemma4": {"max_soft_tokens": 560},
 }
 """Options of processors with which pictures have so many patches that what grows with their square shows."""
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._held: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and id_of(each) not in given | self._held.keys():
-                storage = each.untyped_storage()
-                self._held[id_of(each)] = storage.nbytes()
-                self._now += storage.nbytes()
-                weakref.finalize(storage, self._drop, id_of(each))
-        self.peak = max(self.peak, self._now)
-        return out
-
-    def _drop(self, key: int) -> None:
-        self._now -= self._held.pop(key, 0)
-
-
-def id_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rotates(4)) for name in SEEING])

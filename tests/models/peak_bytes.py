@@ -1,0 +1,38 @@
+"""A meter of the memory that tensors hold, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._held: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and id_of(each) not in given | self._held.keys():
+                storage = each.untyped_storage()
+                self._held[id_of(each)] = storage.nbytes()
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._drop, id_of(each))
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _drop(self, key: int) -> None:
+        self._now -= self._held.pop(key, 0)
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
