@@ -235,9 +235,7 @@ class WhisperModel:
     ) -> list[SpokenText]:  # fmt: skip
         """Return the text of each window, in order. ratio_of: the compression ratio of the text of some tokens."""
         states = self.module.model.encoder(self.features(windows).to(self.module.dtype)).last_hidden_state
-        attentions = [layer.encoder_attn for layer in self.module.model.decoder.layers]
-        # Keys and values [B, heads, S, head_dim] of each layer.
-        sources = [(self._split(each.k_proj(states)), self._split(each.v_proj(states))) for each in attentions]
+        sources = self._sources(states)
         languages = self._languages(sources, [each.language for each in asked])
         prompts = [self.special.prompt(*each) for each in zip(asked, languages, strict=True)]
         best: dict[int, Attempt] = {}
@@ -322,6 +320,11 @@ class WhisperModel:
         shape = rows, self._heads, length, config.d_model // self._heads
         make = {"dtype": self.module.dtype, "device": self.device}
         return [(torch.empty(shape, **make), torch.empty(shape, **make)) for _ in range(config.decoder_layers)]
+
+    def _sources(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values [B, heads, S, head_dim] of each layer over states [B, S, H]."""
+        attentions = [layer.encoder_attn for layer in self.module.model.decoder.layers]
+        return [(self._split(each.k_proj(states)), self._split(each.v_proj(states))) for each in attentions]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
