@@ -147,9 +147,9 @@ class DiskStore:
 
     name, is_private = "disk", False
 
-    def __init__(self, folder: Path, fingerprint: bytes, capacity_bytes: int, model: str = "", path: str = "") -> None:
-        """Open a store. model, path: as `kept_models` returns them. Raises OSError if the folder cannot be made."""
-        self.capacity_bytes, self._about = capacity_bytes, {"model": model, "path": path}
+    def __init__(self, folder: Path, fingerprint: bytes, capacity_bytes: int, model: str = "", files: str = "") -> None:
+        """Open a store. model, files: name and path, for `kept_models`. Raises OSError if the folder cannot be made."""
+        self.capacity_bytes, self._about = capacity_bytes, {"model": model, "path": files}
         self._fingerprint, self._own = fingerprint, folder / fingerprint.hex()
         make_private(self._own)
         self._files: OrderedDict[Path, int] = OrderedDict()  # of all fingerprints, least recently used first
