@@ -355,7 +355,7 @@ def model_fingerprint(path: Path) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: those of a folder with one of `SUFFIXES`, or all parts of a GGUF model."""
+    """Return the files of a checkpoint: of a folder the ones with one of `SUFFIXES`, or all parts of a GGUF model."""
     if path.is_file():
         from localllm.models.formats.gguf.file_names import parts_of
 
