@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from localllm.engine.step import RunnerStats
@@ -152,6 +153,20 @@ class SpeculationStats(NamedTuple):
     def acceptance(self) -> float:
         """Share of the verified drafts that were right."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    def plus(self, other: SpeculationStats) -> SpeculationStats:
+        """Return the counts of two engines. What describes the last step is this engine's."""
+        reasons = dict(self.off_steps)
+        places = zip_longest(self.accepted_by_place, other.accepted_by_place, fillvalue=0)
+        return self._replace(
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
+            accepted_by_place=tuple(map(sum, places)),
+            num_decode_rows=self.num_decode_rows + other.num_decode_rows,
+            num_decode_tokens=self.num_decode_tokens + other.num_decode_tokens,
+            off_steps=tuple((reasons | {reason: reasons.get(reason, 0) + n for reason, n in other.off_steps}).items()),
+        )
 
     def since(self, before: SpeculationStats) -> SpeculationStats:
         """Return the counts since `before`, an earlier state of the same engine."""

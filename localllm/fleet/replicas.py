@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import TypeVar, cast
 
 from localllm.config.settings import SETTINGS, EngineConfig, Settings
@@ -29,7 +30,7 @@ from localllm.engine.prompt_history import CacheMiss
 from localllm.engine.pulse import Pulse
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
-from localllm.engine.stats import EngineStats, Histogram, RequestTimeline
+from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, SpeculationStats
 from localllm.engine.step import RankStats, RunnerStats
 from localllm.errors import (
     ConfigError,
@@ -515,7 +516,7 @@ def stats_of_each(model: ServedModel) -> list[EngineStats]:
     return each or [model.client.stats()]
 
 
-SAME = frozenset({"block_size", "max_model_len", "async_depth", "speculation", "engine", "tiers"})
+SAME = frozenset({"block_size", "max_model_len", "async_depth", "engine", "tiers"})
 """Fields of `EngineStats` that are taken from the first replica."""
 
 
@@ -537,6 +538,7 @@ def merged(several: Sequence[EngineStats]) -> EngineStats:
         ),
         "finished": dict(finished),
         "runner": merged_runners([each.runner for each in several]),
+        "speculation": reduce(SpeculationStats.plus, [each.speculation for each in several]),
         "kv_groups": tuple(
             replace(groups[0], **{name: sum(getattr(group, name) for group in groups) for name in BLOCKS})
             for groups in zip(*(each.kv_groups for each in several), strict=True)

@@ -201,6 +201,10 @@ def _in(group: Any, bundle: int) -> dict[str, Any]:
     return {"scheduling_strategy": strategy}
 
 
+CONNECT_S = 10.0
+"""How long the address of a Ray cluster may take to answer."""
+
+
 def _connected(address: str) -> Any:
     """Return Ray, connected to a cluster as one of its nodes."""
     if address.startswith("ray://"):
@@ -216,9 +220,12 @@ def _connected(address: str) -> Any:
         what, hint = "Ray is not installed.", "pip install 'localllm[ray]', on every machine"
         raise UnsupportedOption(what, "--nodes starts ranks through Ray.", hint, param="nodes") from None
     if not ray.is_initialized():
+        host, _, port = address.rpartition(":")
         try:
+            if host and port.isdigit():  # Ray itself waits for minutes where nothing answers
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
             ray.init(address=address, namespace="localllm", log_to_driver=False, configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"There is no Ray cluster at {address}.",
                 f"{str(error).splitlines()[0]}",

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.request import State
+from localllm.engine.speculation import Speculation
 from localllm.errors import ConfigError, LocalLLMError, RanksLost, UnsupportedOption
 from localllm.fleet.handover import LeasedBlocks, Leases, PrefillApart, Timer
-from localllm.fleet.replicas import ReplicaLoops, build_replicas
+from localllm.fleet.replicas import ReplicaLoops, build_replicas, merged
 from tests.draws import draws
 from tests.engine.harness import (
     BLOCK_SIZE,
@@ -35,6 +36,21 @@ from tests.serving import Server
 
 PROMPT = list(range(1, 31))
 VOCAB = 4
+
+
+def right(known: Sequence[int], most: int) -> list[int]:
+    return expected_output(known, most, vocab_size=VOCAB)
+
+
+def wrong(known: Sequence[int], most: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in right(known, most)]
+
+
+class Widest(Speculation):
+    """Verifies as many drafts as there are."""
+
+    def width(self, decoding: Sequence[int], ready: Sequence[int], limit: int) -> int:
+        return self.most if len(decoding) + sum(ready) <= limit else 0
 
 
 class Timers:
@@ -352,6 +368,24 @@ def test_a_lease_that_runs_out_ends_in_computing_the_prompt() -> None:
     assert pair.tokens["a"] == expected_output(PROMPT, 6)
     assert pair.computed()[1] == 30
     assert pair.apart.ended == {"expired": 1}
+    pair.check_end()
+
+
+@pytest.mark.parametrize("drafter", [right, wrong], ids=["right", "wrong"])
+@pytest.mark.parametrize("kills", [False, True])
+def test_drafts_do_not_change_what_is_handed_over(drafter: Any, kills: bool) -> None:
+    """Right drafts are accepted behind the hand-over, and wrong ones change nothing, also if a replica dies in it."""
+    pair = Pair(propose=drafter, speculation_type=Widest, vocab_size=VOCAB)
+    pair.add("a", PROMPT, max_tokens=24)
+    if kills:
+        pair.run(until=lambda: bool(pair.tokens.get("a")))
+        pair.kill(0)
+    pair.run()
+    assert pair.tokens["a"] == expected_output(PROMPT, 24, vocab_size=VOCAB)
+    assert pair.apart.ended == ({"failed": 1} if kills else {"continued": 1})
+    counts = merged([engine.loop.stats() for engine in pair.engines]).speculation
+    assert counts.num_draft_tokens > 0
+    assert counts.num_accepted_tokens == (counts.num_draft_tokens if drafter is right else 0)
     pair.check_end()
 
 

@@ -186,7 +186,7 @@ def test_streams_of_a_lost_replica_hear_it_and_others_do_not(fleet: Fleet, serve
     fleet.kill(0)
     mine = [number for number in range(4) if streams.replicas[number] == 0]
     wait_until(lambda: all(streams.errors[number] for number in mine), 10)
-    assert time.monotonic() - began_s < 5  # a second, on a machine that is not busy
+    assert time.monotonic() - began_s < 1
     assert ask(server, "Hi").status_code == 200  # the other replica answers meanwhile
     fleet.may_build.set()
     streams.join()
@@ -265,6 +265,28 @@ def test_a_replica_is_tried_again_until_it_starts(tmp_path: Path, monkeypatch: p
         assert ask(server, "Hi", headers={"x-data-parallel-rank": "1"}).status_code == 200
 
 
+def test_what_needs_one_owner_of_the_weights_is_refused_by_name(fleet: Fleet, server: LiveServer) -> None:
+    """Sleep, tuning, adapters and traces; and the model goes on."""
+    [entry] = server.manager.entries
+    entry.settings = Settings(EngineConfig(data_parallel_size=2), ServerConfig())
+    refused = {
+        "/localllm/v1/models/sleep": ({"model": "tiny"}, "tiny cannot sleep."),
+        "/v1/load_lora_adapter": ({"lora_name": "a", "lora_path": "/a"}, "tiny"),
+        "/start_profile": ({}, "profil"),
+    }
+    for path, (body, words) in refused.items():
+        answer = server.post(path, body)
+        assert 400 <= answer.status_code < 500, (path, answer.text)
+        assert words in answer.text, (path, answer.text)
+
+    loop = fleet.model.client._event_loop
+    assert loop is not None
+    lent = server.manager.lending.lend("tiny", lambda model, settings: None, lambda: None)
+    with pytest.raises(UnsupportedOption, match="runs as several replicas"):
+        asyncio.run_coroutine_threadsafe(lent, loop).result(20)
+    assert ask(server, "Hi").status_code == 200
+
+
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +336,28 @@ def test_two_replicas_of_the_demo_survive_a_kill(tmp_path: Path) -> None:
                 )
 
 
+@pytest.mark.slow
+def test_each_replica_may_have_several_ranks(tmp_path: Path) -> None:
+    """Two replicas of two ranks: four processes, and the same text from both replicas."""
+    words = ("--device", "cpu", "--dtype", "float32", "--data-parallel-size", "2", "--tensor-parallel-size", "2")
+    with (
+        Server(tmp_path, "serve", "demo", *words, "--no-ui") as server,
+        httpx.Client(base_url=server.wait_for("ready")["url"], timeout=120) as http,
+    ):
+        body = {
+            "model": "demo",
+            "prompt": "What is a KV cache?",
+            "max_tokens": 16,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        answers = [
+            http.post("/v1/completions", json=body, headers={"x-data-parallel-rank": rank}).json() for rank in "01"
+        ]
+        assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"] != ""
+        assert http.get("/metrics").text.count("localllm:rank_up{") == 4
+
+
 def _is_down(metrics: str) -> bool:
     ups = [line for line in metrics.splitlines() if line.startswith("localllm:rank_up{")]
     return len(ups) < 2 or any(line.endswith(" 0.0") for line in ups)
@@ -346,7 +390,8 @@ async def _kill_one(url: str, http: httpx.Client) -> None:
         codes = [await task for task in tasks]
         lost = [at_s for code, at_s in codes if code == "ranks_lost"]
         assert len(lost) == 1
-        assert lost[0] - killed_s < 5
+        print(f"the stream of the killed replica had its error after {lost[0] - killed_s:.2f} s")
+        assert lost[0] - killed_s < 1
         assert "" in [code for code, _ in codes]
 
 

@@ -1,5 +1,6 @@
 """Ranks that come over TCP: the key, versions and files are compared, and every loss is noticed, with fake models."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -7,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,3 +259,24 @@ def test_a_cluster_that_does_not_exist_is_refused_with_the_commands_to_type(monk
     with pytest.raises(ConfigError, match="There is no Ray cluster at auto") as refused:
         placement_of(EngineConfig(nodes=2, pipeline_parallel_size=2))
     assert refused.value.hint == "ray start --head on this machine, and ray start --address HOST:6379 on the others"
+
+
+@pytest.mark.parametrize("wrong", ["closed", "silent", "no such host"])
+def test_a_wrong_address_of_a_cluster_is_named_before_ray_waits(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """`silent`: connections wait, as behind a firewall that drops packets."""
+    monkeypatch.setattr("localllm.ranks.placement.CONNECT_S", 0.3)
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **asked: pytest.fail("Ray was asked"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        if wrong == "silent":
+            listener.listen(0)
+            for _ in range(3):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", port))
+        address = f"nowhere.invalid:{port}" if wrong == "no such host" else f"127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=re.escape(f"There is no Ray cluster at {address}.")):
+            placement_of(EngineConfig(nodes=2, pipeline_parallel_size=2, ray_address=address))
