@@ -267,9 +267,7 @@ class StatsRecorder:
             degraded_steps=self.degraded_steps,
             async_depth=async_depth,
             corrupted_requests=self.corrupted_requests,
-            runner=runner._replace(
-                picture_row_s=_median(self._row_s) or runner.picture_row_s, prompt_token_s=_median(self._token_s)
-            ),
+            runner=self._with_times(runner),
             finished=dict(self.finished),
             ttft=self._ttft.freeze(),
             tpot=self._tpot.freeze(),
@@ -288,6 +286,11 @@ class StatsRecorder:
             tiers=tiers,
             kv_groups=ledger.stats(),
         )
+
+    def _with_times(self, runner: RunnerStats) -> RunnerStats:
+        """Return the runner's counts with the measured seconds of prompt tokens and of rows of pictures."""
+        row_s = _median(self._row_s) or runner.picture_row_s
+        return runner._replace(picture_row_s=row_s, prompt_token_s=_median(self._token_s))
 
     def _note_rate(self, prefill: int, decode: int) -> None:
         at_s = now_s()

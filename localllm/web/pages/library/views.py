@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlencode
 
 from litestar import Request
@@ -65,6 +65,12 @@ class RemoteModelRow:
     name: str
     url: str  # of a new chat with it
     facts: tuple[str, ...]  # its servers, and its context if they say it
+
+    @classmethod
+    def of(cls, name: str, context: int | None, servers: Sequence[Upstream]) -> Self:
+        named = f"on {', '.join(each.name for each in servers)}"
+        facts = (named, f"{format_count(context)} tokens of context") if context else (named,)
+        return cls(name, f"/?{urlencode({'model': name})}", facts)
 
 
 @view("library/page.html")
@@ -190,16 +196,11 @@ async def installed_page(
         path or "",
         shown if path is not None else None,
         tuple(
-            RemoteModelRow(name, f"/?{urlencode({'model': name})}", _remote_facts(facts.context, servers))
+            RemoteModelRow.of(name, facts.context, servers)
             for name, (facts, servers) in pages_state(request).upstreams.models().items()
         ),
     )
     return html(page, error.status if error is not None else 200)
-
-
-def _remote_facts(context: int | None, servers: Sequence[Upstream]) -> tuple[str, ...]:
-    named = f"on {', '.join(each.name for each in servers)}"
-    return (named, f"{format_count(context)} tokens of context") if context else (named,)
 
 
 async def downloads_page(
