@@ -21,7 +21,7 @@ PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
 
 def settings_for(path: Path, *, served_model_name: tuple[str, ...] = (), **engine: Any) -> Settings:
     engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20, **engine}
-    return Settings(EngineConfig(model=str(path), **engine), ServerConfig(served_model_name=served_model_name))
+    return Settings(EngineConfig(model=str(path), **engine), ServerConfig(port=0, served_model_name=served_model_name))
 
 
 def spy_on_closing(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:

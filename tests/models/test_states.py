@@ -14,7 +14,7 @@ from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
 MIB = 1024**2
-PLAIN = ModelSpec("Some", 4, 64, 96, 8, 4, 8, 100, 512, "silu", True, "bfloat16", RopeSpec(1e4))
+PLAIN = ModelSpec("LlamaForCausalLM", 4, 64, 96, 8, 4, 8, 100, 512, "silu", True, "bfloat16", RopeSpec(1e4))
 
 
 def hybrid(recurrent: RecurrentSpec, num_recurrent: int, num_attention: int, **fields: object) -> ModelSpec:

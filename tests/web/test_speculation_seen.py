@@ -114,7 +114,7 @@ def test_the_tile_says_why_there_are_no_drafts() -> None:
 def test_a_chat_keeps_the_drafts_of_a_reply_and_of_its_continuation() -> None:
     reply = SimpleNamespace(
         model="demo", finish_reason="stop", thinking=SimpleNamespace(text=""), calls=(), tool_notes=(), error=None,
-        usage=Usage(12, 30, 0, DraftCounts(20, 15)), timings=None, context_tokens=2048,
+        usage=Usage(12, 30, 0, DraftCounts(20, 15)), timings=None, context_tokens=2048, remote=None,
     )  # fmt: skip
     first = details_of(reply, {})  # type: ignore[arg-type]
     both = details_of(reply, first)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
     plan.py                the devices of a model, and a plan for them or a refusal with numbers
     plan_attempt.py        the sizes on given devices
     memory_plan.py         the memory plan, and the report of planned and measured memory
-    devices.py             the devices that a model may use, their connections, and the number of ranks
+    devices.py             the devices that a model may use, their connections and types, and the number of ranks
     shard_sizes.py         the shares of a model's ranks
     balance.py             the solver behind them
     rank_budget.py         the memory of one rank

@@ -1,4 +1,5 @@
-"""The devices that a model may use, and the number of its ranks: as asked, or as few GPUs as hold the model.
+"""The devices that a model may use, the number of its ranks (as asked, or as few GPUs as hold the model), and the types
+that the devices compute in.
 
 Does not know: sizes of a plan (plan.py), how shares are found (shard_sizes.py, balance.py).
 """
@@ -11,9 +12,11 @@ from itertools import combinations, pairwise
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, UnsupportedOption
+from localllm.kernels.kv_format import KV_FORMATS, UNIT
 from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
+from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.fit.shard_sizes import Division
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.models.spec.shard import divides_by_heads, divides_by_layers, even_heads
 from localllm.units import format_bytes
 
@@ -26,6 +29,14 @@ ONE_GPU, PCIE, PEERS, NVLINK = "one GPU", "PCIe without peer access", "PCIe", "N
 UNKNOWN = "links that the driver does not describe"
 CONNECTIONS = (UNKNOWN, PCIE, PEERS, NVLINK, ONE_GPU)
 """Connections of a group of GPUs, worst first."""
+
+KV_DTYPES = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8", "int8_per_token_head": "int8",
+    "k8v4": "k8v4", "int4": "int4", "int4_per_token_head": "int4",
+}  # fmt: skip
+"""The names of kernels/kv_format.py by the values of the setting; others mean the model's type."""
+COUNTED_CONTEXT = 256  # tokens of context with which the two types of a CPU are compared
+WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
 
 
 def choose_gpu(config: EngineConfig, hardware: Hardware) -> Gpu | None:
@@ -374,3 +385,77 @@ def exchange_note(spec: ModelSpec, gpus: Sequence[Gpu | None], weights_bytes: fl
         f"about {cost} ms for {2 * spec.num_layers} exchanges."
     )
     return text if times[0] > times[1] else f"{text} -pp {division.num_ranks} may be faster."
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def choose_dtype(
+    config: EngineConfig, spec: ModelSpec, gpu: Gpu | None, resident_bytes: ResidentBytes, budget: int
+) -> tuple[str, str]:
+    """Return the type of weights and activations, and a note if it is not the expected one.
+
+    gpu: the oldest one; None: the CPU. budget: bytes for the model on a CPU. Raises `UnsupportedOption`.
+    """
+    if gpu is None:
+        return _of_cpu(config, resident_bytes, budget) if config.dtype == "auto" else (config.dtype, "")
+    dtype, note = spec.dtype if config.dtype == "auto" else config.dtype, ""
+    has = f"this GPU has {'.'.join(map(str, gpu.compute_capability))}"
+    if dtype == "bfloat16" and not gpu.supports_bfloat16:
+        if config.dtype == "bfloat16":
+            what = f"--dtype bfloat16 is not supported by {gpu.name}."
+            raise UnsupportedOption(what, f"It needs compute capability 8.0; {has}.", "--dtype float16", param="dtype")
+        dtype = "float16"
+        note = f"float16 instead of the checkpoint's bfloat16, which needs compute capability 8.0; {has}."
+    if spec.latent is None:
+        return dtype, note
+    if gpu.compute_capability < (8, 0):  # its long rows need 16-bit matrix units
+        what, why = f"Latent attention is not supported by {gpu.name}.", f"It needs compute capability 8.0; {has}."
+        raise UnsupportedOption(what, why, "--device cpu", param="device")
+    if dtype == "float32":
+        raise UnsupportedOption(
+            "Latent attention does not run in float32 on a GPU.",
+            "A float32 tile of the keys takes more shared memory and registers than most GPUs have.",
+            "--dtype bfloat16", param="dtype",
+        )  # fmt: skip
+    return dtype, note
+
+
+def _of_cpu(config: EngineConfig, resident_bytes: ResidentBytes, budget: int) -> tuple[str, str]:
+    """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit weights
+    16 bits wide whatever the type of the activations."""
+    as_float32, as_bfloat16 = (
+        resident_bytes("cpu", dtype, COUNTED_CONTEXT, config.quantization) for dtype in ("float32", "bfloat16")
+    )
+    if 2 * as_float32 <= budget or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
+        return "float32", ""
+    return "bfloat16", (
+        f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than half of "
+        f"the usable {format_bytes(budget)}. --dtype float32 forces float32."
+    )
+
+
+def choose_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str) -> tuple[str, str]:
+    """Return the type of K and V, and a note if some layers have another one. dtype: of the activations.
+
+    Raises `UnsupportedOption` for a cache of 4 bits where the heads do not fit.
+    """
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    if not KV_FORMATS[kv_dtype].has_four_bits:
+        return kv_dtype, ""
+    groups = [*kv_groups(spec), *(kv_groups(spec.drafter.spec) if spec.drafter else ())]
+    full = [group for group in groups if group.window is None]
+    unfit = next((group.head_dim for group in full if group.head_dim % UNIT), 0)
+    why = ""
+    if spec.latent is not None:
+        why = "Its cache holds one latent for keys and values: rotating the keys would rotate the values too."
+    elif unfit:
+        why = f"Heads must be a multiple of {UNIT} numbers; this model has heads of {unfit}."
+    elif not full:
+        why = "All its layers see a window of tokens, and such layers keep 8 bits."
+    if why:
+        what = f"--kv-cache-dtype {kv_dtype} is not supported for {spec.architecture}."
+        raise UnsupportedOption(what, why, "--kv-cache-dtype int8", param="kv_cache_dtype")
+    if len(full) < len(groups):
+        return kv_dtype, "Layers with a window keep keys and values in 8 bits: they hold few tokens."
+    return kv_dtype, ""

@@ -1,4 +1,4 @@
-"""One attempt to plan for given devices: the dtype, each rank's share, the context and the KV blocks, or a refusal.
+"""One attempt to plan for given devices: each rank's share, the context and the KV blocks, or a refusal.
 
     budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve, for all ranks
     weights     exact, from the file headers, as the loader will hold them
@@ -17,14 +17,13 @@ from dataclasses import replace
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, UnsupportedOption
-from localllm.kernels.kv_format import KV_FORMATS, UNIT
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models import read_spec
 from localllm.models.families import text_part
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.balance import SplitDevice
 from localllm.models.fit.cache_sizes import most_blocks, split_of, state_places
-from localllm.models.fit.devices import exchange_note, free_and_reserve, too_old
+from localllm.models.fit.devices import choose_dtype, choose_kv_dtype, exchange_note, free_and_reserve, too_old
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.pictures import GOOD_CONTEXT, most_tokens_to_try, picture_sizes, why_text_only
 from localllm.models.fit.rank_budget import (
@@ -50,18 +49,12 @@ from localllm.models.spec.shard import Shard
 from localllm.models.vision.families import family_of
 from localllm.units import format_bytes, format_count
 
-KV_DTYPES = {
-    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8", "int8_per_token_head": "int8",
-    "k8v4": "k8v4", "int4": "int4", "int4_per_token_head": "int4",
-}  # fmt: skip
-"""The names of kernels/kv_format.py by the values of the setting; others mean the model's type."""
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
 TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
 LEAST_RAM_BYTES, MOST_RAM_BYTES = 8 * 2**30, 8 * 2**30
 """On a GPU, KV blocks are kept in RAM by themselves if so much of it is available, and in at most so much of it."""
 FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 MIN_CONTEXT = 256  # the smallest context worth starting with
-WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
 CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
@@ -71,17 +64,10 @@ class PlanAttempt:
     """A planning attempt on given devices: its inputs, its ranks' budgets, and what fits."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        spec: ModelSpec,
-        stored_bytes: int,
-        hardware: Hardware,
-        gpus: Sequence[Gpu | None],
-        resident_bytes: ResidentBytes | None,
-        measured: Sequence[Measured],
-        division: Division,
-        shards: Sequence[Shard],
-    ) -> None:
+        self, config: EngineConfig, spec: ModelSpec, stored_bytes: int, hardware: Hardware,
+        gpus: Sequence[Gpu | None], resident_bytes: ResidentBytes | None, measured: Sequence[Measured],
+        division: Division, shards: Sequence[Shard],
+    ) -> None:  # fmt: skip
         self.config, self.spec, self.hardware, self.division = config, spec, hardware, division
         self.gpus, self.measured = gpus, measured
         self.gpu = min((gpu for gpu in gpus if gpu), key=lambda gpu: gpu.compute_capability, default=None)
@@ -90,12 +76,10 @@ class PlanAttempt:
         self.places = [free_and_reserve(hardware, gpu) for gpu in gpus]
         share = config.gpu_memory_utilization if self.gpu else 1.0
         self.budgets = [int(max(0, free - reserve) * share) for free, reserve in self.places]
-        self.dtype = self._choose_dtype()
-        self._refuse_latents()
-        self._refuse_prompt_embeds()
-        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
-        if KV_FORMATS[kv_dtype].has_four_bits:
-            self._require_four_bits(kv_dtype)
+        self.dtype, note = choose_dtype(config, spec, self.gpu, self.resident_bytes, self.budgets[0])
+        kv_dtype, kv_note = choose_kv_dtype(config, spec, self.dtype)
+        self.notes += filter(None, (note, kv_note))
+        _refuse_prompt_embeds(config, spec)
         if spec.drafter is not None:
             self.notes.append(drafter_note(spec.drafter, self.dtype, kv_dtype))
         batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
@@ -109,7 +93,13 @@ class PlanAttempt:
         self.num_places = 0
         if spec.recurrent is not None:
             self._add_states()
-        self.kv_ram_bytes, self.kv_swap_bytes, self.kv_disk_bytes = self._tier_bytes(in_processes)
+        why_no_tiers = "" if config.enable_prefix_caching else "they have no names without --enable-prefix-caching"
+        if in_processes:
+            why_no_tiers = "the model is divided over ranks or replicas, whose memory is that of other processes"
+        elif self.num_places:
+            why_no_tiers = "it keeps recurrent states, which are not moved with the blocks"
+        tiers = _tier_bytes(config, spec, hardware, why_no_tiers, on_gpu=self.gpu is not None)
+        self.kv_ram_bytes, self.kv_swap_bytes, self.kv_disk_bytes = tiers
 
     def _add_pictures(self) -> None:
         """Choose the tokens of the largest picture: fewer, if the context would become short otherwise."""
@@ -236,32 +226,6 @@ class PlanAttempt:
         most_swapped = room // 2 if self.config.swap_space is None else room
         return replace(plan, kv_ram_bytes=room, kv_swap_bytes=min(plan.kv_swap_bytes, most_swapped))
 
-    def _tier_bytes(self, in_processes: bool) -> tuple[int, int, int]:
-        """Return the most bytes of KV blocks that have left the cache: in RAM, there of preempted requests, on disk.
-
-        Raises `UnsupportedOption` if they were asked for and the blocks of this model cannot move.
-        """
-        config, available = self.config, self.hardware.ram_available_bytes
-        asked, swap_space = int((config.kv_offloading_size or 0) * 2**30), int((config.swap_space or 0) * 2**30)
-        disk = int(config.kv_disk_gib * 2**30)
-        why_none = "" if config.enable_prefix_caching else "they have no names without --enable-prefix-caching"
-        if in_processes:
-            why_none = "the model is divided over several ranks or replicas, whose memory is that of other processes"
-        elif self.num_places:
-            why_none = "it keeps recurrent states, which are not moved with the blocks"
-        if why_none and (asked or swap_space or disk):
-            set_ = [("--kv-disk-gib", disk), ("--kv-offloading-size", asked), ("--swap-space", swap_space)]
-            flag = next(flag for flag, size in set_ if size)
-            what = f"{flag} is not supported here: the KV blocks of {self.spec.architecture} stay in the cache."
-            why, hint = f"They cannot be kept elsewhere: {why_none}.", f"Leave out {flag}."
-            raise UnsupportedOption(what, why, hint, param=flag.removeprefix("--").replace("-", "_"))
-        if why_none:
-            return 0, 0, 0
-        if config.kv_offloading_size is None and self.gpu is not None and available >= LEAST_RAM_BYTES:
-            asked = min(MOST_RAM_BYTES, available // 8)  # on a CPU the cache itself is in RAM
-        ram = max(asked, swap_space)
-        return ram, ram // 2 if config.swap_space is None else swap_space, disk
-
     # -- ranks
 
     def _rank_memories(self, shards: Sequence[Shard]) -> list[RankMemory]:
@@ -289,14 +253,9 @@ class PlanAttempt:
         length = self.config.max_model_len or min(self.spec.max_position, SPLIT_CONTEXT)
         devices = [
             SplitDevice(share - rank.activations(length, 0) - rank.graphs - rank.comm, speed)
-            for rank, share, speed in zip(self._rank_memories(even), shares, self._speeds(), strict=True)
+            for rank, share, speed in zip(self._rank_memories(even), shares, _speeds(self.gpus), strict=True)
         ]
         return split_model(self.spec, devices, self.division, sizes, length, unit)
-
-    def _speeds(self) -> list[float]:
-        """Return the memory bandwidth of each rank, or 1 for all of them if one is not known."""
-        speeds = [gpu.place.bandwidth if gpu else None for gpu in self.gpus]
-        return [1.0] * len(speeds) if None in speeds else [speed or 1.0 for speed in speeds]
 
     def _scaled(
         self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
@@ -314,86 +273,6 @@ class PlanAttempt:
         return " ".join(
             filter(None, (f"{words}." if words else "", exchange_note(self.spec, self.gpus, weights, self.division)))
         )
-
-    # -- dtype
-
-    def _choose_dtype(self) -> str:
-        asked = self.config.dtype
-        if self.gpu is None:
-            return self._cpu_dtype() if asked == "auto" else asked
-        if asked == "bfloat16" and not self.gpu.supports_bfloat16:
-            raise UnsupportedOption(
-                f"--dtype bfloat16 is not supported by {self.gpu.name}.",
-                f"It needs compute capability 8.0; this GPU has {_capability_name(self.gpu)}.",
-                "--dtype float16",
-                param="dtype",
-            )
-        if asked == "auto" and self.spec.dtype == "bfloat16" and not self.gpu.supports_bfloat16:
-            self.notes.append(
-                f"float16 instead of the checkpoint's bfloat16: {self.gpu.name} has compute capability "
-                f"{_capability_name(self.gpu)}, bfloat16 needs 8.0."
-            )
-            return "float16"
-        return self.spec.dtype if asked == "auto" else asked
-
-    def _refuse_latents(self) -> None:
-        """Refuse latent attention where its kernels cannot run: its long rows need 16-bit matrix units."""
-        if self.gpu is None or self.spec.latent is None:
-            return
-        if self.gpu.compute_capability < (8, 0):
-            raise UnsupportedOption(
-                f"Latent attention is not supported by {self.gpu.name}.",
-                f"Its kernels need compute capability 8.0; this GPU has {_capability_name(self.gpu)}.",
-                "--device cpu",
-                param="device",
-            )
-        if self.dtype == "float32":
-            raise UnsupportedOption(
-                "Latent attention does not run in float32 on a GPU.",
-                "A float32 tile of the keys takes more shared memory and registers than most GPUs have.",
-                "--dtype bfloat16",
-                param="dtype",
-            )
-
-    def _require_four_bits(self, kv_dtype: str) -> None:
-        """Refuse a KV cache of 4 bits where heads do not fit, and note layers that keep 8 bits."""
-        groups = [*kv_groups(self.spec), *(kv_groups(self.spec.drafter.spec) if self.spec.drafter else ())]
-        full = [group for group in groups if group.window is None]
-        unfit = next((group.head_dim for group in full if group.head_dim % UNIT), 0)
-        why = ""
-        if self.spec.latent is not None:
-            why = "Its cache holds one latent for keys and values: rotating the keys would rotate the values too."
-        elif unfit:
-            why = f"Heads must be a multiple of {UNIT} numbers; this model has heads of {unfit}."
-        elif not full:
-            why = "All its layers see a window of tokens, and such layers keep 8 bits."
-        if why:
-            what = f"--kv-cache-dtype {kv_dtype} is not supported for {self.spec.architecture}."
-            raise UnsupportedOption(what, why, "--kv-cache-dtype int8", param="kv_cache_dtype")
-        if len(full) < len(groups):
-            self.notes.append("Layers with a window keep keys and values in 8 bits: they hold few tokens.")
-
-    def _refuse_prompt_embeds(self) -> None:
-        if self.config.enable_prompt_embeds and self.spec.per_layer_input is not None:
-            raise UnsupportedOption(
-                f"--enable-prompt-embeds is not supported for {self.spec.architecture}.",
-                "Each of its layers has a further embedding of every token, which needs the token's id.",
-                "Leave the flag out.",
-                param="enable_prompt_embeds",
-            )
-
-    def _cpu_dtype(self) -> str:
-        """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit
-        weights 16 bits wide whatever the type of the activations."""
-        count, quantization = self.resident_bytes, self.config.quantization
-        as_float32, as_bfloat16 = (count("cpu", dtype, MIN_CONTEXT, quantization) for dtype in ("float32", "bfloat16"))
-        if 2 * as_float32 <= self.budgets[0] or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
-            return "float32"
-        self.notes.append(
-            f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "
-            f"half of the usable {format_bytes(self.budgets[0])}. --dtype float32 forces float32."
-        )
-        return "bfloat16"
 
     # -- sizes
 
@@ -476,23 +355,9 @@ class PlanAttempt:
             f"{format_bytes(needs[index])}.",
             f"{format_bytes(free)} are free, {format_bytes(reserve)} kept in reserve, utilisation "
             f"{self.config.gpu_memory_utilization:g}; weights take {format_bytes(rank.weights(1))}.",
-            self._rank_hint(needs),
+            _rank_hint(self.division, needs, self.budgets),
             param="tensor_parallel_size",
         )
-
-    def _rank_hint(self, needs: Sequence[int]) -> str:
-        """Return what would give each rank a share that it holds: other shares, a pipeline, a smaller model."""
-        division, hints = self.division, []
-        whole, budget = sum(needs), sum(self.budgets)
-        if division.shares:
-            gib = [max(1, round(own / 1024**3)) for own in self.budgets[: division.tensor]]
-            hints.append(f"--tensor-split {','.join(map(str, gib))}")
-        if division.layers:
-            hints.append("leave out --pipeline-layer-partition")
-        if division.tensor > 1 and whole <= budget:
-            hints.append(f"-pp {division.num_ranks}")
-        hints += ["more GPUs"] if whole > budget else []
-        return f"{', '.join([*hints, 'a smaller model'])} or a higher --gpu-memory-utilization."
 
     def _room_hint(self, need: int) -> str:
         usable = max(1, self.places[0][0] - self.places[0][1])
@@ -608,5 +473,55 @@ class PlanAttempt:
         return notes
 
 
-def _capability_name(gpu: Gpu) -> str:
-    return ".".join(map(str, gpu.compute_capability))
+def _refuse_prompt_embeds(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.enable_prompt_embeds and spec.per_layer_input is not None:
+        raise UnsupportedOption(
+            f"--enable-prompt-embeds is not supported for {spec.architecture}.",
+            "Each of its layers has a further embedding of every token, which needs the token's id.",
+            "Leave the flag out.",
+            param="enable_prompt_embeds",
+        )
+
+
+def _speeds(gpus: Sequence[Gpu | None]) -> list[float]:
+    """Return the memory bandwidth of each rank, or 1 for all of them if one is not known."""
+    speeds = [gpu.place.bandwidth if gpu else None for gpu in gpus]
+    return [1.0] * len(speeds) if None in speeds else [speed or 1.0 for speed in speeds]
+
+
+def _rank_hint(division: Division, needs: Sequence[int], budgets: Sequence[int]) -> str:
+    """Return what would give each rank a share that it holds: other shares, a pipeline, a smaller model."""
+    whole, budget, hints = sum(needs), sum(budgets), list[str]()
+    if division.shares:
+        gib = [max(1, round(own / 1024**3)) for own in budgets[: division.tensor]]
+        hints.append(f"--tensor-split {','.join(map(str, gib))}")
+    if division.layers:
+        hints.append("leave out --pipeline-layer-partition")
+    if division.tensor > 1 and whole <= budget:
+        hints.append(f"-pp {division.num_ranks}")
+    hints += ["more GPUs"] if whole > budget else []
+    return f"{', '.join([*hints, 'a smaller model'])} or a higher --gpu-memory-utilization."
+
+
+def _tier_bytes(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware, why_none: str, *, on_gpu: bool
+) -> tuple[int, int, int]:
+    """Return the most bytes of KV blocks that have left the cache: in RAM, there of preempted requests, on disk.
+
+    why_none: why the blocks of this model cannot move; empty: they can. Raises `UnsupportedOption` if tiers were asked
+    for that cannot be.
+    """
+    asked, swap_space = int((config.kv_offloading_size or 0) * 2**30), int((config.swap_space or 0) * 2**30)
+    disk, available = int(config.kv_disk_gib * 2**30), hardware.ram_available_bytes
+    if why_none and (asked or swap_space or disk):
+        set_ = [("--kv-disk-gib", disk), ("--kv-offloading-size", asked), ("--swap-space", swap_space)]
+        flag = next(flag for flag, size in set_ if size)
+        what = f"{flag} is not supported here: the KV blocks of {spec.architecture} stay in the cache."
+        why, hint = f"They cannot be kept elsewhere: {why_none}.", f"Leave out {flag}."
+        raise UnsupportedOption(what, why, hint, param=flag.removeprefix("--").replace("-", "_"))
+    if why_none:
+        return 0, 0, 0
+    if config.kv_offloading_size is None and on_gpu and available >= LEAST_RAM_BYTES:
+        asked = min(MOST_RAM_BYTES, available // 8)  # on a CPU the cache itself is in RAM
+    ram = max(asked, swap_space)
+    return ram, ram // 2 if config.swap_space is None else swap_space, disk
