@@ -95,7 +95,7 @@ class PlanAttempt:
             self._add_states()
         why_no_tiers = "" if config.enable_prefix_caching else "they have no names without --enable-prefix-caching"
         if in_processes:
-            why_no_tiers = "the model is divided over ranks or replicas, whose memory is that of other processes"
+            why_no_tiers = "the model is divided over several ranks or replicas, which have memory of their own"
         elif self.num_places:
             why_no_tiers = "it keeps recurrent states, which are not moved with the blocks"
         tiers = _tier_bytes(config, spec, hardware, why_no_tiers, on_gpu=self.gpu is not None)
