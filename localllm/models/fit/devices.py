@@ -410,7 +410,8 @@ def choose_dtype(
     if spec.latent is None:
         return dtype, note
     if gpu.compute_capability < (8, 0):  # its long rows need 16-bit matrix units
-        what, why = f"Latent attention is not supported by {gpu.name}.", f"It needs compute capability 8.0; {has}."
+        what = f"Latent attention is not supported by {gpu.name}."
+        why = f"Its kernels need compute capability 8.0; {has}."
         raise UnsupportedOption(what, why, "--device cpu", param="device")
     if dtype == "float32":
         raise UnsupportedOption(
