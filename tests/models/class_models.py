@@ -177,8 +177,8 @@ def composite_names() -> dict[str, str]:
     """Return the model that answers about pictures of every model type that has no causal one, by type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-    causal = class_names()
-    return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items() if kind not in causal}
+    others = {*class_names(), "shieldgemma2"}  # a classifier
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items() if kind not in others}
 
 
 def tiny_config(model_type: str) -> Any:
