@@ -120,6 +120,8 @@ def open_runner(
     served = served_as(spec, config, plan, base)
     slower = slower_graphs(served, device) if compares else ""
 
+    encoder = encoder_of(tower, spec, plan)
+
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
         avoids: frozenset[Feature] = base.avoids | frozenset({"graphs"}) if slower else base.avoids
         fitting, options = plan, choice.options(replace(base, avoids=avoids))
@@ -127,14 +129,14 @@ def open_runner(
             report("measuring one full step")
             measured = measure(
                 model, spec, plan, device, held_before, options, config.enable_prompt_embeds, drafter=drafter,
-                encoder=encoder_of(tower, spec, plan),
+                encoder=encoder,
             )  # fmt: skip
             fitting = replan(spec, config, plan, hardware, measured)
         kv, states, fitting = _allocate(spec, config, fitting, hardware, device, held_before)
         opened = None if drafter is None else _with_cache(drafter, spec, fitting, device, fitting.num_blocks)
         runner = open_on(
             kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options,
-            encoder=encoder_of(tower, spec, fitting),
+            encoder=encoder,
         )  # fmt: skip
         return runner, fitting
 

@@ -13,8 +13,9 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
 
 NOTE = "Text only: the vision part is not loaded."
-_OUTSIDE = r"(?!(model\.)?(language_model|text_model)\.|lm_head\.).*"
-"""Tensors that are not of a text part under one of the usual names."""
+WITHIN = r"(?:model\.)?(?:language_model|text_model)\."
+"""Begins the names of tensors of a text part under one of its usual names."""
+_OUTSIDE = rf"(?!{WITHIN}|lm_head\.).*"
 _VISION = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
 _ALONE = ("image_newline",)  # tensors of the whole model that the text part does not have
 

@@ -35,7 +35,7 @@ KV_DTYPES = {
     "k8v4": "k8v4", "int4": "int4", "int4_per_token_head": "int4",
 }  # fmt: skip
 """The names of kernels/kv_format.py by the values of the setting; others mean the model's type."""
-COUNTED_CONTEXT = 256  # tokens of context with which the two types of a CPU are compared
+MIN_CONTEXT = 256  # the smallest context worth starting with
 WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
 
 
@@ -359,6 +359,12 @@ def choose_kind(
     return division_of(config, 1, size), f"Pipeline of {size} stages: the GPUs are connected by {links}."
 
 
+def bandwidths(gpus: Sequence[Gpu | None]) -> list[float]:
+    """Return the memory bandwidth of each rank; none at all if one is not known."""
+    known = [gpu.place.bandwidth for gpu in gpus if gpu is not None and gpu.place.bandwidth is not None]
+    return known if len(known) == len(gpus) else []
+
+
 def exchange_times(
     spec: ModelSpec, gpus: Sequence[Gpu | None], weights_bytes: float, size: int
 ) -> tuple[float, float] | None:
@@ -366,11 +372,10 @@ def exchange_times(
 
     A token reads every weight once, and each layer adds up the ranks' results twice.
     """
-    speeds = [gpu.place.bandwidth if gpu is not None else None for gpu in gpus]
-    known = [speed for speed in speeds if speed is not None]
-    if len(known) < len(speeds) or not known:
+    speeds = bandwidths(gpus)
+    if not speeds:
         return None
-    saved = weights_bytes / min(known) * (1 - 1 / size)
+    saved = weights_bytes / min(speeds) * (1 - 1 / size)
     return saved, 2 * spec.num_layers * EXCHANGE_S[connection(gpus)]
 
 
@@ -426,7 +431,7 @@ def _of_cpu(config: EngineConfig, resident_bytes: ResidentBytes, budget: int) ->
     """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit weights
     16 bits wide whatever the type of the activations."""
     as_float32, as_bfloat16 = (
-        resident_bytes("cpu", dtype, COUNTED_CONTEXT, config.quantization) for dtype in ("float32", "bfloat16")
+        resident_bytes("cpu", dtype, MIN_CONTEXT, config.quantization) for dtype in ("float32", "bfloat16")
     )
     if 2 * as_float32 <= budget or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
         return "float32", ""

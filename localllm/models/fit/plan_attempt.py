@@ -23,7 +23,15 @@ from localllm.models.families import text_part
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.balance import SplitDevice
 from localllm.models.fit.cache_sizes import most_blocks, split_of, state_places
-from localllm.models.fit.devices import choose_dtype, choose_kv_dtype, exchange_note, free_and_reserve, too_old
+from localllm.models.fit.devices import (
+    MIN_CONTEXT,
+    bandwidths,
+    choose_dtype,
+    choose_kv_dtype,
+    exchange_note,
+    free_and_reserve,
+    too_old,
+)
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.pictures import GOOD_CONTEXT, most_tokens_to_try, picture_sizes, why_text_only
 from localllm.models.fit.rank_budget import (
@@ -54,7 +62,6 @@ TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that 
 LEAST_RAM_BYTES, MOST_RAM_BYTES = 8 * 2**30, 8 * 2**30
 """On a GPU, KV blocks are kept in RAM by themselves if so much of it is available, and in at most so much of it."""
 FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
-MIN_CONTEXT = 256  # the smallest context worth starting with
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
 CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
@@ -251,9 +258,10 @@ class PlanAttempt:
         shares = self.budgets if self.gpu else [budget // len(self.gpus) for budget in self.budgets]
         even = split_model(self.spec, [SplitDevice(1, 1)] * len(self.gpus), self.division, sizes, 0, unit)
         length = self.config.max_model_len or min(self.spec.max_position, SPLIT_CONTEXT)
+        speeds = bandwidths(self.gpus) or [1.0] * len(self.gpus)
         devices = [
             SplitDevice(share - rank.activations(length, 0) - rank.graphs - rank.comm, speed)
-            for rank, share, speed in zip(self._rank_memories(even), shares, _speeds(self.gpus), strict=True)
+            for rank, share, speed in zip(self._rank_memories(even), shares, speeds, strict=True)
         ]
         return split_model(self.spec, devices, self.division, sizes, length, unit)
 
@@ -389,9 +397,8 @@ class PlanAttempt:
                 f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit {self._place()}.",
                 f"{format_bytes(left)} are left ({self._budget_in_words()}) after the weights, "
                 f"which take {format_bytes(sum(rank.weights(length) for rank in self.ranks))}.",
-                "Leave out the flag, or set a smaller size.",
-                param="kv_cache_memory_bytes",
-            )
+                "Leave out the flag, or set a smaller size.", param="kv_cache_memory_bytes",
+            )  # fmt: skip
 
     def _refuse_context(self, asked: int, largest: int) -> None:
         need, planned = map(self._kv, (self.split.needs(asked), self._num_blocks(asked)))
@@ -478,15 +485,8 @@ def _refuse_prompt_embeds(config: EngineConfig, spec: ModelSpec) -> None:
         raise UnsupportedOption(
             f"--enable-prompt-embeds is not supported for {spec.architecture}.",
             "Each of its layers has a further embedding of every token, which needs the token's id.",
-            "Leave the flag out.",
-            param="enable_prompt_embeds",
-        )
-
-
-def _speeds(gpus: Sequence[Gpu | None]) -> list[float]:
-    """Return the memory bandwidth of each rank, or 1 for all of them if one is not known."""
-    speeds = [gpu.place.bandwidth if gpu else None for gpu in gpus]
-    return [1.0] * len(speeds) if None in speeds else [speed or 1.0 for speed in speeds]
+            "Leave the flag out.", param="enable_prompt_embeds",
+        )  # fmt: skip
 
 
 def _rank_hint(division: Division, needs: Sequence[int], budgets: Sequence[int]) -> str:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.bamba import time_step_limits
+from localllm.models.families.text_part import WITHIN
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.linear import Linear
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.transformers_backend.config_class import causal_classes, first_line, load_causal_config
 
-_TEXT_PART = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.*)")
+_TEXT_PART = re.compile(rf"{WITHIN}(?:model\.)?(.*)")
 """Names of tensors of a text part."""
 
 
@@ -41,9 +42,8 @@ def load_module(
         try:
             module = read_module(causal_classes(config)[0], path, config, dtype, state=_text_tensors(path), **options)
         except CorruptModel as error:
-            raise UnsupportedModel(
-                f"The text part of {spec.architecture} is not read alone.", f"{error.what} {error.why}"
-            ) from error
+            what = f"The text part of {spec.architecture} is not read alone."
+            raise UnsupportedModel(what, f"{error.what} {error.why}") from error
     else:
         module = read_module(AutoModelForCausalLM, path, config, dtype, **options)
     _remove_floor_of_time_steps(module)

@@ -40,9 +40,8 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
     config = load_causal_config(path, architecture, trust_remote_code=trust_remote_code)
     try:
         if getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModel(
-                f"{architecture} is not supported.", "It has an encoder; only decoders are supported."
-            )
+            why = "It has an encoder; only decoders are supported."
+            raise UnsupportedModel(f"{architecture} is not supported.", why)
         fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
         fields["max_position"] -= first_position(config)
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
