@@ -28,11 +28,11 @@ from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas, paused_collection
 from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
-from localllm.serving.loading import Loader
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import DRAIN_S, Phase
 from localllm.serving.reopen import put_to_sleep, wake_up
 from localllm.serving.served import ServedModel
+from localllm.serving.transitions import Loader
 from localllm.web.access.connection import fingerprint
 from localllm.web.access.keys import KeyRing, one_time_link
 from localllm.web.app import Server, bind, create_app
@@ -166,7 +166,7 @@ class _Serving:
                 opened = one_time_link(url, keys.owner_secret)
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, opened)
             stop = asyncio.create_task(self.stop.wait())
-            lost = asyncio.create_task(self.manager.device_lost())
+            lost = asyncio.create_task(self.manager.transitions.device_lost())
             idle = asyncio.create_task(self._idle())
             await asyncio.wait({serving, stop, lost, idle}, return_when=asyncio.FIRST_COMPLETED)
             for waiting in (stop, lost, idle):

@@ -85,10 +85,10 @@ def test_a_lent_model_refuses_and_answers_afterwards_as_before(
                 await refused
         assert retry_headers(told.value) == {"retry-after": "20"}
         with pytest.raises(ModelTuning):
-            manager.require_working()
+            manager.loads.require_working()
         borrower.stop.set()
         assert await loan == "done"
-        manager.require_working()
+        manager.loads.require_working()
         assert await tokens(manager) == said
 
     scenario(tiny_llama_path, play)
@@ -144,7 +144,7 @@ def test_a_lost_device_is_told_to_whoever_ends_the_process(tiny_llama_path: Path
         borrower.stop.set()
         with pytest.raises(DeviceLost):
             await loan
-        assert isinstance(await asyncio.wait_for(manager.device_lost(), 1), DeviceLost)
+        assert isinstance(await asyncio.wait_for(manager.transitions.device_lost(), 1), DeviceLost)
 
     scenario(tiny_llama_path, play)
 

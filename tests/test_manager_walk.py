@@ -23,15 +23,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMError, ModelNotFound
 from localllm.models.library.catalog import ResolvedModel
-from localllm.serving import lending, transitions
-from localllm.serving import manager as manager_module
+from localllm.serving import lending, loading, transitions
 from localllm.serving.entry import ModelLoading, ModelsBusy
 from localllm.serving.lease import Lease
-from localllm.serving.loading import Loader
-from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
+from localllm.serving.loading import STABLE_S
+from localllm.serving.manager import RETRY_S, ModelManager
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.reopen import SleepingModel
 from localllm.serving.served import LoadLimits, ModelCard, ServedModel
+from localllm.serving.transitions import Loader
 from tests.draws import draws
 from tests.web.pages_stub import stub_plan, stub_spec
 
@@ -496,7 +496,7 @@ def test_keep_alive_of_the_first_model() -> None:
         clock.now_s += 61
         await manager.tick()
         assert states(manager) == {"one": "unloaded"}
-        manager.require_working()  # the next request has it back
+        manager.loads.require_working()  # the next request has it back
         assert (await manager.acquire()).model.name == "one"
 
     play(story, keep_alive=60.0)
@@ -519,7 +519,7 @@ def test_a_failure_is_told_again_and_tried_again_later() -> None:
 
 def test_a_request_that_waits_too_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
-        monkeypatch.setattr(manager_module, "WAIT_S", 0.05)
+        monkeypatch.setattr(loading, "WAIT_S", 0.05)
         lease = await manager.acquire("one")
         with pytest.raises(ModelLoading, match=r"big is not ready after 0 s\. The present phase is find"):
             await manager.acquire("big")
@@ -551,7 +551,7 @@ def test_an_engine_that_crashed_is_loaded_again_unless_it_was_new() -> None:
         await until(lambda: manager.statuses()[0].state == "failed")
         assert memory.used == 0
         with pytest.raises(EngineCrashed):
-            manager.require_working()
+            manager.loads.require_working()
         with pytest.raises(EngineCrashed):
             await manager.acquire("one")
         clock.now_s += RETRY_S

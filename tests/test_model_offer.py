@@ -88,8 +88,8 @@ async def test_one_start_downloads_loads_and_switches(hub: LocalHub, loads: Load
         loads.gate.set()
         assert [*seen, *await reach(offer, "ready")][-2:] == ["loading", "ready"]
         manager = offer._manager
-        assert manager.default is not None
-        assert manager.default.name == "tiny"
+        assert manager.register.default is not None
+        assert manager.register.default.name == "tiny"
         assert manager.statuses()[0].expires_in_s is None, "it stays loaded, as a model of the command line does"
         assert await offer.find() is None
     assert hub.bytes_sent(WEIGHTS) == next(iter(hub.repos[NAME].commits.values()))[WEIGHTS].size
@@ -231,7 +231,7 @@ async def test_a_model_that_does_not_fit_after_all_says_so(
         await reach(offer, "failed")
         status = await offer.status(NAME)
         assert str(status.error) == str(loads.error)
-        default = offer._manager.default
+        default = offer._manager.register.default
         assert default is not None
         assert default.name == "demo", "the demo goes on answering"
         loads.error = None

@@ -20,7 +20,7 @@ from localllm.engine.request import RequestOptions
 from localllm.errors import RanksLost
 from localllm.llm import LLM
 from localllm.ranks.executor import RankExecutor
-from localllm.serving import manager as managing
+from localllm.serving import loading
 from localllm.serving.manager import ModelManager
 from localllm.serving.reopen import BareModel, open_engine
 from tests.adapters import make_tiny_adapter
@@ -95,7 +95,7 @@ async def test_a_manager_keeps_a_model_over_ranks(
     checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One story, since each start of ranks takes seconds: adapters, sleep, tuning, and deaths at any time."""
-    monkeypatch.setattr(managing, "STABLE_S", 0.0)
+    monkeypatch.setattr(loading, "STABLE_S", 0.0)
     manager = ModelManager()
     one = settings_for(checkpoint, device="cpu", lora_modules=(LoraModule("taught", str(adapter)),))
     await manager.start(replace(one, engine=replace(one.engine, max_model_len=512)))

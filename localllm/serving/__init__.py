@@ -5,7 +5,7 @@ pooling.py    the same for models that embed or score       register.py     from
 served.py     a model, its engine, names                    entry.py        one model's state and its leases
 reopen.py     a new engine on weights that stay loaded;     transitions.py  one change of a model's state at a time
               sleep: weights to host memory and back        lending.py      weights lent to a tuning run
-adapters.py   LoRA adapters of a model that runs            loading.py      the blocking calls, and the loading thread
+adapters.py   LoRA adapters of a model that runs            loading.py      loads in turn, each in a thread
 profiles.py   tuned settings; hashes of checkpoints         eviction.py     which model makes room for another
 phases.py     progress reports of a load                    compute.py      torch, its threads, free memory
 answers/      from a conversation to events, counts and whole answers, and the calls of tools

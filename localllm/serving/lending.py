@@ -1,7 +1,7 @@
 """Lend a model's weights to a tuning run, and reopen a model with other settings on the weights in memory.
 
 Both end the model's engine, keep its weights, and open an engine on them again (reopen.py).
-Does not know: how the other models are loaded and unloaded (manager.py), what a tuning run does.
+Does not know: how the other models are loaded and unloaded (loading.py), what a tuning run does.
 """
 
 from __future__ import annotations
@@ -9,55 +9,40 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from localllm.config.settings import Settings
 from localllm.errors import DeviceLost, LocalLLMError, UnsupportedOption
 from localllm.serving.compute import clear_tracebacks
-from localllm.serving.entry import ModelEntry, ModelNotLoaded, ModelStatus, ModelTuning
+from localllm.serving.entry import ModelEntry, ModelNotLoaded, ModelStatus
 from localllm.serving.eviction import reserved_bytes
-from localllm.serving.lease import Lease
-from localllm.serving.loading import in_compute_thread
+from localllm.serving.loading import ModelLoads, in_compute_thread
 from localllm.serving.phases import DRAIN_S
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel
-from localllm.serving.served import LoadLimits, ServedModel
-from localllm.serving.transitions import ModelTransitions, uncancelled
+from localllm.serving.served import LoadLimits
+from localllm.serving.transitions import uncancelled
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Loan:
-    """A model whose weights are lent, and the task that borrowed them."""
-
-    entry: ModelEntry
-    task: asyncio.Task[Any]
-
-
 class Lending:
     """Lends one model at a time. Meanwhile no other model is loaded or unloaded."""
 
-    def __init__(
-        self,
-        register: Register,
-        transitions: ModelTransitions,
-        claim: Callable[[ModelEntry], Awaitable[Lease[ServedModel]]],
-    ) -> None:
-        """claim: loads or wakes a model and returns a lease on it."""
-        self._register, self._transitions, self._claim = register, transitions, claim
-        self._loan: Loan | None = None
+    def __init__(self, register: Register, loads: ModelLoads) -> None:
+        self._register, self._transitions, self._claim = register, loads.transitions, loads.claim
+        self._borrower: asyncio.Task[Any] | None = None
 
     async def close(self) -> None:
         """Cancel the loan, and wait until the weights are back."""
-        if self._loan is not None:
-            self._loan.task.cancel()
-            await asyncio.wait({self._loan.task})
+        if self._borrower is not None:
+            self._borrower.cancel()
+            await asyncio.wait({self._borrower})
 
     async def lend(self, name: str, work: Callable[[BareModel, Settings], Result], stop: Callable[[], None]) -> Result:
         """Run `work` on a model's weights, on a thread of its own, and serve the model as before afterwards, even on
@@ -68,16 +53,14 @@ class Lending:
         a second loan, `ModelsBusy` when requests do not end within `DRAIN_S`, and what a load and `work` raise.
         """
         entry = await self._require_reopenable(name)
-        self.require_no_loan()
-        task = asyncio.current_task()
-        assert task is not None
-        self._loan = Loan(entry, task)
+        self._transitions.require_no_loan()
+        self._transitions.lent, self._borrower = entry, asyncio.current_task()
         try:
             async with self._transitions.turn:
                 await self._wait_until_idle(entry)
                 return await uncancelled(self._lend_now(entry, work), stop)
         finally:
-            self._loan = None
+            self._transitions.lent = self._borrower = None
 
     async def reopen(self, name: str, tuned: Mapping[str, Any]) -> ModelStatus:
         """Serve a model with the settings of a profile, on the weights already in memory. Its requests wait meanwhile.
@@ -92,7 +75,7 @@ class Lending:
         return entry.status(self._transitions.clock())
 
     async def _require_reopenable(self, name: str) -> ModelEntry:
-        self.require_no_loan()
+        self._transitions.require_no_loan()
         entry = self._register.require(name)
         with await self._claim(entry) as model:
             model.require("generate")
@@ -110,13 +93,6 @@ class Lending:
         await self._transitions.drain(entry, DRAIN_S, give_up=f"{entry.name} is busy.")
         if entry.served is None:
             raise ModelNotLoaded(f"{entry.name} is {entry.state}.", "Its state changed while this request waited.")
-
-    def require_no_loan(self) -> None:
-        """Raise `ModelTuning` while a model is lent."""
-        if self._loan is not None:
-            name = self._loan.entry.name
-            why = "A tuning run is using its weights. No model is loaded or unloaded until the run ends."
-            raise ModelTuning(f"{name} is being tuned.", why, "Try again after the run, or cancel the run at /tune.")
 
     async def _lend_now(self, entry: ModelEntry, work: Callable[[BareModel, Settings], Result]) -> Result:
         assert entry.served is not None

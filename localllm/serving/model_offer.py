@@ -75,7 +75,7 @@ class ModelOffer:
         A model that was started stays the offer until it is ready. Else the first of these: a pick with partial files,
         an installed pick, the best pick that fits.
         """
-        default = self._manager.default
+        default = self._manager.register.default
         if (started := await self.started()) is not None:
             return started
         if default is not None and (default.state == "loading" or not _is_demo(default)):
@@ -93,7 +93,7 @@ class ModelOffer:
     @property
     def is_pending(self) -> bool:
         """Return whether `find` would wait, because the suggested models have not been planned yet."""
-        default = self._manager.default
+        default = self._manager.register.default
         if default is not None and (default.state == "loading" or not _is_demo(default)):
             return False
         return bool(self._suggestions.all_picks()) and self._suggestions.known() is None

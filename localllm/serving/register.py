@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from localllm.config.settings import Settings, Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.serving.entry import ModelEntry, ModelLoading, ModelNotLoaded, ModelUnusable
-from localllm.serving.loading import Loader
 from localllm.serving.served import expected_name, short_name
+from localllm.serving.transitions import Loader
 
 KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
 
@@ -30,7 +30,7 @@ class Register:
 
     @property
     def default(self) -> ModelEntry | None:
-        """The last used ready model, else the last used of all models."""
+        """The model for a request without a name: the last used ready model, else the last used of all models."""
         return _used_last(self.entries)
 
     async def installed(self) -> dict[str, ModelEntry | None]:
@@ -133,8 +133,10 @@ class Register:
         able = [entry for entry in self.entries if entry.card is not None and entry.card.spec.task == task]
         return _used_last(able) or self.default
 
-    def find(self, name: str) -> ModelEntry | None:
-        """Return the model of that name, or the model that has an adapter of that name."""
+    def find(self, name: str | None) -> ModelEntry | None:
+        """Return the model of that name, or the model that has an adapter of that name; without a name, the default."""
+        if not name:
+            return self.default
         return self._by_name(name) or next((entry for entry in self.entries if entry.has_adapter(name)), None)
 
     def _by_name(self, name: str) -> ModelEntry | None:

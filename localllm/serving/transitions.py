@@ -2,8 +2,8 @@
 
     ready -> unloading (`drain`, until its requests have ended) -> sleeping (`put_to_sleep`) or unloaded (`unload`)
 
-`turn` is held during a change: a load, a sleep, an unload or a loan waits for it.
-Does not know: which model is loaded or unloaded, and why (manager.py, lending.py).
+`turn` is held during a change: a load, a sleep, an unload or a loan waits for it. `Loader` has the calls that do it.
+Does not know: which model is loaded or unloaded, and why (loading.py, manager.py, lending.py).
 """
 
 from __future__ import annotations
@@ -11,22 +11,55 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.entry import ModelEntry, ModelsBusy, UnloadCancelled
+from localllm.serving.compute import release_cached_memory
+from localllm.serving.entry import ModelEntry, ModelsBusy, ModelTuning, UnloadCancelled
 from localllm.serving.eviction import ready
-from localllm.serving.loading import Loader
-from localllm.serving.served import ServedModel
+from localllm.serving.phases import OnPhase
+from localllm.serving.reopen import BareModel, SleepingModel, close_engine, open_engine
+from localllm.serving.served import LoadLimits, ServedModel
+
+if TYPE_CHECKING:
+    from localllm.models.library.catalog import ResolvedModel
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 OnCrash = Callable[[ModelEntry, ServedModel, LocalLLMError], None]
+
+
+def _resolve(name: str, paths: bool) -> ResolvedModel:
+    from localllm.models.library.catalog import resolve_model
+
+    return resolve_model(name, paths=paths)
+
+
+def _list() -> Sequence[ResolvedModel]:
+    from localllm.models.library.catalog import list_models
+
+    return list_models()
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """The functions that load, sleep, wake and find models. All of them block."""
+
+    build: Callable[[Settings, OnPhase, LoadLimits], ServedModel]
+    sleep: Callable[[ServedModel], SleepingModel]
+    wake: Callable[[SleepingModel, Settings, OnPhase, LoadLimits], ServedModel]
+    resolve: Callable[[str, bool], ResolvedModel] = _resolve
+    list: Callable[[], Sequence[ResolvedModel]] = _list
+    close_engine: Callable[[ServedModel], BareModel] = close_engine
+    open_engine: Callable[[BareModel, EngineConfig, OnPhase, LoadLimits], ServedModel] = open_engine
+    release_cached_memory: Callable[[], None] = release_cached_memory
 
 
 class ModelTransitions:
@@ -39,8 +72,17 @@ class ModelTransitions:
         self.loader, self.entries, self.clock, self._on_crash = loader, entries, clock, on_crash
         self.turn = asyncio.Lock()
         self.closing = False
+        self.lent: ModelEntry | None = None  # its weights are lent: no model is loaded or unloaded
         self.baseline_bytes: int | None = None  # RSS of this process without any model
         self._lost: asyncio.Future[DeviceLost] | None = None
+
+    def require_no_loan(self) -> None:
+        """Raise `ModelTuning` while a model is lent."""
+        if self.lent is not None:
+            why = "A tuning run is using its weights. No model is loaded or unloaded until the run ends."
+            raise ModelTuning(
+                f"{self.lent.name} is being tuned.", why, "Try again after the run, or cancel the run at /tune."
+            )
 
     def mark_ready(self, entry: ModelEntry, model: ServedModel) -> None:
         woken = entry.asleep is not None

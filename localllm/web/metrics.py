@@ -473,7 +473,7 @@ def _labels(model: ServedModel, stats: EngineStats) -> list[str]:
 async def metrics(request: ApiRequest) -> ASGIResponse:
     """Metrics for Prometheus."""
     manager = manager_of(request)
-    manager.require_working()
+    manager.loads.require_working()
     aliases = request.app.state.settings.server.metrics_aliases
     registry = CollectorRegistry(auto_describe=False)
     engines = [(model, stats) for model in manager.ready for stats in stats_of_each(model)]

@@ -230,7 +230,7 @@ def test_a_server_without_the_hub_offers_files(hub: LocalHub, loads: Loads) -> N
 def test_a_server_that_has_loaded_nothing_offers_the_model(hub: LocalHub, loads: Loads) -> None:
     settings = Settings(EngineConfig(), ServerConfig(port=0, ui=True, load_at_start=False), picks=PICKS)
     with ManagedServer(settings) as live, httpx.Client(base_url=live.url, timeout=20, headers=HTML) as browser:
-        wait_until(lambda: live.manager.default is not None and "Tiny" in card(browser))
+        wait_until(lambda: live.manager.register.default is not None and "Tiny" in card(browser))
         assert buttons(card(browser)) == {"start": "Download and use (293 KiB)"}
         act(browser, "start")
         wait_until(lambda: card(browser) == "", LONG_S)

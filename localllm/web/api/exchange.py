@@ -192,7 +192,7 @@ def _replica_of(request: ApiRequest, model: ServedModel) -> int | None:
 def _refuse_remote(request: ApiRequest, name: str | None) -> None:
     """Raise `UnsupportedOption` if only other servers have the model: this endpoint is not passed on."""
     has = next((each.name for each in upstreams_of(request).all if name and each.lists(name)), None)
-    if has is not None and manager_of(request).register.find(name or "") is None:
+    if has is not None and manager_of(request).register.find(name) is None:
         raise UnsupportedOption(
             f"{request.scope['path']} is not passed on to other servers.",
             f"{name} is a model of {has}.",

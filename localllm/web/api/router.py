@@ -220,7 +220,7 @@ def _ready(request: ApiRequest) -> ServedModel:
 
 def _meant(request: ApiRequest) -> ModelEntry | None:
     manager, name = manager_of(request), request.query_params.get("model")
-    return manager.register.require(name) if name else manager.default
+    return manager.register.require(name) if name else manager.register.default
 
 
 def routes() -> list[ControllerRouterHandler]:

@@ -205,7 +205,7 @@ def test_a_server_that_has_loaded_nothing_has_a_composer(
     Loads(tmp_path / "made", monkeypatch)
     asked = Settings(EngineConfig(), ServerConfig(port=0, ui=True, load_at_start=False), picks=only_pick("org/tiny"))
     with ManagedServer(asked) as server, opened(chromium, 360, 740) as page:
-        wait_until(lambda: server.manager.default is not None)
+        wait_until(lambda: server.manager.register.default is not None)
         page.set_default_timeout(20_000)
         page.goto(server.url)
         assert re.search(r"demo is not loaded. Your first message loads it \([\d.]+ MiB\).", page.inner_text("#main"))

@@ -175,7 +175,7 @@ async def props(request: ApiRequest) -> ASGIResponse:
     """
     manager, name = manager_of(request), request.query_params.get("model")
     if not name:
-        if (default := manager.default) is None:
+        if (default := manager.register.default) is None:
             raise ModelLoading("The model is loading.", hint="Try again in a moment.")
         name = default.name
     model = await facts_of(manager, name)

@@ -221,7 +221,7 @@ async def _unload(
 ) -> ASGIResponse:
     require(request, "admin")
     manager, name = manager_of(request), plain_name(body.model)
-    entry = await manager.register.look_up(name) if name else manager.default
+    entry = await manager.register.look_up(name) if name else manager.register.default
     if isinstance(entry, ModelEntry) and entry.state not in ("unloaded", "failed"):
         await manager.unload(name or entry.name)
     shown = entry.name if isinstance(entry, ModelEntry) else name or ""

@@ -41,7 +41,7 @@ async def health(request: ApiRequest) -> ASGIResponse:
     engine is stuck.
     """
     try:
-        manager_of(request).require_working()
+        manager_of(request).loads.require_working()
     except LocalLLMError as error:
         if error.status >= 500:
             raise

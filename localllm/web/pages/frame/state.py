@@ -51,7 +51,7 @@ class PagesState:
     @property
     def card(self) -> ModelCard | None:
         """Facts about the model that the next message goes to; None while it loads, or after it failed to load."""
-        entry = self.manager.default
+        entry = self.manager.register.default
         return entry.card if entry is not None and entry.state not in ("loading", "failed") else None
 
     def elsewhere(self, name: str = "") -> str:
@@ -69,7 +69,7 @@ class PagesState:
 
     def pill(self, tick: Tick | None = None) -> StatusPill:
         """Return the header's status, from a tick or from the current state."""
-        entry = self.manager.default
+        entry = self.manager.register.default
         stats = tick.stats if tick is not None else self.stats()
         plan = self.served.plan if self.served is not None else None
         name, state = (entry.name, entry.state) if entry is not None else (None, "")
@@ -80,7 +80,7 @@ class PagesState:
         if found := self.elsewhere(model):
             servers = self.upstreams.servers_of(found)
             return StatusPill("idle", f"on {', '.join(servers)}" if servers else "not reached", found, is_brief=True)
-        entry = self.manager.register.find(model) if model else self.manager.default
+        entry = self.manager.register.find(model)
         if entry is None and model:
             return StatusPill("idle", "not loaded", model, is_brief=True)
         served = entry.served if entry is not None and entry.state == "ready" else None
@@ -88,7 +88,7 @@ class PagesState:
 
     def loading(self) -> Loading:
         """Return the progress of the load, or why it failed."""
-        return status.loading(self.manager.default)
+        return status.loading(self.manager.register.default)
 
     def live_parts(self, tick: Tick, *, waits: bool = False) -> dict[str, str]:
         """Return the live parts of every page by element id: the status pill, and the load progress on a page that

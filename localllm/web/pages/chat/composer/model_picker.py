@@ -61,7 +61,8 @@ class ModelPicker:
         """Return every model that can answer; the chat's own model first, even if it is gone."""
         manager = self._manager
         sizes = await self._sizes()
-        chosen = settings.get("model") or self._pages.elsewhere() or (manager.default.name if manager.default else "")
+        default = manager.register.default
+        chosen = settings.get("model") or self._pages.elsewhere() or (default.name if default else "")
         notes = {
             entry.name: _note(_STATES.get(entry.state, entry.state), _size(entry, sizes))
             for entry in manager.entries

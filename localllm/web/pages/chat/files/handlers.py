@@ -160,8 +160,7 @@ async def _num_tokens(state: ChatState, file: FileText, settings: Mapping[str, s
     """Return the token count, and whether it is an estimate: of a long file, or if the model that the message goes to
     is not loaded.
     """
-    name, manager = settings.get("model"), state.pages.manager
-    entry = manager.register.find(name) if name else manager.default
+    entry = state.pages.manager.register.find(settings.get("model"))
     if entry is None or entry.state != "ready" or entry.served is None:
         return estimated_tokens(file.text), True
     served = entry.served

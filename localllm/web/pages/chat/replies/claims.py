@@ -120,8 +120,7 @@ MODEL_WAIT_S = 1.0
 
 def entry_for(state: ChatState, settings: Mapping[str, str]) -> ModelEntry | None:
     """Return the model that the next message goes to, if the manager knows it."""
-    manager, name = state.pages.manager, settings.get("model")
-    return manager.register.find(name) if name else manager.default
+    return state.pages.manager.register.find(settings.get("model"))
 
 
 def served_for(state: ChatState, settings: Mapping[str, str]) -> ServedModel | None:
@@ -191,7 +190,7 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> C
             found.release()
             raise
         return Claim(found.model.name, lease, state.pages.cache_salt(owner), owner, offer)
-    default = state.pages.manager.default
+    default = state.pages.manager.register.default
     return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner), owner, offer)
 
 

@@ -156,7 +156,7 @@ async def chat_page(
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
-    entry, others = state.pages.manager.default, state.pages.upstreams
+    entry, others = state.pages.manager.register.default, state.pages.upstreams
     await others.looked()
     elsewhere = state.pages.elsewhere(settings.get("model", ""))
     waits = not elsewhere and state.pages.card is None and (entry is None or entry.state != "unloaded")
@@ -201,7 +201,7 @@ async def chat_page(
         list=await message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
         empty=empty,
-        loading=state.pages.loading() if waits and (offer is None or state.pages.manager.default is not None) else None,
+        loading=state.pages.loading() if waits and (offer is None or entry is not None) else None,
         offer=offer,
         undo=undo,
         notice=ErrorNotice(state.store.notice) if state.store.notice else None,

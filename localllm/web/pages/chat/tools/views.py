@@ -196,8 +196,7 @@ def tool_servers(state: ChatState, owner: str, settings: Mapping[str, str]) -> T
     servers = usable_servers(state, owner)
     if not servers:
         return None
-    name = settings.get("model")
-    entry = state.pages.manager.register.find(name) if name else state.pages.manager.default
+    entry = state.pages.manager.register.find(settings.get("model"))
     served = entry.served if entry is not None else None
     note = f"{served.shown_name} cannot call tools." if served is not None and not calls_tools(served) else ""
     choices = (_choice(state.mcp.state(server.name), settings) for server in servers)
