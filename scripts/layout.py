@@ -62,6 +62,12 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module: counts ask for them again and again."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
 def imports() -> tuple[Import, ...]:
     """Return every import of the package by the package: at the top, inside functions, and for type checkers."""
     found = ((name, imported, line) for name, path in modules().items() for imported, line in imported_names(path))
@@ -76,7 +82,7 @@ def imports() -> tuple[Import, ...]:
 def imported_names(path: Path) -> tuple[tuple[str, int], ...]:
     """Return each imported name, dotted, with its line; those of other packages too."""
     found: list[tuple[str, int]] = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

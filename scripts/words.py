@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from scripts.layout import PACKAGE, ROOT, modules, tree_of
+from scripts.layout import PACKAGE, ROOT, modules, nodes_of
 
 QUOTING = (Path(__file__), ROOT / "tests/test_words.py")  # these quote what is refused
 SUFFIXES = (".py", ".md", ".html", ".css", ".js")
@@ -47,7 +47,7 @@ def begins_with_half_a_sentence(docstring: str) -> bool:
 def docstrings() -> Iterator[tuple[str, str]]:
     """Yield the name and the docstring of every module, class and function that has one."""
     for module, path in modules().items():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text:
