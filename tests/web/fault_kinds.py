@@ -463,7 +463,7 @@ async def _imported(target: Target, text: str) -> str:
 async def forms_of_many_fields(target: Target) -> str:
     start = target.random.randrange(10**6)
     fields = urlencode({f"k{start + i}": "" for i in range(7000)}).encode()
-    path = target.random.choice(["/login", "/theme", "/settings/change", "/library/models", "/tune/run"])
+    path = target.random.choice(["/login", "/look", "/settings/change", "/library/models", "/tune/run"])
     return await exchange(target, form(path, fields[:99_000]))
 
 

@@ -15,7 +15,7 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.navigation import Page
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.status import status_pill
-from localllm.web.pages.frame.views import NUM_IN_BAR, THEMES
+from localllm.web.pages.frame.views import LOOKS, NUM_IN_BAR
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel, stub_plan
 
@@ -70,15 +70,33 @@ def test_each_page_is_in_the_bar_or_the_menu_and_marked_there(server: LiveServer
 def test_the_theme_has_one_word_everywhere(server: LiveServer) -> None:
     with browser_of(server) as browser:
         seen = []
-        for _ in range(len(THEMES) + 1):
+        for _ in range(len(LOOKS["theme"]) + 1):
             page = browser.get("/settings").text
             [shown] = re.findall(r"Theme: </span>(\w+)</span>", page)
-            [pressed] = re.findall(r'aria-pressed="true">(\w+)</button>', page)
+            [pressed] = re.findall(r'name="theme" value="\w+" aria-pressed="true">(\w+)</button>', page)
             assert shown == pressed
             seen.append(shown)
             [following] = re.findall(r'name="theme" value="(\w+)" title="Switch to', page)
-            browser.post("/theme", data={"theme": following})
-    assert seen == [*THEMES.values(), seen[0]]
+            browser.post("/look", data={"theme": following})
+    assert seen == [*LOOKS["theme"].values(), seen[0]]
+
+
+def test_a_browser_keeps_the_size_of_text_and_the_width_of_the_column(server: LiveServer) -> None:
+    with browser_of(server) as browser:
+        browser.post("/look", data={"text": "large", "column": "nonsense"})
+        page = browser.get("/").text
+    assert 'data-text="large"' in page
+    assert 'data-column="normal"' in page
+    assert 'data-theme="auto"' in page
+
+
+def test_the_pages_can_be_installed_as_an_app(server: LiveServer) -> None:
+    with browser_of(server) as browser:
+        [link] = re.findall(r'rel="manifest" href="([^"]+)"', browser.get("/").text)
+        told = browser.get(link)
+        assert told.headers["content-type"].startswith("application/manifest+json")
+        for icon in told.json()["icons"]:
+            assert browser.get(f"/static/{icon['src']}").headers["content-type"].startswith(icon["type"])
 
 
 def test_the_pill_counts_the_other_models_that_are_loaded() -> None:

@@ -1,5 +1,6 @@
 """Tools that servers run, in the chat, over a real socket: a scripted model calls them, real servers answer."""
 
+import html
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,16 +78,16 @@ def test_a_call_runs_after_consent_and_the_model_uses_its_result(chat: ChatPage,
     chat.send("2 + 40?", **choose("friendly"))
     assert '"name": "add"' in script.prompts[0]
     assert "Add two whole numbers." in script.prompts[0]
-    assert chat.shows("Run this on the server friendly?")
-    assert [url.rsplit("/", 1)[1] for url in buttons(chat)] == ["once", "always", "never"]
+    assert chat.shows("of friendly?")
+    assert [url.rsplit("/", 1)[1] for url in buttons(chat)] == ["once", "always", "later", "never"]
     assert chat.shows("Type the result instead")
     assert len(script.prompts) == 1, "nothing runs before the consent"
     decide(chat, "once")
     assert "<strong>42</strong>" in chat.html
     assert "<tool_response>\n42\n</tool_response>" in script.prompts[1]
-    assert chat.shows("Result of")
+    assert chat.shows("Called add of friendly")
     script.says(called("add", {"a": 1, "b": 1}))
-    assert chat.send("1 + 1?").shows("Run this on the server friendly?"), "allowed once is not allowed always"
+    assert chat.send("1 + 1?").shows("of friendly?"), "allowed once is not allowed always"
 
 
 def test_always_runs_by_itself_from_then_on_and_can_be_taken_back(chat: ChatPage, script: Script) -> None:
@@ -100,17 +101,35 @@ def test_always_runs_by_itself_from_then_on_and_can_be_taken_back(chat: ChatPage
     chat.browser.post("/chats/tools/revoke", data={"server": "plain", "tool": "tool"})
     assert "always allowed" not in tools_page(chat.browser)
     script.says(called())
-    assert chat.send("more").shows("Run this on the server plain?")
+    assert chat.send("more").shows("of plain?")
 
 
 def test_never_is_told_to_the_model_and_the_tool_is_no_longer_offered(chat: ChatPage, script: Script) -> None:
     script.says(called(), "A pity.")
     decide(chat.send("go"), "never")
     assert chat.reply.text == "A pity."
-    assert runs.NEVER in script.prompts[1]
+    assert runs.DECLINED["never"] in script.prompts[1]
     chat.send("again")
     assert "Does things" not in script.prompts[-1]
     assert "never run" in tools_page(chat.browser)
+
+
+def test_never_can_be_undone_at_once(chat: ChatPage, script: Script) -> None:
+    script.says(called(), "A pity.")
+    decided = decide(chat.send("go"), "never", scripted=True)
+    (undo,) = re.findall(r'<form class="undo" action="([^"]+)"', decided.text)
+    chat.browser.post(html.unescape(undo))
+    assert "never run" not in tools_page(chat.browser)
+    chat.send("again")
+    assert "Does things" in script.prompts[-1]
+
+
+def test_not_now_declines_this_call_and_the_next_one_asks_again(chat: ChatPage, script: Script) -> None:
+    script.says(called(), "As you wish.", called())
+    decide(chat.send("go"), "later")
+    assert runs.DECLINED["later"] in script.prompts[1]
+    assert chat.reply.text == "As you wish."
+    assert chat.send("again").shows("of plain?")
 
 
 def test_several_calls_each_ask_and_continue_together(chat: ChatPage, script: Script) -> None:
@@ -139,7 +158,7 @@ def test_with_scripts_the_page_follows_the_calls_to_the_next_reply(chat: ChatPag
     calls = stream_url(ended[ended.rindex("outerMorph") :])
     assert calls.endswith("/calls")
     chat.html = listen(chat.browser, calls)
-    assert chat.shows("Run this on the server plain?")
+    assert chat.shows("of plain?")
     assert not stream_urls(chat.html), "nothing to follow while it asks"
     decide(chat, "always", scripted=True)
     if "/calls" in "".join(stream_urls(chat.html)):
@@ -230,7 +249,7 @@ def test_two_servers_with_one_name_for_a_tool_are_told_apart(chat: ChatPage, scr
     script.says(called("long_tool"), "Fine.")
     chat.send("go", **choose("plain", "long"))
     assert '"name": "plain_tool"' in script.prompts[0]
-    assert chat.shows("Run this on the server long?")
+    assert chat.shows("of long?")
 
 
 def test_what_nobody_offered_runs_nothing(chat: ChatPage, script: Script) -> None:
@@ -241,7 +260,7 @@ def test_what_nobody_offered_runs_nothing(chat: ChatPage, script: Script) -> Non
     chat.send("never mind")
     assert chat.post(once).status_code == 400, "the chat has gone on"
     none = ChatPage(chat.browser).send("go", **choose())
-    assert not none.shows("Run this")
+    assert not none.shows("Allow once")
     assert "Does things" not in script.prompts[-1]
     assert chat.browser.post(once, headers={"origin": "http://evil.example"}).status_code == 403
 

@@ -47,7 +47,7 @@ def replies(chat: ChatPage) -> list[Message]:
 
 def test_an_edited_reply_is_a_version_that_says_so_and_that_the_next_turn_reads(served: Pages, asked: ChatPage) -> None:
     first, urls = asked.reply, asked.urls
-    assert "Save as a new version" in asked.browser.get(f"{first.url}/edit").text
+    assert ">Save</button>" in asked.browser.get(f"{first.url}/edit").text
     first.do("edit", message="My **own** answer.")
     assert asked.reply.says("edited by you")
     assert (asked.reply.text, asked.reply.version) == ("My own answer.", "2/2")

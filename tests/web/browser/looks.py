@@ -36,10 +36,11 @@ def until(page: Page, expression: str) -> None:
 
 
 def small_targets(page: Page) -> list[str]:
-    """Controls that are too low for a finger."""
-    script = """[...document.querySelectorAll('a, button, summary, select, input:not([type=hidden])')]
+    """Controls that are too low for a finger, or where there is a mouse, for that."""
+    script = """(() => { const least = matchMedia("(pointer: fine)").matches ? 32 : 44;
+        return [...document.querySelectorAll('a, button, summary, select, input:not([type=hidden])')]
         .filter(e => e.checkVisibility() && !e.matches('.skip, .hidden, .text-link, .prose *, .field__note *'))
         .filter(e => !['checkbox', 'radio'].includes(e.type))
-        .filter(e => e.getBoundingClientRect().height < 44).map(e => e.outerHTML.slice(0, 120))"""
+        .filter(e => e.getBoundingClientRect().height < least).map(e => e.outerHTML.slice(0, 120)) })()"""
     found: list[str] = page.evaluate(script)
     return found

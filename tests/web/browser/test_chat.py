@@ -34,7 +34,7 @@ def test_edit_regenerate_and_switch_between_versions(open_page: Open) -> None:
     page.click(".message--user [data-key=e]")
     until(page, "document.activeElement.value === 'first'")
     page.keyboard.type(" and more")
-    page.click("text=Send as a new branch")
+    page.click(".edit button[type=submit]")
     page.wait_for_selector(".message--user .versions")
     until(page, f"{SHOWN_TEXT}.join() === 'first and more'")
     page.wait_for_selector(".figures")
@@ -128,7 +128,7 @@ def test_small_screens_have_the_list_behind_a_button(open_page: Open, width: int
     assert not page.locator("#chat-list").is_visible()
     page.click(".head__chats")
     small = """[...document.querySelectorAll('#side a, #side input')].filter(e => e.offsetParent)
-        .filter(e => e.getBoundingClientRect().height < 44).map(e => e.outerHTML.slice(0, 80))"""
+        .filter(e => e.getBoundingClientRect().height < 32).map(e => e.outerHTML.slice(0, 80))"""
     assert page.evaluate(small) == []
     page.locator("#chat-list .chats__more").first.click()
     page.wait_for_selector("#manage[open]")
@@ -170,7 +170,7 @@ def test_without_scripts_everything_is_a_page(open_page: Open) -> None:
     page.click("[data-send]")
     page.click(".message--user [aria-label=Edit]", force=True)
     page.fill(".edit__text", "plainer")
-    page.click("text=Send as a new branch")
+    page.click(".edit button[type=submit]")
     page.click(".message--user [aria-label='Previous version']", force=True)
     assert page.locator(".message__text").inner_text() == "plain"
     page.click(".head__more")

@@ -89,7 +89,7 @@ class ChatTour(Tour):
 
     def tool(self) -> None:
         self._ask("What time is it in Tokyo?")
-        self.page.get_by_text("Run this on the server clock?").wait_for()
+        self.page.get_by_text("of clock?").wait_for()
         self.picture("tool")
         self.press("Allow once")
         self.page.get_by_text("nine hours ahead").wait_for()
@@ -134,7 +134,7 @@ class ChatTour(Tour):
     def another_answer(self) -> None:
         self._choose("Edit the answer")
         self.hand.write(self.page.locator(".edit__text"), "A list of blocks.")
-        self.press("Save as a new version")
+        self.press("Save")
         self.page.locator(".message__mark").wait_for()
         self._choose("New chat from here")
         self.page.locator(".head__title:text('(2)')").wait_for()

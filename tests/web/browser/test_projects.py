@@ -148,7 +148,7 @@ def test_a_project_by_keyboard_and_chosen_chats(open_page: Open) -> None:
     page.select_option("#chat-project", label="Kernels")
     page.click("#manage >> text=Move")
     page.wait_for_selector(".head__project[aria-label='Project Kernels']")
-    hand.press(page.locator(".side__foot").get_by_role("link", name="All chats"))
+    hand.press(page.locator(".side__pages").get_by_role("link", name="All chats"))
     page.wait_for_selector("#selection")
     check(page)
     page.check("[data-choose-all]")

@@ -41,13 +41,13 @@ def test_a_person_allows_a_tool_always_and_the_chat_goes_on_by_itself(chromium: 
         page.goto(f"{tooled.url}/")
         page.get_by_label("Message", exact=True).fill("go")
         page.get_by_label("Message", exact=True).press("Enter")
-        page.get_by_text("Run this on the server files?").wait_for()
+        page.get_by_text("Run tool of files?").wait_for()
         assert overflow(page) == 0
         assert small_targets(page) == []
         for scheme in ("dark", "light"):
             page.emulate_media(color_scheme=scheme)
             assert serious(page) == []
-        always = page.get_by_role("button", name="Always for this tool")
+        always = page.get_by_role("button", name="Always")
         always.focus()
         page.keyboard.press("Enter")
         page.get_by_text("The tool was called.").wait_for()

@@ -212,7 +212,7 @@ def test_two_models_are_compared_an_answer_is_edited_and_the_chat_copied(
     look()
     page.keyboard.press("ControlOrMeta+a")
     page.keyboard.type("My own words")
-    page.get_by_role("button", name="Save as a new version").press("Enter")
+    page.get_by_role("button", name="Save", exact=True).press("Enter")
     page.locator(".message__mark").wait_for()
     menu(page, "New chat from here")
     page.locator(f".head__title:text('question {width} (2)')").wait_for()

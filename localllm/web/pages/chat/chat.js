@@ -11,7 +11,14 @@
       event.preventDefault();
       if (text.value.trim() && find("[data-send]")) text.form.requestSubmit(find("[data-send]"));
     } else if (event.key === "Escape") {
+      const edit = event.target.closest(".edit");
+      if (edit) return event.target.value === event.target.defaultValue && edit.querySelector("[data-cancel]").click();
       if (!closeDrawer()) find("[data-stop]")?.click();
+    } else if (event.key === "Enter" && event.target.matches(".edit__text") && !event.isComposing) {
+      const isAnswer = event.target.closest(".message--assistant");
+      if (isAnswer ? !event.ctrlKey && !event.metaKey : event.shiftKey) return;
+      event.preventDefault();
+      event.target.form.requestSubmit();
     }
   });
 
@@ -130,6 +137,18 @@
       text.form.requestSubmit(find("[data-send]"));
     });
   }
+
+  // The title of the tab says that a reply is being written, and that it is there while another tab is in front.
+  let wrote = false, unseen = false;
+  const mark = () => {
+    const writes = Boolean(find('.message[aria-busy="true"]'));
+    unseen = document.hidden && (unseen || (wrote && !writes));
+    wrote = writes;
+    const title = (writes ? "● " : unseen ? "✓ " : "") + document.title.replace(/^[●✓] /, "");
+    if (title !== document.title) document.title = title;
+  };
+  document.addEventListener("visibilitychange", mark);
+  if (find("#messages")) new MutationObserver(mark).observe(find("#messages"), { childList: true, subtree: true, attributeFilter: ["aria-busy"] });
 
   // Keep the end of the conversation in view unless the user has scrolled away.
   const scroller = find("#chat-scroll");

@@ -62,7 +62,7 @@
   document.querySelectorAll("[data-passing]").forEach(pass);
 
   // j and k move between messages; e, r and c act on the focused one, else on the last that supports it.
-  const messages = () => [...document.querySelectorAll(".message")];
+  const messages = () => [...document.querySelectorAll(".message:not(.message--results)")];
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     if (event.key === "ArrowUp" && event.target.id === "composer-message" && !event.target.value) {

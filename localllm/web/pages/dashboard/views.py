@@ -326,7 +326,7 @@ def _waiting(stats: EngineStats, minute_ago: EngineStats | None, plot: Sparkline
         return Headline("waiting", "Time to first token", "–", "", "No request yet", plot)
     value, _, unit = format_seconds(median).rpartition(" ")
     since = "last minute" if recent is not None else "since start"
-    note = f"half wait less; 19 of 20 at most {format_seconds(most)}, {since}"
+    note = f"95 % within {format_seconds(most)}, {since}"
     return Headline("waiting", "Time to first token", value, unit, note, plot)
 
 

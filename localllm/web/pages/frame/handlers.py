@@ -1,4 +1,4 @@
-"""The routes that belong to no single page: static files, the live status pill, the theme, sign-in, `/dev/patterns`.
+"""The routes that belong to no single page: static files, the live status pill, the look, sign-in, `/dev/patterns`.
 
 Does not know: what the pages show.
 """
@@ -17,7 +17,7 @@ from localllm.web.access.scopes import Paths, RouteRules
 from localllm.web.api.own.health import knock
 from localllm.web.pages.frame import login, patterns
 from localllm.web.pages.frame.live import live_stream, sse
-from localllm.web.pages.frame.navigation import choose_theme
+from localllm.web.pages.frame.navigation import choose_look
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
 from localllm.web.pages.frame.state import PagesState, pages_state
@@ -25,7 +25,7 @@ from localllm.web.pages.frame.static import static_files
 from localllm.web.pages.frame.views import LiveUpdate
 
 STATUS_EVERY_S = 1.0
-RULES = RouteRules(infer=Paths("/theme", "/dev/patterns", "/static/*", "/live/status"), linked=Paths("/login"))
+RULES = RouteRules(infer=Paths("/look", "/dev/patterns", "/static/*", "/live/status"), linked=Paths("/login"))
 FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -83,4 +83,4 @@ def update_event(tick: Tick, page: str, parts: dict[str, str]) -> bytes:
     return tick.cached(f"update {page} {' '.join(parts)}", lambda: sse(render(LiveUpdate(parts))))
 
 
-HANDLERS = (static_file, live_status, knock, choose_theme, patterns.patterns_page, *login.HANDLERS)
+HANDLERS = (static_file, live_status, knock, choose_look, patterns.patterns_page, *login.HANDLERS)

@@ -1,5 +1,5 @@
 """The description of a page, and the frame around every page: the navigation bar, the status pill in the header, the
-theme.
+look that a browser has chosen.
 
 Each page has one `Page` in the `__init__.py` of its folder; `web/pages/__init__.py` lists them.
 Does not know: the pages.
@@ -20,7 +20,7 @@ from litestar.response import Redirect
 from localllm.web.access.auth import session_key
 from localllm.web.access.keys import KeyRing
 from localllm.web.access.scopes import RouteRules
-from localllm.web.pages.frame.views import THEMES, NavEntry, Shell, StatusPill, Theme
+from localllm.web.pages.frame.views import LOOKS, NavEntry, Shell, StatusPill
 
 Hook = Callable[[Litestar], Awaitable[None]]
 
@@ -36,7 +36,6 @@ class Page:
     on_shutdown: tuple[Hook, ...] = ()
 
 
-THEME_COOKIE = "localllm_theme"
 A_YEAR_S = 365 * 24 * 3600
 
 
@@ -52,7 +51,7 @@ def shell(
     entries: tuple[NavEntry, ...] = request.app.state["navigation"]
     keys: KeyRing = request.app.state.key_ring
     can_log_out = keys.is_locked and session_key(keys, request.scope) is not None
-    return Shell(title, here, entries, pill, theme_of(request), live_url, refresh_s, can_log_out)
+    return Shell(title, here, entries, pill, look_of(request), live_url, refresh_s, can_log_out)
 
 
 def entry_of(request: Request[Any, Any, Any]) -> NavEntry | None:
@@ -62,21 +61,23 @@ def entry_of(request: Request[Any, Any, Any]) -> NavEntry | None:
     return next((entry for entry in entries if path == entry.url or path.startswith(f"{entry.url}/")), None)
 
 
-def theme_of(request: Request[Any, Any, Any]) -> Theme:
-    """Return the theme that this browser chose; default: same as the system."""
-    chosen = request.cookies.get(THEME_COOKIE)
-    return next((theme for theme in THEMES if theme == chosen), "auto")
+def look_of(request: Request[Any, Any, Any]) -> dict[str, str]:
+    """Return what this browser chose of the pages' looks."""
+    chosen = {name: request.cookies.get(f"localllm_{name}", "") for name in LOOKS}
+    return {name: chosen[name] if chosen[name] in values else next(iter(values)) for name, values in LOOKS.items()}
 
 
-@post("/theme", status_code=303)
-async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
-    """Set the theme (light, dark, same as the system), then return to the page."""
+@post("/look", status_code=303)
+async def choose_look(request: Request[Any, Any, Any]) -> Redirect:
+    """Set the theme, the size of text or the width of the chat's column, then return to the page."""
     form = await request.form()
-    chosen = form.get("theme")
-    theme = chosen if isinstance(chosen, str) and chosen in THEMES else "auto"
-    cookie = Cookie(key=THEME_COOKIE, value=theme, max_age=A_YEAR_S, httponly=True, samesite="strict")
+    cookies = [
+        Cookie(key=f"localllm_{name}", value=str(form[name]), max_age=A_YEAR_S, httponly=True, samesite="strict")
+        for name, values in LOOKS.items()
+        if form.get(name) in values
+    ]
     page = urlsplit(request.headers.get("referer", "")).path
-    return Redirect(own_path(page), status_code=303, cookies=[cookie])
+    return Redirect(own_path(page), status_code=303, cookies=cookies)
 
 
 def own_path(path: object) -> str:

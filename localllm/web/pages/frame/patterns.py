@@ -42,7 +42,8 @@ def samples(pages: Sequence[Page]) -> list[v.View]:
     pill = v.StatusPill("ready", "ready", "demo", 0.0, 0.02)
 
     def shell(here: str) -> v.Shell:
-        return v.Shell("Sample", here, entries, pill, "auto", "/live/status", 2, can_log_out=True)
+        look = {name: next(iter(values)) for name, values in v.LOOKS.items()}
+        return v.Shell("Sample", here, entries, pill, look, "/live/status", 2, can_log_out=True)
 
     found = _shared(shell(""))
     for page in pages:

@@ -18,7 +18,7 @@ from pathlib import Path
 PAGES = Path(__file__).resolve().parent.parent
 """Holds a folder for each page, with its files; `frame` holds those of every page."""
 VENDOR = PAGES / "frame" / "vendor"
-SERVED = (".css", ".js", ".svg", ".txt", ".png", ".toml")
+SERVED = (".css", ".js", ".svg", ".txt", ".png", ".toml", ".webmanifest")
 JOINED = {"chat.js": ("chats.js", "messages.js")}
 """Scripts that are served behind another, in one file: one request, and together they compress better."""
 _UNREAD = re.compile(rb"^\s*//.*\n|^[^\S\n]+", re.MULTILINE)

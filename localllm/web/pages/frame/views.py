@@ -7,15 +7,18 @@ them with the filters of `render.py`. Each page has its own in its `views.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar, dataclass_transform
 
 State = Literal["loading", "ready", "busy", "error", "idle"]
-Theme = Literal["auto", "light", "dark"]
 
-THEMES: dict[Theme, str] = {"auto": "System", "light": "Light", "dark": "Dark"}
-"""The themes, with the name that pages show. Each switches to the next, and the last one to the first."""
+LOOKS = {
+    "theme": {"auto": "System", "light": "Light", "dark": "Dark"},
+    "text": {"normal": "Normal text", "large": "Large text", "larger": "Larger text"},
+    "column": {"normal": "Normal column", "wide": "Wide column"},
+}
+"""What a browser chooses of the pages' looks: the values of each choice with their names. The first is the default."""
 
 Kind = TypeVar("Kind", bound="View")
 
@@ -105,7 +108,7 @@ class Shell:
     here: str  # the key of the current entry
     entries: tuple[NavEntry, ...]
     pill: StatusPill
-    theme: Theme
+    look: Mapping[str, str]  # a value for each of `LOOKS`
     live_url: str  # URL of the page's live events; empty: the page has none
     refresh_s: int | None  # seconds between reloads when scripts are off; None: no reload
     can_log_out: bool = False  # this browser has logged in with a key
@@ -124,13 +127,13 @@ class Shell:
         return any(entry.key == self.here for entry in self.in_menu)
 
     @property
-    def themes(self) -> dict[Theme, str]:
-        return THEMES
+    def looks(self) -> dict[str, dict[str, str]]:
+        return LOOKS
 
     @property
-    def next_theme(self) -> Theme:
-        names = list(THEMES)
-        return names[(names.index(self.theme) + 1) % len(names)]
+    def next_theme(self) -> str:
+        names = list(LOOKS["theme"])
+        return names[(names.index(self.look["theme"]) + 1) % len(names)]
 
 
 @dataclass(frozen=True, slots=True)

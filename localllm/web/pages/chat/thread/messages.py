@@ -32,6 +32,7 @@ from localllm.web.pages.chat.tools.views import (
     ToolCallCard,
     ToolNotes,
     ToolResult,
+    answered,
     call_cards,
     follows_calls,
     result_form,
@@ -133,6 +134,7 @@ class ChatMessage(View):
     calls: tuple[ToolCallCard | ToolNotes, ...] = ()
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
+    is_folded: bool = False  # the calls before it show its results
     files: tuple[AttachmentChip, ...] = ()
     sources: Sources | None = None  # passages of long files that the model read before it answered
     is_left_out: bool = False  # the model does not read it any more
@@ -351,10 +353,13 @@ async def message_list(
         ]
     )
     num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
-    views: list[ChatMessage | ComparedReplies] = [
-        replace(one_message(chat_id, message, replies.get(message.id), editing=editing), is_left_out=at < num_left_out)
-        for at, message in enumerate(messages)
-    ]
+    views: list[ChatMessage | ComparedReplies] = []
+    for at, message in enumerate(messages):
+        shown = one_message(chat_id, message, replies.get(message.id), editing=editing)
+        if "results" in message.details and views and isinstance(called := views[-1], ChatMessage) and called.calls:
+            views[-1] = replace(called, calls=answered(called.calls, message.details), result_form=None)
+            shown = replace(shown, is_folded=True)
+        views.append(replace(shown, is_left_out=at < num_left_out))
     if branch.beside:
         views[-1] = _comparison(replies, chat_id, [branch.messages[-1], *branch.beside])
     last = messages[num_left_out - 1].id if 0 < num_left_out <= len(messages) else ""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlencode
 
 from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat.replies.claims import usable_servers
+from localllm.web.pages.chat.sidebar.views import Undo
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.thread import messages as m
@@ -37,12 +39,13 @@ CALLS = "/c/{conversation_id:str}/m/{message_id:str}/calls"
     status_code=200, request_max_body_size=MAX_BODY_BYTES,
 )  # fmt: skip
 async def decide(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Run a call once or always, never run its tool, or stop it."""
+    """Run a call once or always, decline it this time, never run its tool, or stop it."""
     runs, path = tool_runs_of(request.app), request.path_params
     chat, message = await requested_message(request)
     round_ = await runs.decide(owner_of(request), chat, message, path["number"], path["decision"])
     if is_scripted(request):
-        return html(await _update(request, chat, "Running the call" if round_.busy else ""))
+        undo = _undo_never(chat, message, path["number"]) if path["decision"] == "never" else None
+        return html(await _update(request, chat, "Running the call" if round_.busy else "", undo))
     await runs.until_done(round_)
     await runs.until_chat_rests(round_.next_id)
     return Redirect(f"/c/{chat.id}#m-{round_.next_id or message.id}", status_code=303)
@@ -74,9 +77,15 @@ async def _progress(request: Request[Any, Any, Any], chat: Chat, message: Stored
     return sse(render(CallsProgress(m.one_message(chat.id, now, state.replies.get(message.id)), says)))
 
 
-async def _update(request: Request[Any, Any, Any], chat: Chat, announcement: str) -> Any:
+def _undo_never(chat: Chat, message: StoredMessage, number: int) -> Undo:
+    call = message.details["calls"][number]
+    asked_again = urlencode({"server": call["server"], "tool": call["tool"], "back": f"/c/{chat.id}"})
+    return Undo(f"{call['tool']} is never run.", f"/chats/tools/revoke?{asked_again}")
+
+
+async def _update(request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None) -> Any:
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat.id)
-    return await v.update(request, chat, announcement)
+    return await v.update(request, chat, announcement, undo)
 
 
 @get("/chats/tools")
@@ -92,7 +101,7 @@ async def tools_panel(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/chats/tools/revoke", status_code=303)
 async def revoke_consent(request: Request[Any, Any, Any]) -> Redirect:
     """Have a tool ask again."""
-    form = await fields_of(request)
+    form = {**request.query_params, **await fields_of(request)}
     await chat_state(request).store.call(
         Chats.revoke_consent, owner_of(request), form.get("server", ""), form.get("tool", "")
     )

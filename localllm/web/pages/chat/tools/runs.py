@@ -31,8 +31,11 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT = 200
 """Rounds in memory; of older ones the calls ask again."""
-DECISIONS = ("once", "always", "never", "stop")
-NEVER = "The user does not allow this tool. Do not call it again."
+DECISIONS = ("once", "always", "later", "never", "stop")
+DECLINED = {
+    "later": "The user declined this call this time.",
+    "never": "The user does not allow this tool. Do not call it again.",
+}
 WENT_ON = (
     "The results were not sent.",
     "The chat went on while the call ran.",
@@ -81,7 +84,7 @@ class ToolRuns:
             for n, each in enumerate(calls)
             if each and (each["server"], each["tool"]) == (call["server"], call["tool"])
         ]
-        for n in [number] if decision == "once" else same:
+        for n in [number] if decision in ("once", "later") else same:
             if round_.runs[n].state == "asks":
                 self._answer(round_, n, decision)
         await self._advance(round_)
@@ -167,8 +170,8 @@ class ToolRuns:
     def _answer(self, round_: Round, number: int, decision: str) -> None:
         run = round_.runs[number]
         run.note = ""
-        if decision == "never":
-            run.state, run.text = "done", NEVER
+        if decision in DECLINED:
+            run.state, run.text = "done", DECLINED[decision]
         else:
             run.state = "running"
             run.task = self._spawn(self._run(round_, number, run))

@@ -33,7 +33,7 @@ class ToolCallCard(View):
     server: str = ""  # the server of the tool; empty: the result is typed
     state: Literal["asks", "running", "done"] = "asks"  # of a call to a server
     note: str = ""  # why it asks again
-    text: str = ""  # the result, before it is sent with those of the other calls
+    text: str = ""  # the result
     url: str = ""  # of the call; each decision is a path below it
 
 
@@ -152,6 +152,19 @@ def _card(url: str, details: Mapping[str, Any], number: int) -> ToolCallCard:
         note=stored.get("note", ""),
         text=stored.get("result", ""),
         url=f"{url}/calls/{number}",
+    )
+
+
+def answered(
+    cards: Sequence[ToolCallCard | ToolNotes], details: Mapping[str, Any]
+) -> tuple[ToolCallCard | ToolNotes, ...]:
+    """Return the calls of a reply with the results that the message after it carries."""
+    given = iter(results(details))
+    return tuple(
+        replace(card, state="done", text=next(given, ToolResult("", "")).text)
+        if isinstance(card, ToolCallCard) and not card.broken
+        else card
+        for card in cards
     )
 
 
