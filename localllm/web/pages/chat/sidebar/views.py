@@ -244,8 +244,9 @@ def row(found: FoundChat, current: Chat | None = None) -> ChatRow:
 
 
 def when(unix_s: float) -> str:
-    """Return a time in the server's time zone, such as 23 Nov 2026, 08:14."""
-    return datetime.fromtimestamp(unix_s).strftime("%d %b %Y, %H:%M").lstrip("0")
+    """Return a time in the server's time zone, such as 23 Nov 2026, 08:14; of today, the time alone."""
+    then, today = datetime.fromtimestamp(unix_s), datetime.fromtimestamp(time.time()).date()
+    return then.strftime("%H:%M" if then.date() == today else "%d %b %Y, %H:%M").lstrip("0").rjust(5, "0")
 
 
 def _told_apart(groups: Sequence[ChatGroup]) -> tuple[ChatGroup, ...]:
