@@ -1,4 +1,4 @@
-"""GPT-2 and decoders of its time: GPT-J, GPT-NeoX, OPT, StarCoder 1.
+"""GPT-2 and decoders like it: GPT-J, GPT-NeoX, OPT, StarCoder 1, Phi 1 and 2.
 
 GPT-2, and StarCoder 1, which is GPT-2 with one key head for all: learned positions, LayerNorm, biases, no gate. GPT-2
 stores its matrices transposed, and some checkpoints omit the names' prefix (Radford et al. 2019; arXiv:2305.06161).
@@ -8,6 +8,7 @@ GPT-NeoX and Pythia: LayerNorm, biases, no gate; attention and feed-forward in p
 config.json says otherwise; q, k and v stored head by head (arXiv:2204.06745).
 OPT: learned positions whose table starts two rows late, LayerNorm, biases, ReLU, no gate (arXiv:2205.01068). The 350M
 model, which norms after its parts and has narrower embeddings, is not supported.
+Phi-1, 1.5 and 2: GPT-J's layout with biases everywhere; half of each head rotates (arXiv:2309.05463).
 """
 
 from __future__ import annotations
@@ -238,4 +239,35 @@ OPT = Family(
         alternatives=((r"^model\.", ""),),
     ),
     _opt_common_names,
+)
+
+
+def _phi_differences(config: Config) -> dict[str, Any]:
+    if config.get("qk_layernorm"):
+        raise UnsupportedModel("qk_layernorm is not supported for Phi.", "No published checkpoint uses it.")
+    return {
+        "topology": "parallel_one_norm",
+        "norm": layer_norm(config, "layer_norm_eps"),
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "mlp_gated": False,
+        "lm_head_bias": True,
+    }
+
+
+PHI = Family(
+    "Phi-1, Phi-2",
+    ("PhiForCausalLM",),
+    _phi_differences,
+    {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    Storage(
+        renames=(
+            (r"^model\.norm", "model.final_layernorm"),
+            (r"self_attn\.o_proj", "self_attn.dense"),
+            ("up_proj", "fc1"),
+            ("down_proj", "fc2"),
+        )
+    ),
+    gguf={"phi2": GGUFFacts("PhiForCausalLM")},
 )

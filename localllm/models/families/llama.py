@@ -9,6 +9,8 @@ recognised by the size of its vocabulary (arXiv:2309.10305). Its own code on the
 InternLM 2 to 3: other names; q, k and v are stored group by group (arXiv:2403.17297).
 MiniCPM 1 and 2: trained with muP. Embeddings are multiplied by scale_emb, the parts' outputs by scale_depth over the
 square root of the number of layers, and the head reads hidden / (hidden_size / dim_model_base) (arXiv:2404.06395).
+Phi-3, Phi-3.5 mini and Phi-4 (mini): q, k and v, and gate and up, are stored fused; LongRoPE; in Phi-4-mini only part
+of each head rotates (arXiv:2404.14219).
 SmolVLM and Idefics 3 are vision-language models with a Llama as their text part.
 """
 
@@ -19,7 +21,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.families.text_part import of_families
-from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows, windowed_layers
+from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows, one_window, windowed_layers
 from localllm.models.spec.fields import number, renamed, size
 from localllm.models.spec.gguf import (
     LLAMA_ROWS,
@@ -229,4 +231,12 @@ SMOLVLM = of_families(
     ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),
     {"llama": LLAMA},
     prefix="text_model",
+)
+PHI3 = Family(
+    "Phi-3",
+    ("Phi3ForCausalLM",),
+    one_window,
+    {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    storage=Storage(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
+    gguf={"phi3": GGUFFacts("Phi3ForCausalLM", fused_gate_up="up_proj")},
 )

@@ -6,6 +6,8 @@ original context, as Llama 4 does.
 Mixtral 8x7B and 8x22B: a mixture in every layer, the weights of the chosen experts summing to one (arXiv:2401.04088).
 Mistral Small 4: DeepSeek's latent attention and small experts beside a shared one. Experts are scored by a softmax,
 without groups, and their weights sum to one; queries grow as in Ministral 3.
+MiniMax-M2 (230B-A10B) stores experts as Mixtral does: RMSNorm over all of q and all of k, half of each head rotates,
+and a mixture in every layer, scored by sigmoids with a correction for the choice, whose weights sum to one.
 """
 
 from __future__ import annotations
@@ -18,8 +20,17 @@ from localllm.models.families import deepseek, text_part
 from localllm.models.families.deepseek import GGUF_LATENT, STORAGE, fine_experts, latent_attention, latent_gguf
 from localllm.models.spec.family import Config, Family, Storage, one_window, windowed_layers
 from localllm.models.spec.fields import optional_number
-from localllm.models.spec.gguf import LLAMA_ROWS, SOFTMAX, Fields, GGUFFacts, GGUFTensors, Metadata, expert_scoring
-from localllm.models.spec.mixture import mixture
+from localllm.models.spec.gguf import (
+    LLAMA_ROWS,
+    SOFTMAX,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    expert_scoring,
+    sigmoid_experts,
+)
+from localllm.models.spec.mixture import mixture, sigmoid_mixture
 
 _MISTRAL4_DEFAULTS = {
     "first_k_dense_replace": 0,
@@ -144,4 +155,33 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
     },
     storage=MIXTRAL_STORAGE,
+)
+
+
+def _minimax_differences(config: Config) -> dict[str, Any]:
+    for name, only in (("scoring_func", "sigmoid"), ("use_qk_norm", True), ("qk_norm_type", "per_layer")):
+        if config.get(name, only) != only:
+            raise UnsupportedModel(
+                f"{name} = {config[name]!r} is not supported for MiniMax-M2.", f"Supported: {only!r}, as released."
+            )
+    return {"qk_norm": "whole", "mixture": sigmoid_mixture(config, size="intermediate_size")}
+
+
+MINIMAX = Family(
+    "MiniMax-M2",
+    ("MiniMaxM2ForCausalLM",),
+    _minimax_differences,
+    {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5_000_000.0, "num_experts_per_tok": 8},
+    storage=MIXTRAL_STORAGE,
+    gguf={
+        "minimax-m2": GGUFFacts(
+            "MiniMaxM2ForCausalLM",
+            {
+                "num_local_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "intermediate_size": "expert_feed_forward_length",
+            },
+            sigmoid_experts,
+        )
+    },
 )
