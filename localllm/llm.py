@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -33,7 +34,7 @@ from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption, UnsupportedParameter
 from localllm.machine.processes import set_thread_environment
 from localllm.models.encoders.recipe import Want
-from localllm.serving.answers.conversation import Conversation, Tools
+from localllm.serving.answers.conversation import Conversation, Tools, answer_start, in_language
 from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, PromptIds, require_room
 from localllm.serving.build import build_engine
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
@@ -43,11 +44,13 @@ from localllm.text.transcript import Transcript
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from localllm.serving.served import ServedModel
     from localllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": tensor}. A text with marks
-of pictures also has {"multi_modal_data": {"image": pictures}}: Pillow's images, bytes of files, or URLs."""
+of pictures also has {"multi_modal_data": {"image": pictures}}: Pillow's images, bytes of files, or URLs. For an
+encoder-decoder {"encoder_prompt": prompt, "decoder_prompt": prompt}, with src_lang and tgt_lang for translations."""
 Message = Mapping[str, Any]
 
 
@@ -197,9 +200,16 @@ class LLM:
         adapters = self._adapters_for(len(encoded), lora_request)
         asked = [
             GenerationRequest(
-                f"offline-{next(self._ids)}", ids, each, RequestOptions(rank, adapter=adapter), embeds, media
+                f"offline-{next(self._ids)}",
+                ids,
+                each,
+                RequestOptions(rank, adapter=adapter, decoder_prompt_token_ids=begun),
+                embeds,
+                media,
             )
-            for (_, ids, embeds, media), each, rank, adapter in zip(encoded, params, priorities, adapters, strict=True)
+            for (_, ids, embeds, media, begun), each, rank, adapter in zip(
+                encoded, params, priorities, adapters, strict=True
+            )
         ]
         results = [_empty_output(text, request) for (text, *_), request in zip(encoded, asked, strict=True)]
         self._collect(asked, results, use_tqdm)
@@ -433,9 +443,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[GenerationEvent]:
         """Yield the events of one prompt as they occur. Closing the iterator ends the request."""
-        _, ids, embeds, media = self._encode(prompt)
+        _, ids, embeds, media, begun = self._encode(prompt)
         params = sampling_params or self.get_default_sampling_params()
-        asked = GenerationRequest(f"offline-{next(self._ids)}", ids, params, prompt_embeds=embeds, media=media)
+        options = RequestOptions(decoder_prompt_token_ids=begun)
+        asked = GenerationRequest(f"offline-{next(self._ids)}", ids, params, options, embeds, media)
         with closing(self._events([asked])) as events:
             for _, event in events:
                 yield event
@@ -537,6 +548,8 @@ class LLM:
             return _Encoded(None, (0,) * embeds.num_tokens, embeds)
         if not tokens and prompt.get("multi_modal_data"):
             return self._encode_seen(prompt)
+        if not tokens and "encoder_prompt" in prompt:
+            return _encoded_source(prompt, self._engine, partial(self._encode, tokens=True))
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}
         if unknown or not prompt:
             raise InvalidParameter(
@@ -664,6 +677,19 @@ class _Encoded(NamedTuple):
     token_ids: Sequence[int]
     embeds: PromptEmbeds | None = None  # prompt embeddings that replace the tokens
     media: tuple[MediaSpan, ...] = ()  # pictures
+    begun: tuple[int, ...] = ()  # how an encoder-decoder's answer begins
+
+
+def _encoded_source(prompt: Mapping[str, Any], model: ServedModel, encode: Callable[[Prompt], _Encoded]) -> _Encoded:
+    """Encode the prompt of an encoder-decoder, and how its answer begins."""
+    names = {"encoder_prompt", "decoder_prompt", "src_lang", "tgt_lang"}
+    if unknown := set(prompt) - names:
+        what = f"A prompt dictionary with 'encoder_prompt' holds no {min(unknown)!r}."
+        raise InvalidParameter(what, f"It may hold {', '.join(sorted(names))}.", param="prompt")
+    read, begun = encode(prompt["encoder_prompt"]), prompt.get("decoder_prompt")
+    ids = in_language(model, read.token_ids, prompt.get("src_lang"))
+    begun = encode(begun).token_ids if isinstance(begun, Mapping) else begun
+    return read._replace(token_ids=ids, begun=answer_start(model, begun, prompt.get("tgt_lang")))
 
 
 class _ProgressBar:

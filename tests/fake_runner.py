@@ -68,6 +68,7 @@ class _Slot:
     max_drafts: int = 0
     drafts: tuple[int, ...] = ()  # proposed behind token_ids
     media: tuple[MediaSpan, ...] = ()
+    source: bytes = b""
     num_checked: int = 0  # drafts that the row being computed verifies; they are in token_ids until it is answered
     prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1], after the embeddings
 
@@ -218,6 +219,7 @@ class FakeRunner:
             new.prompt_embeds.digest if new.prompt_embeds is not None else "",
             new.max_drafts,
             media=new.media,
+            source=new.source,
         )
         self._slots[new.slot] = slot
         if self._check:
@@ -226,6 +228,8 @@ class FakeRunner:
     def _see(self, slot: _Slot, row: Row) -> None:
         """Check that a row's pictures are encoded, and that the row ends in none that attends both ways."""
         start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        if slot.source and slot.source not in self.encoded:
+            raise UnseenPicture(f"{slot.request_id} reads a source that is not encoded")
         for span in slot.media:
             if span.start < end and start < span.end:
                 if span.digest not in self.encoded:

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.engine.media import MediaSpan
+from localllm.engine.media import EncoderPrompt, MediaSpan
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.recorder import now_s
 from localllm.engine.request import NO_OPTIONS, Request, RequestOptions
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
+from localllm.models.spec.model_spec import SourceSpec
 from localllm.text.dry_breakers import Breakers, DryBreakers
 from localllm.text.grammar import Grammars, OutputGrammar
 from localllm.text.reasoning_budget import ReasoningBudgets
@@ -63,6 +64,8 @@ class ModelLimits:
     max_logprobs: int = MAX_LOGPROBS  # per position; -1: the whole vocabulary
     takes_prompt_embeds: bool = False
     most_picture_rows: int = 0  # of one picture; 0: the model does not see
+    source: SourceSpec | None = None  # of an encoder-decoder, whose encoder reads the prompt
+    block_size: int = 1  # tokens of a source are counted in whole blocks
     takes_processors: bool = True  # False: the model runs in other processes, to which functions cannot be sent
 
     def require_prompt_embeds(self) -> None:
@@ -114,6 +117,9 @@ class Admission:
         """Return one engine request per choice. Raises `ContextTooLong` or `InvalidParameter`."""
         assert asked.options.length_penalty is None, "a beam search is made of requests of its own"
         prompt, params, max_output_tokens = self.check(asked)
+        source = None
+        if self.limits.source is not None:
+            source = EncoderPrompt.of(self._prompt(asked), self.limits.block_size, asked.options.cache_salt)
         bad_words, breakers = self._bad_words(params), self._dry_breakers(params)
         arrived_s = now_s()
         return [
@@ -130,20 +136,30 @@ class Admission:
                 reports_progress=asked.options.progress and not index,
                 prompt_embeds=asked.prompt_embeds,
                 media=asked.media,
+                source=source,
                 arrived_s=arrived_s,
             )
             for index in range(params.n)
         ]
 
     def check(self, asked: GenerationRequest) -> tuple[Sequence[int], SamplingParams, int]:
-        """Return the prompt, its parameters with counts in place of -1, and the most output tokens.
-        Raises like `admit`."""
+        """Return the prompt, its parameters with counts in place of -1, and the most output tokens. The prompt of an
+        encoder-decoder's decoder is how each answer begins. Raises like `admit`."""
         if asked.prompt_embeds is not None:
             self.limits.require_prompt_embeds()
             _check_beside_embeds(asked)
         if asked.media:
             self._check_media(asked)
         prompt = self._prompt(asked)
+        if self.limits.source is not None:
+            prompt = _answer_start(self.limits.source, asked, len(prompt))
+        elif asked.options.decoder_prompt_token_ids:
+            raise InvalidParameter(
+                "decoder_prompt is not supported by this model.",
+                "Its decoder reads the prompt; it has no encoder.",
+                "Put both texts into prompt.",
+                param="decoder_prompt",
+            )
         params = self._with_logprobs(asked.params)
         self._check_token_ids(params)
         if params.logits_processors and not self.limits.takes_processors:
@@ -336,6 +352,26 @@ class Admission:
         if params.seed is not None or not params.needs_seed:
             return params
         return params.seeded(self._random.getrandbits(63))
+
+
+def _answer_start(source: SourceSpec, asked: GenerationRequest, num_tokens: int) -> Sequence[int]:
+    """Return the tokens that an encoder-decoder's answer begins with. Raises `ContextTooLong` for a prompt that is too
+    long, and `UnsupportedParameter` for what needs a decoder that reads the prompt. num_tokens: of the prompt."""
+    if num_tokens > source.max_length:
+        raise ContextTooLong(
+            f"The prompt has {num_tokens} tokens.",
+            f"This model's encoder reads at most {source.max_length}.",
+            f"Shorten the text, or send truncate_prompt_tokens={source.max_length}, which keeps its end.",
+            param="prompt",
+        )
+    if asked.params.prompt_logprobs is not None:
+        what, why = (
+            "prompt_logprobs is not supported by this model.",
+            "Its encoder reads the prompt, which has no scores.",
+        )
+        raise UnsupportedParameter(what, why, "Leave prompt_logprobs out.", param="prompt_logprobs")
+    begun = asked.options.decoder_prompt_token_ids
+    return (source.start_ids[0], *begun) if begun else source.start_ids
 
 
 def _check_beside_embeds(asked: GenerationRequest) -> None:

@@ -17,7 +17,7 @@ import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
@@ -106,6 +106,7 @@ class BeamSearch:
         _check_width(asked.params.n, admission.limits)
         self.prompt, params, self._max_tokens = admission.check(asked)
         self._asked, self._width, self._length_penalty = asked, params.n, penalty
+        self._has_source = admission.limits.source is not None
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(admission.limits.eos_token_ids)
         self._keeps_eos = params.include_stop_str_in_output
         self._shown = params.logprobs  # number of log-probabilities to report per token; None: none at all
@@ -128,13 +129,17 @@ class BeamSearch:
 
     def requests(self) -> list[GenerationRequest]:
         """Return one request per beam, for its next token."""
-        prompts = [[*self.prompt, *beam.token_ids] for beam in self._beams]
         options = replace(self._asked.options, length_penalty=None, part_of=self._asked.request_id)
         asked = replace(self._asked, params=self._one_token, options=options)
-        return [
-            replace(asked, request_id=f"{asked.request_id}/{self.num_steps}/{i}", prompt_token_ids=prompt)
-            for i, prompt in enumerate(prompts)
-        ]
+        requests = []
+        for i, beam in enumerate(self._beams):
+            ids = (*self.prompt, *beam.token_ids)
+            if self._has_source:  # its prompt stays, and its decoder continues the beam
+                own: dict[str, Any] = {"options": replace(options, decoder_prompt_token_ids=ids[1:])}
+            else:
+                own = {"prompt_token_ids": ids}
+            requests.append(replace(asked, request_id=f"{asked.request_id}/{self.num_steps}/{i}", **own))
+        return requests
 
     def advance(self, answers: Sequence[TokenLogprobs]) -> None:
         """Extend the beams by the answers to `requests`, in the same order."""

@@ -1,4 +1,5 @@
-"""Pictures of a prompt: the places that they take, and which of them are held encoded.
+"""Inputs of a request's encoder, and the ones that are held encoded: pictures, with the places that they take in the
+prompt, or the prompt of an encoder-decoder as a whole, the source of its answer.
 
 A picture's rows are made in a step, before the forward pass that reads them. The scheduler decides when, and which rows
 stay; the rows themselves are the runner's (runner/pictures.py).
@@ -7,6 +8,7 @@ Does not know: torch, pixels, what a row is made of.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,8 +79,33 @@ def spans_of(
     return tuple(spans)
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderPrompt:
+    """The prompt of an encoder-decoder. Each token of the answer attends to all of it, so it is held while its request
+    runs."""
+
+    token_ids: tuple[int, ...]
+    digest: bytes
+    rows: int  # that it takes: its tokens, in whole blocks
+
+    @staticmethod
+    def of(token_ids: Sequence[int], block_size: int, salt: str | None = None) -> EncoderPrompt:
+        ids = array("i", token_ids)
+        key = blake2b((salt or "").encode(), digest_size=32).digest()
+        digest = blake2b(ids.tobytes(), key=key, digest_size=DIGEST_BYTES).digest()
+        return EncoderPrompt(tuple(ids), digest, -(-len(ids) // block_size) * block_size)
+
+    @property
+    def inputs(self) -> EncoderPrompt:
+        return self
+
+    def pixels(self) -> Mapping[str, Any]:
+        """Return what the encoder reads, as `MediaInputs` names it."""
+        return {"token_ids": self.token_ids}
+
+
 class Encode(NamedTuple):
-    """A picture to encode in a step, before its forward pass."""
+    """A picture or a source to encode in a step, before its forward pass."""
 
     digest: bytes
     rows: int
@@ -92,14 +119,14 @@ class _Held:
 
 
 class EncoderStore:
-    """The pictures that are held encoded, up to a number of rows. Pictures that no request reads any more stay until
-    their room is needed, oldest first.
+    """The pictures or sources that are held encoded, up to a number of rows. Those that no request reads any more stay
+    until their room is needed, oldest first.
 
-    A request that holds a picture can use up its rows without another one, so requests never wait for each other in a
-    circle."""
+    A request that holds a picture can use up its rows without another one, and a request with a source needs no second
+    one, so requests never wait for each other in a circle."""
 
     def __init__(self, capacity_rows: int) -> None:
-        """capacity_rows: at least the rows of the largest picture."""
+        """capacity_rows: at least the rows of the largest picture or source."""
         self.capacity_rows = capacity_rows
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._of: dict[str, set[bytes]] = {}  # by request, so that its end costs no search
@@ -110,14 +137,14 @@ class EncoderStore:
     def num_rows(self) -> int:
         return sum(each.rows for each in self._held.values())
 
-    def ask(self, span: MediaSpan) -> Literal["there", "encode", "full"]:
+    def ask(self, span: MediaSpan | EncoderPrompt) -> Literal["there", "encode", "full"]:
         """Return what `take` would, without a change."""
         if span.digest in self._held:
             return "there"
         free = self.capacity_rows - sum(each.rows for each in self._held.values() if each.holders)
         return "encode" if span.rows <= free else "full"
 
-    def take(self, span: MediaSpan, request_id: str) -> Literal["there", "encode", "full"]:
+    def take(self, span: MediaSpan | EncoderPrompt, request_id: str) -> Literal["there", "encode", "full"]:
         """Hold a picture for a request. encode: it is new, and part of the next plan. full: its rows do not fit beside
         those that requests read, and nothing has changed."""
         answer, digest = self.ask(span), span.digest

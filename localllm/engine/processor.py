@@ -47,18 +47,23 @@ class OutputProcessor:
 
     def open(self, request: Request, index: int = 0, *, timed: bool = False) -> None:
         params, cursor = request.params, None
+        before = [] if request.prompt_embeds is not None else request.token_ids[-16:].tolist()
+        num_prompt_tokens = request.prompt_len
+        if request.source is not None:  # the answer is a text of its own
+            before = [token_id for token_id in before if token_id not in self._tokenizer.special_ids]
+            num_prompt_tokens = len(request.source.token_ids)
         if params.detokenize:
             assert isinstance(params.stop, tuple)
             cursor = TextCursor(
                 self._tokenizer,
-                [] if request.prompt_embeds is not None else request.token_ids[-16:].tolist(),
+                before,
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
         self._choices[request.request_id] = _OpenChoice(
-            index, cursor, request.prompt_len, request.arrived_s, request.stop_token_ids, timed
+            index, cursor, num_prompt_tokens, request.arrived_s, request.stop_token_ids, timed
         )
 
     def close(self, request_id: str) -> bool:

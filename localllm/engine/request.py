@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from localllm.engine.adapter import Adapter
-from localllm.engine.media import MediaSpan
+from localllm.engine.media import EncoderPrompt, MediaSpan
 from localllm.engine.memory.block_names import InputSpan
 from localllm.engine.outputs import NO_COUNTS, DraftCounts
 from localllm.engine.params import SamplingParams
@@ -47,6 +47,8 @@ class RequestOptions:
     key_name: str = ""  # name of the key that it was sent with; empty: none, or a chat
     max_drafts: int | None = None  # most tokens guessed ahead at a time (speculation); 0: none, None: as configured
     prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
+    decoder_prompt_token_ids: tuple[int, ...] = ()
+    """Tokens with which an encoder-decoder's answer begins behind the start token; (): what the checkpoint says."""
     part_of: str = ""  # id of the beam search that the request is a step of; empty: a request of its own
     replica: int | None = None  # number of the only replica that may answer (--data-parallel-size)
     keeps_no_copy: bool = False  # what it computes is not written to a disk (store: false)
@@ -148,8 +150,8 @@ class Request:
         "num_loaded_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed",
         "num_registered_blocks", "num_swaps",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
-        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "spans", "state", "stop_token_ids",
-        "token_ids",
+        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "source", "spans", "state",
+        "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -167,11 +169,10 @@ class Request:
         reports_progress: bool = False,
         prompt_embeds: PromptEmbeds | None = None,
         media: tuple[MediaSpan, ...] = (),
+        source: EncoderPrompt | None = None,
         arrived_s: float = 0.0,
     ) -> None:
-        self.request_id = request_id
-        self.params = params
-        self.options = options
+        self.request_id, self.params, self.options = request_id, params, options
         self.token_ids = array("i", prompt_token_ids)
         self.prompt_len, self.max_output_tokens = len(self.token_ids), max_output_tokens
         self.eos_token_ids = eos_token_ids
@@ -182,9 +183,10 @@ class Request:
         self.dry_breakers = dry_breakers
         self.priority = options.priority  # the scheduler ignores it under the policy fcfs
         self.grammar, self.reports_progress, self.prompt_embeds = grammar, reports_progress, prompt_embeds
-        self.media = media
+        self.media, self.source = media, source  # source: the prompt of an encoder-decoder
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
-        self.cache_extras = (*salt, *([options.adapter.cache_extra] if options.adapter is not None else []))
+        own = [] if source is None else [("source", source.digest.hex())]
+        self.cache_extras = (*salt, *own, *([options.adapter.cache_extra] if options.adapter is not None else []))
         self.spans = _input_spans(self.prompt_len, prompt_embeds, media)
         self.sequence = 0  # order of arrival, set by the scheduler
 

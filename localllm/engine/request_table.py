@@ -140,6 +140,7 @@ class RequestTable:
             adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
             prompt_embeds=request.prompt_embeds,
             media=request.media,
+            source=b"" if request.source is None else request.source.digest,
             max_drafts=request.max_drafts,
             prediction_token_ids=request.options.prediction_token_ids if request.max_drafts else (),
             dry_breakers=request.dry_breakers,

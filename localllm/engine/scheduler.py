@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from localllm.engine.media import EncoderPrompt, EncoderStore, MediaSpan
 from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, fits, plus
 from localllm.engine.outputs import HANDED_OVER, EngineOutput
@@ -68,6 +69,17 @@ class _StepBuilder:
     has_decodes: bool = False
     preempted: bool = False
     defers_background: bool = False  # background requests are left out, for the prompt of another request
+
+    def holds(self, read: MediaSpan | EncoderPrompt, request_id: str, store: EncoderStore) -> bool:
+        """Hold a picture or a source for a request, and return whether it is held. One that has to wait keeps others
+        from being encoded in this step, so none waits for ever; while requests decode, a step encodes one."""
+        fits = store.ask(read) == "there" or read.rows <= self.encoder_budget
+        taken = store.take(read, request_id) if fits else "full"
+        if taken == "full":
+            self.encoder_budget = 0
+        elif taken == "encode":
+            self.encoder_budget = 0 if self.has_decodes else self.encoder_budget - read.rows
+        return taken != "full"
 
 
 class Scheduler:
@@ -356,10 +368,7 @@ class Scheduler:
 
     def _end_within_media(self, request: Request, start: int, end: int, step: _StepBuilder) -> int:
         """Hold the pictures that a row from `start` to `end` reads, and return where it may end: before a picture that
-        cannot be encoded in this step, and not inside one that attends both ways.
-
-        A picture that a more urgent request waits for keeps others from being encoded, so none waits for ever.
-        """
+        cannot be encoded in this step, and not inside one that attends both ways."""
         store = self.table.encoded
         for span in request.media:
             if span.end <= start or span.start >= end:
@@ -368,15 +377,8 @@ class Scheduler:
                 if span.start > start or span.end - start > step.budget:
                     return max(start, span.start)
                 end = span.end
-            if store.ask(span) != "there" and span.rows > step.encoder_budget:
-                step.encoder_budget = 0
+            if not step.holds(span, request.request_id, store):
                 return max(start, span.start)
-            taken = store.take(span, request.request_id)
-            if taken == "full":
-                step.encoder_budget = 0
-                return max(start, span.start)
-            if taken == "encode":
-                step.encoder_budget = 0 if step.has_decodes else step.encoder_budget - span.rows
         return end
 
     def _make_room(self, request: Request, end: int, step: _StepBuilder) -> BlockIds | None:
@@ -479,6 +481,8 @@ class Scheduler:
             count = self._end_within_media(request, start, start + count, step) - start
             if not count:
                 return 0
+        if request.source is not None and not step.holds(request.source, request.request_id, self.table.encoded):
+            return 0
         if not self.ledger.can_enter(
             hit, self.ledger.blocks_for(self._preemption.end_of_blocks(request, start + count))
         ):

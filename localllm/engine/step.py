@@ -54,6 +54,7 @@ class NewSlot:
     prediction_token_ids: Sequence[int] = ()  # a text that the output may repeat, as a source of drafts
     dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # text/dry_breakers.py
     media: tuple[MediaSpan, ...] = ()  # pictures of the prompt, in order
+    source: bytes = b""  # digest of what an encoder-decoder's tokens attend to; empty: another model
 
 
 class StateUse(NamedTuple):

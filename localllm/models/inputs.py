@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_cache import DraftedInputs, LayerCache
+from localllm.kernels.layer_cache import DraftedInputs, LayerCache, LayerKV
 from localllm.kernels.paged_attention import WorkLists
 
 
@@ -50,6 +50,20 @@ class StateInputs(NamedTuple):
     drafted: DraftedInputs | None = None  # of a step with drafts, which writes no state
 
 
+class SourceInputs(NamedTuple):
+    """The sources that a step's tokens attend to: what an encoder has made of each request's prompt."""
+
+    layers: Sequence[LayerKV]  # per layer the keys and values of all sources
+    block_table: Tensor  # [T, max_blocks] int32: the blocks of each token's source
+    lens: Tensor  # [T] int32: tokens of each token's source
+    lens_host: tuple[int, ...]  # [T]
+
+    def part(self, first: int, last: int) -> SourceInputs:
+        """Return the sources of the tokens first .. last - 1."""
+        rows = slice(first, last)
+        return SourceInputs(self.layers, self.block_table[rows], self.lens[rows], self.lens_host[rows])
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     token_ids: Tensor  # [T] int64
@@ -70,6 +84,7 @@ class ForwardInputs:
     state: StateInputs | None = None  # None: a model without recurrent states
     work: WorkLists | None = None  # of the decode rows' attention, where prepare_step has filled some
     first_key: int = 0  # first slot that attention reads: 1 for a drafter that keeps nothing of token 0
+    source: SourceInputs | None = None  # None: not an encoder-decoder
     before_layer: Callable[[], None] | None = None  # called before each layer; ends the pass by what it raises
 
 

@@ -265,10 +265,10 @@ def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:
 
 
 def _with_stored_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """Return the spec of a vision-language model's text part with a head of its own if the checkpoint stores one: the
-    two parts of its config may contradict each other about that."""
+    """Return the spec of a vision-language model's text part, or of an encoder-decoder, with a head of its own if the
+    checkpoint stores one: its config may say otherwise."""
     storage = _storage(checkpoint, spec)
-    if not spec.tie_word_embeddings or not text_part.is_text_part(storage):
+    if not spec.tie_word_embeddings or not (text_part.is_text_part(storage) or spec.source):
         return spec
     stored = any(name in checkpoint.tensors for name in storage.spellings(storage.stored_name(LM_HEAD)))
     return replace(spec, tie_word_embeddings=False) if stored else spec

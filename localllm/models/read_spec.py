@@ -70,7 +70,9 @@ def read_spec(
             return _through_transformers(path, config, trust_remote_code=trust_remote_code)
         family = _family_of(config)
         spec = _build(_filled(config, family), family, _read_generation_config(path))
-        return _with_projector(path, spec, mmproj) if path.is_file() else replace(spec, **_read_vision(path, config))
+        if path.is_file():
+            return _with_projector(path, spec, mmproj)
+        return replace(_with_source(spec, config, _read_generation_config(path)), **_read_vision(path, config))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -292,6 +294,14 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise CorruptModel(f"The checkpoint has {name} = {value!r}.", "It must be one token id or a list of them.")
     return tuple(ids)
+
+
+def _with_source(spec: ModelSpec, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec with the limits of its encoder, if it is an encoder-decoder."""
+    from localllm.models.families.encoder_decoder import ENCODER_DECODERS, source_of
+
+    is_one = any(spec.architecture in family.architectures for family in ENCODER_DECODERS)
+    return replace(spec, source=source_of(config, generation, spec.max_position)) if is_one else spec
 
 
 def _read_vision(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class TorchShare:
         kv = self._allocate(plan)
         runner = open_on(
             kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel,
-            encoder=encoder_of(self._executor.tower, self._spec, plan),
+            encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, plan),
         )  # fmt: skip
         sizes = runner.num_blocks, runner.block_size, runner.vocab_size
         return runner, Opened(plan, *sizes, runner.drafts, runner.block_bytes)
@@ -131,7 +131,7 @@ class TorchShare:
         config, options = request.config, launch_options_of(request.config, self._device)
         seen = measure(
             self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds,
-            self._parallel, encoder=encoder_of(self._executor.tower, self._spec, request.plan),
+            self._parallel, encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, request.plan),
         )  # fmt: skip
         return Measured(seen.weights_bytes, seen.activation_bytes, seen.comm_bytes)
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.models.decoder.native_program import DecodeRows
-from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs, StateInputs
+from localllm.models.encoders.source import SourcePool
+from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs, SourceInputs, StateInputs
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.pictures import GivenRows, SlotGiven, joined
 from localllm.runner.upload import all_to_device, to_device
@@ -141,6 +142,7 @@ class StepBatch:
     draft_width: int = 0  # drafts of each row of a staged step, with padding; 0: it has none
     rotary: Ints | None = None  # [3, T] int64 positions to rotate by, if tokens of a picture's grid are among them
     key_limits: Ints | None = None  # [T] int32 first key that a token does not see, if some see more than earlier ones
+    source: SourceInputs | None = None  # of an encoder-decoder
 
     @property
     def sample_index(self) -> Ints | None:
@@ -173,6 +175,7 @@ class StepBatch:
             self.lengths[drawing], self.counts[sampling], spans, _embeds_between(self.embeds, first, last),
             rotary=None if self.rotary is None else self.rotary[:, first:last],
             key_limits=None if self.key_limits is None else self.key_limits[first:last],
+            source=None if self.source is None else self.source.part(first, last),
         )  # fmt: skip
 
 
@@ -205,6 +208,8 @@ class SlotState:
     ) -> None:  # fmt: skip
         """num_places: of recurrent states, with the null place; 0: the model has none. accepts_on_device: the host does
         not wait for what the device accepts, so it counts tokens of requests with drafts from above."""
+        self.sources: SourcePool | None = None  # of an encoder-decoder
+        self._source_of = [b""] * max_num_seqs  # digest of each slot's source
         self._encoded: Mapping[bytes, Tensor] = {}  # rows of pictures by digest, of a model that sees
         self._deep_from: int | None = None  # column of these rows from which on they are added behind layers
         self.inputs, self._num_places, self._accepts_on_device = inputs, num_places, accepts_on_device
@@ -273,7 +278,7 @@ class SlotState:
         asked = new.params.prompt_logprobs
         self._prompt_logprobs[slot] = -1 if asked is None else asked
         self._adapter[slot], self._generates_from[slot] = new.adapter, new.prompt_len - 1
-        self._shift[slot] = 0
+        self._shift[slot], self._source_of[slot] = 0, new.source
         if new.prompt_embeds is not None:
             assert isinstance(new.prompt_embeds, PromptEmbedsTensor)
             self._given[slot] = SlotGiven((GivenRows(np.arange(new.prompt_len), new.prompt_embeds.values),))
@@ -380,6 +385,7 @@ class SlotState:
         return StepBatch(
             rows, wanted, tuple(order[samples].tolist()), np.repeat(slots[samples], counts),
             rows.positions[rows.draws] + 1, counts, spans, self._given_embeds(rows), draft_width, rotary, limits,
+            self._sources(rows),
         )  # fmt: skip
 
     def take_back(self, batch: StepBatch) -> None:
@@ -421,6 +427,12 @@ class SlotState:
                 places.append(at + rows.starts[row] - rows.computed[row])
                 values += held
         return joined(places, values, self._deep_from)
+
+    def _sources(self, rows: StepRows) -> SourceInputs | None:
+        """Return what each token of the step attends to; None: the model is not an encoder-decoder."""
+        if self.sources is None:
+            return None
+        return self.sources.inputs([self._source_of[slot] for slot in np.repeat(rows.slots, rows.scheduled)])
 
     def _pictured(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
         """Return the positions to rotate by, and the limits of what tokens see, if the step has tokens of pictures that
@@ -513,6 +525,7 @@ class HostInputs:
             embeds=embeds_on(batch, self._device),
             rotary=rotary_on(batch, self._device),
             key_limits=limits_on(batch, self._device),
+            source=batch.source,
             state=self._state_inputs(rows),
         )
 

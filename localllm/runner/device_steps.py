@@ -186,7 +186,8 @@ class DeviceSteps:
         drafts are proposed behind them."""
         self._last_step_s = time.monotonic()
         exact = shape_of(batch)
-        launched = batch.prompt_spans or batch.embeds is not None or batch.rotary is not None
+        given = batch.embeds, batch.rotary, batch.source
+        launched = batch.prompt_spans or any(each is not None for each in given)
         recorded = self._recorded_for(exact) if not launched else None
         self._shape, self._replayed, self._drawn = recorded or exact, recorded is not None, None
         self._staged.stage(batch, self._shape)

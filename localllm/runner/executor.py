@@ -24,6 +24,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter
+from localllm.models.encoders.source import SourceEncoder, load_encoder
 from localllm.models.fit import MemoryPlan
 from localllm.models.fit.checkpoint import lora_limits
 from localllm.models.layers.group import Group
@@ -111,7 +112,7 @@ class LocalExecutor:
 
     def __init__(
         self, model: ReopenableModel, spec: ModelSpec, device: torch.device, allocated_before: int = 0,
-        drafter: Drafter | None = None, tower: Tower | None = None,
+        drafter: Drafter | None = None, tower: Tower | SourceEncoder | None = None,
     ) -> None:  # fmt: skip
         """allocated_before: bytes that torch had allocated on a GPU before the model was loaded."""
         self._model: ReopenableModel | None = model
@@ -137,9 +138,12 @@ class LocalExecutor:
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
             )  # fmt: skip
-            drafter, tower = _load_drafter(spec, model, device, config, plan), None
+            drafter = _load_drafter(spec, model, device, config, plan)
+            tower: Tower | SourceEncoder | None = None
             if plan.pictures is not None and spec.vision is not None:
                 tower = load_tower(path, spec.vision, device, tower_dtype(getattr(torch, plan.dtype)))
+            if plan.sources is not None:
+                tower = load_encoder(path, device, getattr(torch, plan.dtype))
         return cls(cast("ReopenableModel", model), spec, device, before, drafter, tower)
 
     @property
@@ -149,8 +153,8 @@ class LocalExecutor:
         return self._model
 
     @property
-    def tower(self) -> Tower | None:
-        """The part that reads pictures; None: it is not loaded."""
+    def tower(self) -> Tower | SourceEncoder | None:
+        """The part that reads pictures, or the prompts of an encoder-decoder; None: it is not loaded."""
         return self._tower
 
     @property

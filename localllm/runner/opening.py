@@ -25,7 +25,9 @@ from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS, Feature
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.gpu_support import read_nvidia
 from localllm.machine.hardware import Hardware, read_hardware
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
+from localllm.models.encoders.source import SourceEncoder, SourcePool
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
@@ -105,7 +107,7 @@ def open_runner(
     report: ReportDetail,
     held_before: int = 0,
     drafter: Drafter | None = None,
-    tower: Tower | None = None,
+    tower: Tower | SourceEncoder | None = None,
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then."""
@@ -120,7 +122,7 @@ def open_runner(
     served = served_as(spec, config, plan, base)
     slower = slower_graphs(served, device) if compares else ""
 
-    encoder = encoder_of(tower, spec, plan)
+    encoder = encoder_of(tower, model, spec, plan)
 
     def attempt() -> tuple[TorchRunner, MemoryPlan]:
         avoids: frozenset[Feature] = base.avoids | frozenset({"graphs"}) if slower else base.avoids
@@ -227,7 +229,7 @@ def _notes_on_graphs(runner: TorchRunner) -> Iterator[str]:
 def open_on(
     kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
     parallel: Parallel | None = None, states: StateCache | None = None, drafter: OpenDrafter | None = None,
-    options: LaunchOptions | None = None, encoder: PictureEncoder | None = None,
+    options: LaunchOptions | None = None, encoder: PictureEncoder | SourcePool | None = None,
 ) -> TorchRunner:  # fmt: skip
     """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
     recurrent layers. options: of kernel launches; None: what the settings and earlier checks of this GPU say. Raises
@@ -283,7 +285,7 @@ def replan(
 def measure(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
     launch_options: LaunchOptions, prompt_embeds: bool = False, parallel: Parallel | None = None,
-    drafter: Drafter | None = None, encoder: PictureEncoder | None = None,
+    drafter: Drafter | None = None, encoder: PictureEncoder | SourcePool | None = None,
 ) -> Measured:  # fmt: skip
     """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak.
 
@@ -378,8 +380,16 @@ def _with_cache(
     return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
 
 
-def encoder_of(tower: Tower | None, spec: ModelSpec, plan: MemoryPlan) -> PictureEncoder | None:
-    """Return the encoder of a model that sees; None: its tower is not loaded."""
+def encoder_of(
+    tower: Tower | SourceEncoder | None, model: CausalModel, spec: ModelSpec, plan: MemoryPlan
+) -> PictureEncoder | SourcePool | None:
+    """Return the encoder of a model that sees, or of an encoder-decoder; None: its tower is not loaded."""
+    if isinstance(tower, SourceEncoder):
+        assert plan.sources is not None, "an encoder that is not planned"
+        assert isinstance(model, DecoderModel), "an encoder-decoder's decoder is localllm's own"
+        blocks = 1 + plan.sources.kept_rows // plan.block_size
+        kept = KVCache(spec, (blocks,), plan.block_size, tower.device, plan.dtype).layers
+        return SourcePool(tower, model, [kv for kv in kept if kv is not None])
     return None if tower is None else PictureEncoder(tower, spec.hidden_size, getattr(torch, plan.dtype))
 
 
@@ -406,7 +416,7 @@ def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
     states: StateCache | None = None, drafter: OpenDrafter | None = None, has_drafts: bool = True,
-    profiler: StepProfiler | None = None, encoder: PictureEncoder | None = None,
+    profiler: StepProfiler | None = None, encoder: PictureEncoder | SourcePool | None = None,
 ) -> TorchRunner:  # fmt: skip
     opened = TorchRunner if profiler is None else partial(ProfiledRunner, profiler=profiler)
     runner = opened(
@@ -427,6 +437,8 @@ def _runner(
         drafter=drafter,
         has_drafts=has_drafts,
     )
-    if encoder is not None:
+    if isinstance(encoder, SourcePool):
+        runner.attend_to(encoder)
+    elif encoder is not None:
         runner.see_with(encoder)
     return runner

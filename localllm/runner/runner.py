@@ -34,6 +34,7 @@ from localllm.engine.step import (
 from localllm.kernels.fused_epilogue import new_counters
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.encoders.source import SourcePool
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
@@ -72,7 +73,7 @@ class TorchRunner:
     """
 
     profiler: Profiler | None = None  # that of a ProfiledRunner (profiling.py)
-    _encoder: PictureEncoder | None = None  # of a model that sees
+    _encoder: PictureEncoder | SourcePool | None = None  # of a model that sees, or of an encoder-decoder
     _kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
 
     def __init__(
@@ -152,6 +153,10 @@ class TorchRunner:
         """Use the encoder of a model that sees, from the first step on."""
         self._encoder = encoder
         self._slots.see(encoder.rows, encoder.hidden_size)
+
+    def attend_to(self, sources: SourcePool) -> None:
+        """Use the sources of an encoder-decoder, from the first step on."""
+        self._encoder = self._slots.sources = sources
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)

@@ -296,7 +296,9 @@ class StagedInputs:
 
 def given_on(batch: StepBatch, device: torch.device) -> dict[str, Any]:
     """Return the fields of `ForwardInputs` that a prompt with embeddings or pictures has."""
-    given: dict[str, Any] = {"embeds": embeds_on(batch, device), "key_limits": limits_on(batch, device)}
+    given: dict[str, Any] = {
+        "embeds": embeds_on(batch, device), "key_limits": limits_on(batch, device), "source": batch.source
+    }  # fmt: skip
     return given if batch.rotary is None else given | {"rotary": rotary_on(batch, device)}
 
 

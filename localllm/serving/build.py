@@ -482,6 +482,7 @@ def engine_parts(
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
         most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,
+        source=spec.source, block_size=plan.block_size,
     )  # fmt: skip
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     seed = secrets.randbits(63) if config.seed is None else config.seed
@@ -527,8 +528,8 @@ def _engine_loop(
         enable_prefix_caching=config.enable_prefix_caching,
         state_interval=state_interval(plan.bytes_per_state, plan.block_size),
         num_stages=runner.num_stages,
-        encoder_rows=0 if plan.pictures is None else plan.pictures.kept_rows,
-        encoder_budget=0 if plan.pictures is None else plan.pictures.rows,
+        encoder_rows=0 if (encoded := plan.pictures or plan.sources) is None else encoded.kept_rows,
+        encoder_budget=0 if encoded is None else encoded.rows,
     )
     ledger = Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens)
     cache = CacheManager(

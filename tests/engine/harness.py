@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.engine.loop import Drafter, EngineLoop
-from localllm.engine.media import MediaSpan
+from localllm.engine.media import EncoderPrompt, MediaSpan
 from localllm.engine.memory.block_names import BlockHasher
 from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.memory.block_stores import BlockArrived, BlockStore, Entry, Key, Transfers
@@ -117,6 +117,7 @@ def make_request(
     grammar: OutputGrammar | None = None,
     embeds: PromptEmbeds | None = None,
     media: tuple[MediaSpan, ...] = (),
+    source: EncoderPrompt | None = None,
     max_drafts: int | None = None,
     **params: object,
 ) -> Request:
@@ -131,6 +132,7 @@ def make_request(
         grammar=grammar,
         prompt_embeds=embeds,
         media=media,
+        source=source,
     )
 
 

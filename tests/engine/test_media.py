@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from localllm.engine.media import EncoderStore, MediaSpan, spans_of
+from localllm.engine.media import EncoderPrompt, EncoderStore, MediaSpan, spans_of
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import StepComposition
 from localllm.engine.step import RunnerStats, StepTimings
@@ -162,6 +162,52 @@ class Pictures(EngineMachine):
 
 TestPictures = Pictures.TestCase
 TestPictures.settings = draws(60, stateful_step_count=40)
+
+
+def test_equal_sources_share_blocks_and_unlike_ones_none() -> None:
+    engine = make_engine(encoder_rows=24, encoder_budget=8, block_size=4)
+    answer, cached = [1, 2, 3, 4, 5, 6], []
+    for name, source, salt in (("a", [7] * 5, None), ("b", [7] * 5, None), ("c", [8] * 5, None), ("d", [7] * 5, "s")):
+        engine.add(name, answer, max_tokens=3, salt=salt, source=EncoderPrompt.of(source, 4, salt))
+        assert engine.run()[name] == expected_output(answer, 3, vocab_size=32)
+        cached.append(engine.endings[name][0].num_cached_tokens)
+    assert cached == [0, 4, 0, 0]
+    assert engine.runner.num_encoded == 3
+    assert engine.scheduler.table.encoded.num_rows == 24
+
+
+def test_requests_wait_for_room_for_their_sources() -> None:
+    engine = make_engine(encoder_rows=8, encoder_budget=8, block_size=4)
+    for i in range(5):
+        engine.add(f"r{i}", [1, 2], max_tokens=4, source=EncoderPrompt.of([i] * 7, 4))
+    assert engine.run() == {f"r{i}": expected_output([1, 2], 4, vocab_size=32) for i in range(5)}
+    assert max(len(plan.rows) for plan in engine.plans) == 1
+
+
+class Sources(EngineMachine):
+    """Requests of an encoder-decoder with few sources, in a small pool and a small store."""
+
+    @initialize(blocks=st.integers(12, 30), rows=st.integers(2, 4), depth=st.integers(1, 2))
+    def begin(self, blocks: int, rows: int, depth: int) -> None:
+        self.engine = make_engine(
+            num_blocks=blocks, depth=depth, max_num_batched_tokens=16, max_num_seqs=4, vocab_size=4,
+            encoder_rows=4 * rows, encoder_budget=8, block_size=4,
+        )  # fmt: skip
+
+    @rule(
+        source=st.tuples(st.integers(0, 4), st.integers(1, 8)),
+        begun=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+        max_tokens=st.integers(1, 14),
+    )
+    def arrive(self, source, begun, max_tokens) -> None:
+        name = f"r{len(self.asked)}"
+        read = EncoderPrompt.of([source[0]] * source[1], 4)
+        self.engine.add(name, begun, max_tokens=max_tokens, source=read)
+        self.asked[name] = begun, max_tokens
+
+
+TestSources = Sources.TestCase
+TestSources.settings = draws(24, stateful_step_count=30)
 
 
 def test_the_seconds_of_a_picture_come_from_the_last_steps() -> None:

@@ -126,6 +126,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
@@ -134,20 +135,25 @@ def paged_attention(
 
     softcap: scores become softcap * tanh(score / softcap). sinks [num_heads] fp32: an additional score per head in the
     softmax, without a value. alibi_slopes [num_heads] fp32: minus the slope is added per position that a key precedes
-    the query. k_scale, v_scale: factors of an 8-bit cache, see LayerKV.
+    the query. distance_bias [num_heads, D] fp32: added to a score by that distance, the last for D - 1 and more; only
+    the twin has it. k_scale, v_scale: factors of an 8-bit cache, see LayerKV.
     """
     if isinstance(plan, DevicePlan):
+        assert distance_bias is None, "models/fit refuses such a model on a GPU"
         return attend_on_device(
             q, k_cache, v_cache, plan, scale, softcap, sinks, alibi_slopes, k_scale, v_scale
         )  # fmt: skip
     assert isinstance(q, Tensor), "the twin reads queries that are rotated"
-    kv, scoring = LayerKV(k_cache, v_cache, k_scale, v_scale), Scoring(scale, softcap, sinks, alibi_slopes)
+    kv, scoring = (
+        LayerKV(k_cache, v_cache, k_scale, v_scale),
+        Scoring(scale, softcap, sinks, alibi_slopes, distance_bias),
+    )
     library, decodes = native(), plan.decodes
-    if library is None or decodes.native_rows is None or not reads_cache(kv):
+    if library is None or decodes.native_rows is None or not reads_cache(kv) or distance_bias is not None:
         return attend_on_host(q, kv, plan, scoring)
     rows, count = decodes.native_rows, len(decodes.context_lens)
 
     def attend(out: Tensor) -> None:
-        attend_decodes(library, q[:count], kv, rows, decodes.layout.window, *scoring, out[:count])
+        attend_decodes(library, q[:count], kv, rows, decodes.layout.window, *scoring[:4], out[:count])
 
     return attend_on_host(q, kv, plan, scoring, attend)

@@ -123,10 +123,23 @@ class Scoring(NamedTuple):
     softcap: float | None
     sinks: Tensor | None  # [num_heads]
     alibi_slopes: Tensor | None  # [num_heads]
+    distance_bias: Tensor | None = None  # [num_heads, D]
 
     @property
     def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None and self.alibi_slopes is None
+        return all(each is None for each in self[1:])
+
+    @property
+    def is_biased(self) -> bool:
+        return self.alibi_slopes is not None or self.distance_bias is not None
+
+    def bias(self, ahead: Tensor) -> Tensor:
+        """Return what is added to scores [heads, queries, L], from the positions [queries, L] by which keys are ahead
+        of queries."""
+        if self.distance_bias is not None:
+            return self.distance_bias[:, (-ahead).clamp(0, self.distance_bias.shape[1] - 1)]
+        assert self.alibi_slopes is not None
+        return self.alibi_slopes.float()[:, None, None] * ahead
 
 
 def plan_on_host(
@@ -393,8 +406,8 @@ def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, scoring: Scoring) -> Ten
     packed = q.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * rows, -1, dim)
     keys, values = _read_group(kv.k, kv.k_scale, group), _read_group(kv.v, kv.v_scale, group)
     mask = group.mask
-    if scoring.alibi_slopes is not None:
-        mask = mask + _decode_slopes(scoring.alibi_slopes, keys.shape[1], group, kv_heads)
+    if scoring.is_biased:
+        mask = mask + _decode_bias(scoring, keys.shape[1], group, kv_heads)
     scores = _scores(packed, keys, mask, scoring.scale, scoring.softcap)
     if scoring.sinks is None:
         probabilities = torch.softmax(scores, dim=-1)
@@ -405,13 +418,13 @@ def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, scoring: Scoring) -> Ten
     return out.view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads * dim)
 
 
-def _decode_slopes(slopes: Tensor, length: int, group: DecodeGroup, kv_heads: int) -> Tensor:
-    """Return [kv_heads * b, group_size, L]: minus the slope times the distance from the key to the query."""
-    keys = torch.arange(length, device=slopes.device)
-    last = torch.tensor([length - 1], device=slopes.device) if group.query_index is None else group.query_index
-    distance = (keys - last[:, None]).float()  # [b, L]
-    bias = slopes.float().view(kv_heads, 1, -1, 1) * distance[:, None]
-    return bias.view(kv_heads * len(distance), -1, length)
+def _decode_bias(scoring: Scoring, length: int, group: DecodeGroup, kv_heads: int) -> Tensor:
+    """Return [kv_heads * b, group_size, L]: what is added for the distance from each key to its query."""
+    device = group.mask.device
+    last = torch.tensor([length - 1], device=device) if group.query_index is None else group.query_index
+    bias = scoring.bias(torch.arange(length, device=device) - last[:, None])  # [heads, b, L]
+    rows = bias.shape[1]
+    return bias.view(kv_heads, -1, rows, length).transpose(1, 2).reshape(kv_heads * rows, -1, length)
 
 
 def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -464,13 +477,12 @@ def _materialised(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     kv_heads, length, _ = keys.shape
     if mask is None:
         mask = torch.full((rows, rows), float("-inf"), device=q.device).triu_(1)
-    if scoring.alibi_slopes is None:
+    if not scoring.is_biased:
         mask = mask.repeat(heads // kv_heads, 1)
     else:
-        # A chunk ends with its last query's own key: no family with slopes has queries that see further.
+        # A chunk ends with its last query's own key: no family with a bias has queries that see further.
         queries = torch.arange(length - rows, length, device=q.device)
-        distance = (torch.arange(length, device=q.device) - queries[:, None]).float()
-        bias = scoring.alibi_slopes.float()[:, None, None] * distance  # [heads, rows, L]
+        bias = scoring.bias(torch.arange(length, device=q.device) - queries[:, None])  # [heads, rows, L]
         mask = (mask + bias).view(kv_heads, -1, length)
     grouped = q.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
     scores = _scores(grouped, keys, mask, scoring.scale, scoring.softcap)

@@ -20,6 +20,7 @@ from localllm.kernels.rotary_store_kv import Heads
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.gemma_parts import GemmaParts
 from localllm.models.decoder.layer import (
+    CrossLayer,
     DecoderLayer,
     FeedForward,
     LayerKind,
@@ -39,13 +40,15 @@ from localllm.models.decoder.mixture import build_mixture
 from localllm.models.layers.attention import (
     Attention,
     Clip,
+    CrossAttention,
     HeadLayerNorm,
     HeadsChange,
     SplitWholeNorm,
     WholeNorm,
     alibi_slopes,
+    distance_buckets,
 )
-from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
+from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable, sinusoids
 from localllm.models.layers.group import Alone, Group, Summed
 from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
@@ -75,12 +78,13 @@ class DecoderBuilder:
         self.group = Alone() if group is None else group
         self.share = ShardWeights(weights, self.shard, self.group)
         self.gemma = GemmaParts(spec, self.share, self.norm, dtype)
+        self._of_distances: Tensor | None = None
 
     def build(self, max_model_len: int) -> DecoderModel:
         spec, shard = self.spec, self.shard
         embedding, lm_head = self._embedding_and_head()
         layers = [self.layer(index) for index in shard.layers]
-        norm = None if lm_head is None else self.norm("model.norm")
+        norm = None if lm_head is None or spec.topology == "sum_norm" else self.norm("model.norm")
         tables = rope_tables(spec, max_model_len, self.weights.device)
         return DecoderModel(
             local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
@@ -122,7 +126,9 @@ class DecoderBuilder:
     def _tied_head(self, rows: Tensor | QuantizedTable, separate: bool) -> Linear:
         spec = self.spec
         bias = None
-        if spec.lm_head_bias:
+        if spec.source is not None:
+            bias = self._logits_bias()
+        elif spec.lm_head_bias:
             bias = self.weights.take(["lm_head.bias"], (spec.vocab_size,), rows=self.shard.vocab)
         if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
             packer = self.weights.packer
@@ -131,17 +137,27 @@ class DecoderBuilder:
         return Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
 
     def _lm_head(self, shape: tuple[int, int]) -> Linear:
+        if self.spec.source is not None:
+            return Linear(self.weights.take(["lm_head.weight"], shape), self._logits_bias())
         if not self.spec.lm_head_normalized:
             order = stacked_rows(self.shard.vocab, shape[0])
             return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias, order=order)
         rows = self.weights.take(["lm_head.weight"], shape, rows=self.shard.vocab)
         return Linear(functional.normalize(rows.float()).to(self.dtype))
 
+    def _logits_bias(self) -> Tensor | None:
+        """Return what an encoder-decoder adds to its logits, which some checkpoints leave out where it is zero."""
+        is_there = self.spec.lm_head_bias and self.weights.has("lm_head.bias")
+        return self.weights.values("lm_head.bias", (self.spec.vocab_size,)) if is_there else None
+
     def _embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
         spec, positions = self.spec, None
+        shape = (spec.max_position + spec.position_offset, spec.hidden_size)
         if spec.positions == "learned":
-            shape = (spec.max_position + spec.position_offset, spec.hidden_size)
             positions = self.weights.take(["model.embed_positions.weight"], shape)
+        elif spec.positions.startswith("sinusoids"):
+            positions = sinusoids(*shape, reaches_end=spec.positions == "sinusoids_to_end")
+            positions = positions.to(self.weights.device, self.dtype)
         kept: dict[str, Any] = {
             "scale": spec.embedding_scale,
             "positions": positions,
@@ -164,6 +180,11 @@ class DecoderBuilder:
             return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
         attention = self._part(self._mixer(index, prefix))
         mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
+        if self.spec.source is not None:
+            stems = ("input_layernorm", "cross_layernorm", "post_attention_layernorm")
+            norms = (norm(f"{prefix}{stems[0]}"), norm(f"{prefix}{stems[1]}"), norm(f"{prefix}{stems[2]}"))
+            cross = self._cross_attention(f"{prefix}cross_attn.")
+            return CrossLayer(kind, index, norms, attention, cross, mlp, norms_sums=topology == "sum_norm")
         if topology in ("gemma3n", "gemma4"):
             return self.gemma.layer(index, kind, prefix, attention, mlp)
         if topology == "post_norm":
@@ -256,9 +277,32 @@ class DecoderBuilder:
             softcap=spec.attention_softcap,
             sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
+            distance_bias=self._distance_bias(),
             made=made,
             gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
         )
+
+    def _cross_attention(self, prefix: str) -> CrossAttention:
+        spec = self.spec
+        width, bias = spec.num_heads * spec.head_dim, spec.attention_bias
+        return CrossAttention(
+            self.weights.linear([f"{prefix}q_proj"], (width, spec.hidden_size), bias=bias),
+            self.weights.linear([f"{prefix}k_proj", f"{prefix}v_proj"], (2 * width, spec.hidden_size), bias=bias),
+            self.weights.linear([f"{prefix}o_proj"], (spec.hidden_size, width), bias=spec.attention_out_bias),
+            spec.num_heads,
+            spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+        )
+
+    def _distance_bias(self) -> Tensor | None:
+        """Return T5's bias of each head by distance [heads, distances] fp32, which all layers share."""
+        if self.spec.positions != "buckets":
+            return None
+        buckets, furthest = self.spec.position_buckets
+        name = "model.layers.0.self_attn.relative_attention_bias.weight"
+        if self._of_distances is None:
+            table = self.weights.take([name], (buckets, self.spec.num_heads), dtype=torch.float32)
+            self._of_distances = table.t()[:, distance_buckets(buckets, furthest)].contiguous()
+        return self._of_distances
 
     def _heads_made(self, index: int) -> Heads:
         """Return which heads the layer's projection makes."""

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.fused_epilogue import whole
-from localllm.kernels.layer_cache import LayerCache, StateStep, kv_of
+from localllm.kernels.layer_cache import LayerCache, LayerKV, StateStep, kv_of
 from localllm.kernels.paged_attention import AttentionPlan
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
-from localllm.models.decoder.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
+from localllm.models.decoder.layer import CrossLayer, DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
-from localllm.models.layers.attention import AttentionStep, plan_step
+from localllm.models.layers.attention import AttentionStep, plan_sources, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.gemma import AltUpEnds, PerLayerInputs
 from localllm.models.layers.group import Alone, Group
@@ -139,6 +139,11 @@ class DecoderModel:
                 key: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
                 for key, step in steps.items()
             }
+        if inputs.source is not None:
+            source = plan_sources(inputs.source, self.spec.num_heads)
+            steps = {
+                key: replace(step, source=source) for key, step in steps.items() if isinstance(step, AttentionStep)
+            }
         if self.streams is not None:
             residual = self.streams.spread(residual)
         is_later_stage = self.embedding is None  # the first stage has the layers that rows are added behind
@@ -167,6 +172,13 @@ class DecoderModel:
         if self.norm is None:
             return residual.add_(whole(delta))
         return normed(self.norm.add_pending(delta, residual))  # with the kernels of the layers' products
+
+    @torch.inference_mode()
+    def store_source(self, states: Tensor, kept: Sequence[LayerKV], slots: Tensor) -> None:
+        """Write what each layer's cross-attention reads of an encoder's states [S, hidden] to the slots [S] int64."""
+        for layer, kv in zip(self.layers, kept, strict=True):
+            assert isinstance(layer, CrossLayer), "only an encoder-decoder has sources"
+            layer.cross.store(states, kv, slots)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:

@@ -8,6 +8,8 @@ part may replace attention, or stand beside it.
     PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
     SummedLayer     a ParallelLayer of a tensor-parallel shard
+    CrossLayer      an encoder-decoder's: attention, cross-attention to the source, feed-forward; each part reads the
+                    normed stream, or each sum is normed (BART)
     SingleLayer     Nemotron-H's: a norm and one part of any kind
     Scaled          a part whose output is multiplied before it is added (Granite)
     RecurrentPart   a recurrent part instead of attention (Qwen3.5)
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerState, StateStep
-from localllm.models.layers.attention import AttentionStep
+from localllm.models.layers.attention import AttentionStep, CrossAttention
 from localllm.models.layers.gemma import AltUp, Laurel, PerLayerGate
 from localllm.models.layers.group import Group
 from localllm.models.layers.linear import unfinished
@@ -320,6 +322,37 @@ class SummedLayer:
 
     def write(self, writer: Writer, cache: Any) -> None:
         raise NotSupportedNatively("the model is split over several ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class CrossLayer:
+    kind: LayerKind
+    index: int
+    norms: tuple[Norm, Norm, Norm]  # of attention, of cross-attention, of the feed-forward part
+    attention: MixerPart
+    cross: CrossAttention
+    mlp: FeedForward
+    norms_sums: bool  # norms follow the sums, in place of preceding the parts
+
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> None:
+        assert isinstance(step, AttentionStep), "each layer of such a model attends"
+        assert step.source is not None, "each row of such a model has a source"
+        if delta is not None:
+            residual.add_(whole(delta))
+        for part, norm in enumerate(self.norms):
+            x = residual if self.norms_sums else norm(residual)
+            if part == 0:
+                y = self.attention(x, cache, step)
+            elif part == 1:
+                y = self.cross(x, step.source, self.index)
+            else:
+                y = self.mlp(x, step.slot_mapping)
+            residual.add_(y)
+            if self.norms_sums:
+                residual.copy_(norm(residual))
+
+    def write(self, writer: Writer, cache: Any) -> None:
+        raise NotSupportedNatively("cross-attention")
 
 
 @dataclass(frozen=True, slots=True)

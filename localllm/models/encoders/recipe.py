@@ -81,6 +81,8 @@ def task_of(path: Path, asked: str = "auto") -> Task:
     name = _architecture(read_json_object(path / "config.json"))
     if name in TRANSCRIBERS:
         return "transcribe"
+    if name == "MarianMTModel":  # the only one that generates with such a name
+        return "generate"
     if name.endswith(("ForSequenceClassification", "RewardModel", "ForTokenClassification")):
         return "score"
     if name in HEADS or name.endswith(_OTHER_HEADS):

@@ -10,6 +10,7 @@ from localllm.models.families import (
     bloom,
     cohere,
     deepseek,
+    encoder_decoder,
     ernie,
     exaone,
     gemma,
@@ -130,6 +131,7 @@ FAMILIES = (
     qwen.LLAVA,
     glm.GLM4V,
     glm.GLM4V_MOE,
+    *encoder_decoder.ENCODER_DECODERS,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 GGUF_OF: dict[str, GGUFFacts] = {name: facts for family in FAMILIES for name, facts in family.gguf.items()}

@@ -260,6 +260,8 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         return
     if spec.implementation != "localllm":
         raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
+    if spec.source is not None:
+        raise several_ranks_refused(spec.architecture, "The keys and values of its prompts are not divided over ranks.")
     if spec.recurrent is not None:
         raise several_ranks_refused(spec.architecture, "The states of its recurrent layers are not divided over ranks.")
     if division.pipeline > 1 and not divides_by_layers(spec):
@@ -289,6 +291,7 @@ def require_replicable(spec: ModelSpec) -> None:
     """Raise `UnsupportedOption` for a model whose replicas have not been tested in processes of their own."""
     why = "It runs through transformers' code." if spec.implementation != "localllm" else ""
     why = why or ("It has recurrent layers." if spec.recurrent is not None else "")
+    why = why or ("It has an encoder." if spec.source is not None else "")
     if why:
         what = f"--data-parallel-size is not supported for {spec.architecture}."
         hint = "Start a server for each replica, and one with --upstream in front of them."

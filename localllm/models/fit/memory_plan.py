@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from localllm.models.fit.cache_sizes import KVSplit
-from localllm.models.fit.pictures import PictureSizes
+from localllm.models.fit.pictures import PictureSizes, SourceSizes
 from localllm.models.fit.rank_budget import RankPlan
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_count
@@ -51,6 +51,7 @@ class MemoryPlan:
     fixed_chunk: int = 0  # tokens of each chunk of a prompt in deterministic mode on a CPU; 0: chunks of any length
     windows: tuple[int | None, ...] = (None,)  # of each KV group the tokens that its layers see; None: all
     pictures: PictureSizes | None = None  # None: the model does not see, or its tower is not loaded
+    sources: SourceSizes | None = None  # None: not an encoder-decoder
     kv_ram_bytes: int = 0  # of the machine's memory, for KV blocks that have left the cache, at most
     kv_swap_bytes: int = 0  # of them, what preempted requests may hold
     kv_disk_bytes: int = 0  # of a disk, for the same

@@ -1,4 +1,5 @@
-"""The memory of reading pictures: the tower, the largest picture while it is encoded, and the rows that are kept.
+"""The memory of reading pictures: the tower, the largest picture while it is encoded, and the rows that are kept. The
+encoder of an encoder-decoder, and the prompts that it has read, take memory in the same three ways.
 
 The largest picture decides all three, so its tokens are chosen with the rest of the plan: at most 4096 unless asked
 otherwise, fewer where the context would become short.
@@ -14,7 +15,7 @@ from pathlib import Path
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, ModelError
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from localllm.models.spec.vision import ImageLimits
 from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE, family_of
 from localllm.units import format_bytes, format_count
@@ -48,6 +49,45 @@ class PictureSizes:
             f"{format_count(self.rows)} tokens and takes {format_bytes(self.encode_bytes)} while it is encoded; "
             f"{format_bytes(self.kept_bytes)} keep encoded pictures."
         )
+
+
+SOURCE_TOKENS = 4096
+"""Tokens of encoded prompts that an encoder-decoder keeps, if the longest prompt is not longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSizes:
+    """The memory that the prompts of an encoder-decoder take in one engine."""
+
+    rows: int  # of the longest prompt, in whole blocks
+    kept_rows: int  # of encoded prompts
+    tower_bytes: int  # of the encoder
+    encode_bytes: int  # of the longest prompt's activations
+    kept_bytes: int
+    not_used: tuple[str, ...]
+
+    def note(self) -> str:
+        """Return the sizes in words, and which wishes of the checkpoint are not used."""
+        wishes = "; ".join(self.not_used)
+        asked = f" generation_config.json asks for {wishes}, which only requests choose (use_beam_search, n)."
+        return (
+            f"Prompts: the encoder takes {format_bytes(self.tower_bytes)}, and {format_bytes(self.encode_bytes)} while "
+            f"it reads {format_count(self.rows)} tokens; {format_bytes(self.kept_bytes)} keep "
+            f"{format_count(self.kept_rows)} encoded tokens.{asked if wishes else ''}"
+        )
+
+
+def source_sizes(spec: ModelSpec, dtype: str, block_size: int) -> SourceSizes | None:
+    """Return the sizes of an encoder-decoder's prompts; None: another model."""
+    if spec.source is None:
+        return None
+    size, length = DTYPE_BYTES[dtype], -(-spec.source.max_length // block_size) * block_size
+    kept = max(length, SOURCE_TOKENS // block_size * block_size)
+    width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
+    encode = length * width * size + 2 * spec.num_heads * length**2 * 4
+    tower = spec.source.encoder_bytes * size // 4
+    kept_bytes = (kept + block_size) * kv_numbers_per_token(spec) * size
+    return SourceSizes(length, kept, tower, encode, kept_bytes, spec.source.not_used)
 
 
 def why_text_only(spec: ModelSpec, config: EngineConfig, *, first_layers: int, on_gpu: bool) -> str:
@@ -104,7 +144,12 @@ def most_tokens_to_try(spec: ModelSpec, config: EngineConfig) -> Iterator[int | 
 
 
 def with_tower(path: Path, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the bytes of its tower. Without the tower if transformers cannot build it."""
+    """Return the spec with the bytes of its tower, or of its encoder. Without the tower if transformers cannot build
+    it."""
+    if spec.source is not None:
+        from localllm.models.encoders.source import with_encoder_bytes
+
+        return with_encoder_bytes(path, spec)
     if spec.vision is None or spec.vision.tower_bytes:
         return spec
     import torch

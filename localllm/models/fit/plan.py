@@ -57,9 +57,29 @@ def make_plan(
     """
     load_method(config.quantization, spec.quantization)  # raises for a combination that is unsupported
     _check_position_limit(config, spec)
+    if spec.source is not None:
+        config = _of_encoder_decoder(config, spec)
     seen = () if measured is None else (measured,) if isinstance(measured, Measured) else tuple(measured)
     planner = _Planner(config, spec, weights_bytes, hardware, resident_bytes, seen)
     return planner.for_ranks(ranks) if ranks else planner.choose()
+
+
+def _of_encoder_decoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the settings of an encoder-decoder, which runs on a CPU. Raises `UnsupportedOption` for settings that such
+    a model does not have."""
+    refused = {
+        "device": (config.device not in ("auto", "cpu"), "Cross-attention has not been tested on a GPU."),
+        "enable_lora": (config.takes_adapters, "Adapters are supported for models without an encoder."),
+        "enable_prompt_embeds": (config.enable_prompt_embeds, "The encoder reads tokens."),
+        "verify": (config.verify, "The comparison with transformers has no encoder."),
+        "speculative": (config.speculation.has_drafter, "No drafter reads what its encoder makes."),
+    }
+    for name, (is_set, why) in refused.items():
+        if is_set:
+            flag = f"--{name.replace('_', '-')}"
+            hint = "--device cpu, or leave the flag out." if name == "device" else "Leave the flag out."
+            raise UnsupportedOption(f"{flag} is not supported for {spec.architecture}.", why, hint, param=name)
+    return replace(config, device="cpu")
 
 
 def _check_deterministic(plan: MemoryPlan) -> MemoryPlan:

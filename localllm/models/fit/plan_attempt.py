@@ -33,7 +33,13 @@ from localllm.models.fit.devices import (
     too_old,
 )
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.pictures import GOOD_CONTEXT, most_tokens_to_try, picture_sizes, why_text_only
+from localllm.models.fit.pictures import (
+    GOOD_CONTEXT,
+    most_tokens_to_try,
+    picture_sizes,
+    source_sizes,
+    why_text_only,
+)
 from localllm.models.fit.rank_budget import (
     Measured,
     PlanInputs,
@@ -92,7 +98,11 @@ class PlanAttempt:
         batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
         size = config.block_size or (BLOCK_SIZE_GPU if self.gpu else BLOCK_SIZE_CPU)
         self.split = split_of(kv_groups(spec), size, batched, config.max_num_seqs)
-        self.inputs = PlanInputs(config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split)
+        sources = source_sizes(spec, self.dtype, size)
+        self.inputs = PlanInputs(
+            config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split, sources=sources
+        )
+        self.notes += [] if sources is None else [sources.note()]
         in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
         self.shards = shards or (self._split() if in_processes else ())
         self.ranks = self._rank_memories(self.shards)
@@ -215,6 +225,7 @@ class PlanAttempt:
             target_step_s=TARGET_STEP_S if self._is_paced() else 0.0,
             fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             pictures=inputs.pictures,
+            sources=inputs.sources,
             ranks=self._rank_plans(max_model_len, num_blocks),
             kv_ram_bytes=self.kv_ram_bytes,
             kv_swap_bytes=self.kv_swap_bytes,

@@ -15,7 +15,7 @@ from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
 from localllm.models.fit.cache_sizes import COPIED_STATES, KVSplit, most_blocks
-from localllm.models.fit.pictures import PictureSizes
+from localllm.models.fit.pictures import PictureSizes, SourceSizes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec, state_bytes
 from localllm.models.spec.shard import Shard, local_spec
 from localllm.units import format_bytes
@@ -95,6 +95,12 @@ class PlanInputs(NamedTuple):
     split: KVSplit
     state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
     pictures: PictureSizes | None = None  # of each rank, which all encode; None: the tower is not loaded
+    sources: SourceSizes | None = None  # of an encoder-decoder
+
+    @property
+    def encoder(self) -> PictureSizes | SourceSizes | None:
+        """Memory of the model's encoder; None: the model has none, or its tower is not loaded."""
+        return self.pictures or self.sources
 
 
 class RankMemory:
@@ -146,7 +152,7 @@ class RankMemory:
         if self.measured is not None:
             return self.measured.weights_bytes
         at_none, each = self._weights_line
-        tower = 0 if self.inputs.pictures is None else self.inputs.pictures.tower_bytes
+        tower = 0 if self.inputs.encoder is None else self.inputs.encoder.tower_bytes
         return at_none + each * max_model_len + tower
 
     @cached_property
@@ -166,8 +172,8 @@ class RankMemory:
         """Return the most that a step holds with this context and cache."""
         if self.measured is not None:
             return self.measured.activation_bytes
-        step, pictures = self.step.bytes_at(max_model_len, num_blocks) + self._for_drafts, self.inputs.pictures
-        return step if pictures is None else max(step, pictures.encode_bytes) + pictures.kept_bytes
+        step, encoder = self.step.bytes_at(max_model_len, num_blocks) + self._for_drafts, self.inputs.encoder
+        return step if encoder is None else max(step, encoder.encode_bytes) + encoder.kept_bytes
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
         """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""

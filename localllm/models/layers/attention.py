@@ -25,8 +25,15 @@ from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.rotary_store_kv import Heads, Rotation, count_query_heads, rotary_store_kv, rotation_size
-from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.kernels.rotary_store_kv import (
+    Heads,
+    Rotation,
+    count_query_heads,
+    rotary_store_kv,
+    rotation_size,
+    store_kv,
+)
+from localllm.models.inputs import ForwardInputs, GroupInputs, SourceInputs
 from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
@@ -53,6 +60,16 @@ def alibi_slopes(num_heads: int) -> list[float]:
     power = 1 << int(math.log2(num_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+
+
+def distance_buckets(count: int, furthest: int) -> Tensor:
+    """Return the bucket of each distance 0 .. furthest between a query and an earlier key, int64: half of the `count`
+    buckets have one distance each, the others grow (T5; Raffel et al. 2020, arXiv:1910.10683). Every larger distance
+    is in the last one's."""
+    exact = count // 2
+    distances = torch.arange(furthest + 1, device="cpu")
+    growth = (distances.float().clamp_(min=1) / exact).log() / math.log(furthest / exact) * (count - exact)
+    return torch.where(distances < exact, distances, (exact + growth.long()).clamp_(max=count - 1))
 
 
 class WholeNorm:
@@ -137,6 +154,14 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceStep:
+    """A step's sources, as all layers of an encoder-decoder attend to them."""
+
+    plan: AttentionPlan
+    layers: Sequence[LayerKV]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionStep:
     """A step's inputs to attention, shared by layers of one kind."""
 
@@ -146,6 +171,7 @@ class AttentionStep:
     all_slots_valid: bool
     query_scale: Tensor | None = None  # [T, 1, 1] in the model's type
     layer_inputs: Tensor | None = None  # [T, layers, size]: per-layer embeddings, for the layers that add them
+    source: SourceStep | None = None  # None: not an encoder-decoder
 
 
 def plan_step(
@@ -174,10 +200,43 @@ def plan_step(
     )
 
 
+def plan_sources(inputs: SourceInputs, num_heads: int) -> SourceStep:
+    """Plan how each token of a step reads its source: as a decode row, whose context is the source."""
+    cache, count = inputs.layers[0].k, len(inputs.lens_host)
+    plan = plan_attention(
+        inputs.block_table, inputs.lens, torch.arange(count + 1, dtype=torch.int32, device=inputs.lens.device),
+        num_decodes=count, query_lens=(1,) * count, context_lens_host=inputs.lens_host, num_heads=num_heads,
+        cache_shape=cache.shape, cache_dtype=cache.dtype,
+    )  # fmt: skip
+    return SourceStep(plan, inputs.layers)
+
+
+class CrossAttention:
+    """Attention of an answer's tokens to the encoder's states of its prompt, whose keys and values are computed once.
+    Positions play no part."""
+
+    __slots__ = ("num_heads", "out", "query", "scale", "states")
+
+    def __init__(self, query: Linear, states: Linear, out: Linear, num_heads: int, scale: float) -> None:
+        """states: makes keys, then values, from the encoder's states."""
+        self.query, self.states, self.out, self.num_heads, self.scale = query, states, out, num_heads, scale
+
+    def __call__(self, x: Tensor, source: SourceStep, layer: int) -> Tensor:
+        """Map x [T, hidden] to a fresh tensor [T, hidden]."""
+        kv = source.layers[layer]
+        q = self.query(x).unflatten(1, (self.num_heads, -1))
+        return self.out(paged_attention(q, kv.k, kv.v, source.plan, scale=self.scale))
+
+    def store(self, states: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        """Write the keys and values of an encoder's states [S, hidden] to the slots [S] int64."""
+        k, v = self.states(states).unflatten(1, (2 * self.num_heads, -1)).chunk(2, dim=1)
+        store_kv(k, v, kv.k, kv.v, slots, all_valid=True)
+
+
 class Attention:
     __slots__ = (
-        "alibi_slopes", "before_rotation", "gate_size", "made", "norm_last", "out", "qk_norm", "qkv", "scale",
-        "sinks", "softcap",
+        "alibi_slopes", "before_rotation", "distance_bias", "gate_size", "made", "norm_last", "out", "qk_norm",
+        "qkv", "scale", "sinks", "softcap",
     )  # fmt: skip
 
     def __init__(
@@ -192,6 +251,7 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
         made: Heads = "qkv",
         gate_size: int = 0,
     ) -> None:
@@ -204,6 +264,7 @@ class Attention:
         self.scale, self.softcap = scale, softcap
         self.sinks = sinks  # [num_heads] fp32: per head an extra score in the softmax, without a value
         self.alibi_slopes = alibi_slopes  # [num_heads] fp32: penalty of a score per position
+        self.distance_bias = distance_bias  # [num_heads, distances] fp32: added to scores; the last for larger ones
 
     @property
     def norms_values(self) -> bool:
@@ -217,7 +278,8 @@ class Attention:
     @property
     def _may_be_raw(self) -> bool:
         """Return whether attention may rotate the heads: after their norm, with nothing added to its scores."""
-        return self.made == "qkv" and not self.norm_last and self.sinks is None and self.alibi_slopes is None
+        is_plain = self.sinks is None and self.alibi_slopes is None and self.distance_bias is None
+        return self.made == "qkv" and not self.norm_last and is_plain
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
@@ -245,6 +307,7 @@ class Attention:
             softcap=self.softcap,
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
+            distance_bias=self.distance_bias,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )

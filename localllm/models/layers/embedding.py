@@ -13,6 +13,15 @@ from localllm.models.layers.group import Group
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
+def sinusoids(count: int, size: int, *, reaches_end: bool) -> Tensor:
+    """Return the sines, then the cosines, of positions 0 .. count - 1 [count, size] fp32, with frequencies from 1 to
+    1/10000 (Vaswani et al. 2017). reaches_end: the last frequency is 1/10000 itself (M2M-100)."""
+    half = size // 2
+    exponents = torch.arange(half, device="cpu") / (half - 1 if reaches_end else half)
+    angles = torch.arange(count, device="cpu")[:, None] * 10000.0**-exponents
+    return torch.cat((angles.sin(), angles.cos(), angles.new_zeros(count, size % 2)), dim=1)
+
+
 class EmbeddingTable:
     """The embedding table, in its stored type; outputs have the model's type."""
 

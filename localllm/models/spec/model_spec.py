@@ -60,6 +60,15 @@ def main_group(windows: tuple[int | None, ...]) -> int:
     return max(range(len(windows)), key=lambda group: (windows[group] is None, windows[group] or 0, -group))
 
 
+class SourceSpec(NamedTuple):
+    """The encoder of an encoder-decoder. It reads the prompt, and each layer of the decoder attends to its states."""
+
+    max_length: int  # tokens of a prompt
+    start_ids: tuple[int, ...]  # tokens before each answer: the start token, and a forced first token
+    encoder_bytes: int = 0  # of the encoder in float32; 0: not counted yet (models/encoders/source.py)
+    not_used: tuple[str, ...] = ()  # wishes of generation_config.json that requests have to make themselves
+
+
 DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 
 FINAL_HIDDEN = -1
@@ -86,7 +95,7 @@ class ModelSpec:
     context_limit: str = ""  # a sentence: why max_position is below the trained context; empty: it is not
     norm: NormSpec = field(default_factory=NormSpec)
     topology: str = "pre_norm"
-    """sandwich, post_norm, parallel, parallel_one_norm, gemma4, gemma3n: see decoder/layer.py."""
+    """sandwich, post_norm, sum_norm, parallel, parallel_one_norm, gemma4, gemma3n: see decoder/layer.py."""
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
@@ -110,7 +119,10 @@ class ModelSpec:
     """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
     q_proj (Qwen3-Next). matrix: the gates are a matrix of their own, gate_proj (Trinity)."""
     clip_qkv: float | None = None  # OLMo 1
-    positions: str = "rope"  # alibi (Bloom), learned (GPT-2), none (Granite 4 H)
+    positions: str = "rope"
+    """alibi (Bloom), learned (GPT-2), sinusoids (Marian), sinusoids_to_end (M2M-100, whose last frequency is the
+    smallest), buckets (T5), none (Granite 4 H)."""
+    position_buckets: tuple[int, int] = (0, 0)  # of distances, and the distance from which on the last one counts
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
     query_scaling: float | None = None  # Ministral 3: growth of queries with their position
@@ -142,6 +154,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
     vision: VisionSpec | None = None  # the part that reads pictures; None: there is none, or it is not loaded
+    source: SourceSpec | None = None  # the encoder that reads the prompt; None: the decoder does
     text_type: str = ""  # model_type of the text part in config.json; empty: the model reads text alone
     why_unseeing: str = ""  # why that part is not read though the checkpoint has one, as sentences
     drafter: DrafterPlan | None = None  # guesses tokens of this model; counted by fit and loaded with it

@@ -11,6 +11,7 @@ Does not know: any dialect's words but that format, HTTP.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -282,6 +283,48 @@ def _size(content: Any) -> int:
     if isinstance(content, list):
         return sum(CHARS_OF_A_PART + _size(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
+
+
+_LANGUAGE = re.compile(r"__[a-z]{2,3}__|[a-z]{2,3}_[A-Z]\w{1,4}")
+"""Names of tokens for languages: M2M-100's, mBART's and NLLB's."""
+
+
+def language_id(model: ServedModel, language: str, param: str) -> int:
+    """Return the token of a language, by its name in the vocabulary or its code alone. Raises `UnsupportedParameter`
+    for a model without such tokens, `InvalidParameter` for a language without one."""
+    names = {model.tokenizer.token_bytes(token_id).decode(): token_id for token_id in model.tokenizer.special_ids}
+    known = {name: token_id for name, token_id in names.items() if _LANGUAGE.fullmatch(name)}
+    if not known or model.spec.source is None:
+        what, why = f"{param} is not supported by {model.shown_name}.", "Its vocabulary has no tokens for languages."
+        raise UnsupportedParameter(what, why, f"Leave {param} out.", param=param)
+    found = [name for name in known if language == name or language == name.strip("_").partition("_")[0]]
+    if len(found) != 1:
+        what = f"{model.shown_name} does not know the language {language[:40]!r}."
+        raise InvalidParameter(what, f"It knows {', '.join(sorted(found or known))}.", param=param)
+    return known[found[0]]
+
+
+def answer_start(
+    model: ServedModel, decoder_prompt: str | Sequence[int] | None, tgt_lang: str | None
+) -> tuple[int, ...]:
+    """Return the tokens that an encoder-decoder's answer begins with, behind the start token; (): the checkpoint's."""
+    ids = () if tgt_lang is None else (language_id(model, tgt_lang, "tgt_lang"),)
+    if isinstance(decoder_prompt, str):
+        require_readable(len(decoder_prompt), model)
+        decoder_prompt = model.tokenizer.encode(decoder_prompt, add_special_tokens=False)
+    return (*ids, *(decoder_prompt or ()))
+
+
+def in_language(model: ServedModel, token_ids: Sequence[int], src_lang: str | None) -> Sequence[int]:
+    """Return a prompt marked as a text of this language: its token replaces the tokenizer's own, or comes first."""
+    if src_lang is None:
+        return token_ids
+    own, name_of = language_id(model, src_lang, "src_lang"), model.tokenizer.token_bytes
+    others = model.tokenizer.special_ids
+    marks = [at for at, each in enumerate(token_ids) if each in others and _LANGUAGE.fullmatch(name_of(each).decode())]
+    if not marks:
+        return (own, *token_ids)
+    return (*token_ids[: marks[0]], own, *token_ids[marks[0] + 1 :])
 
 
 def fill_in_of(model: ServedModel, param: str = "suffix") -> FillIn:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.errors import ContextTooLong
-from localllm.serving.answers.conversation import ended, fill_in_of
+from localllm.errors import ContextTooLong, UnsupportedParameter
+from localllm.serving.answers.conversation import answer_start, ended, fill_in_of, in_language
 from localllm.serving.answers.generation import generation_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
@@ -55,11 +57,16 @@ async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
     warnings += more
     if body.suffix:
         params = ended(params, fill_in_of(model))
+    if body.echo and model.spec.source is not None:
+        what, why = f"echo is not supported by {model.shown_name}.", "Its answer does not continue the prompt."
+        raise UnsupportedParameter(what, why, "Leave echo out.", param="echo")
     prompts = await completion_prompts(body, model, params.n)
     embeds = {index: prompt.embeds for index, prompt in enumerate(prompts) if prompt.embeds is not None}
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    token_ids = [prompt.token_ids for prompt in prompts]
-    generation = generation_of(model, params, token_ids, request_options(body), embeds=embeds)
+    token_ids = [in_language(model, prompt.token_ids, body.src_lang) for prompt in prompts]
+    begun = answer_start(model, body.decoder_prompt, body.tgt_lang)
+    options = replace(request_options(body), decoder_prompt_token_ids=begun)
+    generation = generation_of(model, params, token_ids, options, embeds=embeds)
     head = new_head("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)

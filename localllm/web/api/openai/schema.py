@@ -175,6 +175,9 @@ class CompletionBody(GenerateBody, kw_only=True):
     prompt: Any = None  # str, [str], [int] or [[int]]; prompts.py tells them apart
     prompt_embeds: str | list[str] | None = None  # vLLM: a tensor as written by torch.save, in base64
     suffix: str | None = None  # the text behind the gap that the answer fills
+    decoder_prompt: str | list[int] | None = None  # vLLM: how an encoder-decoder's answer begins
+    src_lang: str | None = None  # transformers: the language of the prompt, and of the answer
+    tgt_lang: str | None = None
     logprobs: int | None = None
 
 

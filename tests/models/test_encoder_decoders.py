@@ -1,0 +1,198 @@
+"""Encoder-decoders of text against transformers in fp32: logits of decoders over sources in blocks, and answers of the
+whole engine, to prompts of unlike lengths at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from localllm import LLM, SamplingParams
+from localllm.engine.beam_search import BeamSearchParams
+from localllm.engine.media import Encode, EncoderPrompt
+from localllm.errors import ContextTooLong, CorruptModel, InvalidParameter, UnsupportedOption, UnsupportedParameter
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.encoders.source import SourcePool, load_encoder, with_encoder_bytes
+from localllm.models.families.encoder_decoder import source_of
+from localllm.models.fit.pictures import SourceSizes
+from localllm.models.layers.attention import distance_buckets
+from localllm.models.loader import load_model, resident_bytes
+from localllm.models.read_spec import read_spec
+from localllm.models.weights.parameters import held_bytes
+from tests.models.encoder_decoders import FAMILIES, load_reference, save_encoder_decoder
+from tests.models.harness import CPU, Harness, Sequence, assert_close, prompt
+
+PathOf = Callable[[str], Path]
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+    saved: dict[str, Path] = {}
+
+    def path_of(family: str) -> Path:
+        if family not in saved:
+            saved[family] = save_encoder_decoder(tmp_path_factory.mktemp(family), family)
+        return saved[family]
+
+    return path_of
+
+
+class SourcedHarness(Harness):
+    """A decoder whose sequences attend to sources, in a pool full of NaN."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        shape = kv_cache_shape(12, 8, self.spec.num_kv_heads, self.spec.head_dim)
+        kept = [LayerKV(*(torch.full(shape, torch.nan) for _ in "kv")) for _ in range(self.spec.num_layers)]
+        self.pool = SourcePool(load_encoder(path, CPU, torch.float32), self.model, kept)
+        self.digests: dict[int, bytes] = {}  # by sequence
+
+    def read(self, sources: list[list[int]], dropped: tuple[bytes, ...] = ()) -> list[bytes]:
+        read = [EncoderPrompt.of(ids, 8) for ids in sources]
+        self.pool.apply(SimpleNamespace(dropped=dropped, encodes=[Encode(s.digest, s.rows, s.inputs) for s in read]))
+        return [source.digest for source in read]
+
+    def _inputs(self, rows: list[tuple[Sequence, int]], all_logits: bool) -> Any:
+        digests = [self.digests[id(sequence)] for sequence, count in rows for _ in range(count)]
+        return replace(super()._inputs(rows, all_logits), source=self.pool.inputs(digests))
+
+
+def reference_logits(reference: Any, source: list[int], answer: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = reference(
+            input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([answer])
+        ).logits[0]
+    return logits
+
+
+@pytest.mark.rotates(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_answers_in_chunks_beside_each_other(family: str, path_of: PathOf) -> None:
+    path = path_of(family)
+    reference, harness = load_reference(path), SourcedHarness(path)
+    sources, answers = [prompt(19), prompt(5, seed=1)], [prompt(40, seed=2), prompt(31, seed=3)]
+    old = harness.read([prompt(30, seed=4)])
+    digests = harness.read(sources, dropped=tuple(old))  # its blocks are used again
+    sequences = [Sequence(list(answer)) for answer in answers]
+    harness.digests = {id(each): digest for each, digest in zip(sequences, digests, strict=True)}
+    found: list[list[torch.Tensor]] = [[], []]
+    for counts in ((7, 1), (1, 1), (1, 20), (31, 9)):
+        rows = list(zip(sequences, counts, strict=True))
+        for parts, part in zip(found, harness.step(rows, all_logits=True), strict=True):
+            parts.append(part)
+    for source, answer, parts in zip(sources, answers, found, strict=True):
+        assert_close(torch.cat(parts), reference_logits(reference, source, answer))
+
+
+@pytest.mark.rotates(7)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_answers_as_transformers(family: str, path_of: PathOf) -> None:
+    reference = load_reference(path_of(family))
+    prompts = [prompt(length, seed=length) for length in (3, 21, 40, 21)]
+    with LLM(str(path_of(family)), max_num_seqs=3) as llm:
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
+        start = llm._engine.spec.source.start_ids  # type: ignore[union-attr]
+    for ids, answer in zip(prompts, answers, strict=True):
+        wanted = reference.generate(torch.tensor([ids]), max_new_tokens=10 + len(start) - 1, num_beams=1)[0].tolist()
+        got = [*start, *answer.outputs[0].token_ids]
+        assert got == wanted[: len(got)]
+        assert (answer.outputs[0].finish_reason == "stop") == (wanted[-1] == 2 and len(wanted) <= len(got))
+
+
+@pytest.fixture(scope="module")
+def llm(path_of: PathOf) -> Any:
+    with LLM(str(path_of("m2m_100")), max_num_seqs=4, max_model_len=48) as llm:
+        yield llm
+
+
+def test_choices_seeds_and_stops(llm: LLM) -> None:
+    drawn = SamplingParams(temperature=1.5, seed=7, n=3, max_tokens=8, logprobs=2)
+    first, second = (llm.generate(["Hello!", "How are you"], drawn, use_tqdm=False) for _ in range(2))
+    assert [[c.token_ids for c in each.outputs] for each in first] == [[c.token_ids for c in e.outputs] for e in second]
+    assert len({tuple(choice.token_ids) for choice in first[0].outputs}) > 1
+    (whole,) = llm.generate("Hello!", GREEDY, use_tqdm=False)
+    ids = whole.outputs[0].token_ids
+    stopped = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[ids[3]])
+    (short,) = llm.generate("Hello!", stopped, use_tqdm=False)
+    assert list(short.outputs[0].token_ids) == list(ids[: ids.index(ids[3]) + 1])
+    assert "".join(event.text for event in llm.stream("Hello!", GREEDY)) == whole.outputs[0].text
+
+
+def test_an_answer_begins_as_asked(llm: LLM, path_of: PathOf) -> None:
+    reference, tokenizer = load_reference(path_of("m2m_100")), llm.get_tokenizer()
+    ids, german = tokenizer.encode("Hello!"), tokenizer.token_id("__de__")
+    wanted = reference.generate(torch.tensor([ids]), max_new_tokens=11, num_beams=1, forced_bos_token_id=german)
+    (answer,) = llm.generate({"encoder_prompt": "Hello!", "tgt_lang": "de"}, GREEDY, use_tqdm=False)
+    assert [1, german, *answer.outputs[0].token_ids] == wanted[0].tolist()
+    begun = {"encoder_prompt": "Hello!", "decoder_prompt": list(wanted[0, 1:5])}
+    (later,) = llm.generate(begun, GREEDY, use_tqdm=False)
+    assert list(later.outputs[0].token_ids[:7]) == wanted[0, 5:].tolist()
+    english = {"encoder_prompt": "Hello!", "src_lang": "__en__", "tgt_lang": "de"}
+    marked = [tokenizer.token_id("__en__"), *ids]
+    wanted = reference.generate(torch.tensor([marked]), max_new_tokens=11, num_beams=1, forced_bos_token_id=german)
+    (answer,) = llm.generate(english, GREEDY, use_tqdm=False)
+    assert [1, german, *answer.outputs[0].token_ids] == wanted[0].tolist()
+
+
+def test_beams_are_those_of_transformers(llm: LLM, path_of: PathOf) -> None:
+    """Without an end, all beams have one length, and the scores differ by a factor alone."""
+    reference, ids = load_reference(path_of("m2m_100")), llm.get_tokenizer().encode("How are you")
+    wanted = reference.generate(
+        torch.tensor([ids]), max_new_tokens=6, min_new_tokens=6, num_beams=4, num_return_sequences=4
+    )
+    (found,) = llm.beam_search(["How are you"], BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True))
+    assert [[1, *beam.tokens[-6:]] for beam in found.sequences] == wanted.tolist()
+
+
+def test_equal_prompts_are_encoded_once(llm: LLM) -> None:
+    store = llm._engine.engine[0].scheduler.table.encoded  # type: ignore[union-attr]
+    held = len(store._held)
+    llm.generate(["Once upon a time"] * 4, GREEDY, use_tqdm=False)
+    assert len(store._held) == held + 1
+    store.check_invariants(())
+
+
+def test_what_an_encoder_decoder_refuses(llm: LLM, path_of: PathOf) -> None:
+    with pytest.raises(ContextTooLong, match="The prompt has 65 tokens"):
+        llm.generate({"prompt_token_ids": [9] * 65}, GREEDY)
+    with pytest.raises(UnsupportedParameter, match="prompt_logprobs is not supported"):
+        llm.generate("Hello!", SamplingParams(prompt_logprobs=1))
+    with pytest.raises(InvalidParameter, match="does not know the language 'fr'"):
+        llm.generate({"encoder_prompt": "Hello!", "tgt_lang": "fr"}, GREEDY)
+    with pytest.raises(InvalidParameter, match="holds no 'prompt'"):
+        llm.generate({"encoder_prompt": "Hello!", "prompt": "Hi"}, GREEDY)
+    for options in ({"device": "cuda"}, {"tensor_parallel_size": 2}, {"enable_lora": True}):
+        with pytest.raises(UnsupportedOption, match="M2M100ForConditionalGeneration"):
+            LLM(str(path_of("m2m_100")), **options)
+    with pytest.raises(CorruptModel, match="which token an answer begins with"):
+        source_of({}, {}, 8)
+    wishes = source_of({}, {"decoder_start_token_id": 0, "num_beams": 4, "length_penalty": 1.0}, 8).not_used
+    assert wishes == ("num_beams=4",)
+    assert "num_beams=4, which only requests choose" in SourceSizes(8, 8, 1, 1, 1, wishes).note()
+
+
+def test_sizes_are_predicted(path_of: PathOf) -> None:
+    for family in ("bart", "t5"):
+        spec = with_encoder_bytes(path_of(family), read_spec(path_of(family)))
+        model = load_model(path_of(family), spec, CPU, torch.float32)
+        assert held_bytes(model) == resident_bytes(path_of(family), spec, CPU, torch.float32)
+        encoder = load_encoder(path_of(family), CPU, torch.float32)
+        assert spec.source is not None
+        assert spec.source.encoder_bytes == encoder.bytes_held
+
+
+def test_buckets_of_distances_are_those_of_t5() -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    for count, furthest in ((32, 128), (8, 20)):
+        wanted = T5Attention._relative_position_bucket(-torch.arange(200), False, count, furthest)
+        found = distance_buckets(count, furthest)
+        assert found.tolist() == wanted[: furthest + 1].tolist()
+        assert set(wanted[furthest:].tolist()) == {int(found[-1])}
