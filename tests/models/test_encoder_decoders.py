@@ -49,7 +49,7 @@ class SourcedHarness(Harness):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        shape = kv_cache_shape(12, 8, self.spec.num_kv_heads, self.spec.head_dim)
+        shape = kv_cache_shape(7, 8, self.spec.num_kv_heads, self.spec.head_dim)
         kept = [LayerKV(*(torch.full(shape, torch.nan) for _ in "kv")) for _ in range(self.spec.num_layers)]
         self.pool = SourcePool(load_encoder(path, CPU, torch.float32), self.model, kept)
         self.digests: dict[int, bytes] = {}  # by sequence
@@ -89,6 +89,8 @@ def test_logits_of_answers_in_chunks_beside_each_other(family: str, path_of: Pat
             parts.append(part)
     for source, answer, parts in zip(sources, answers, found, strict=True):
         assert_close(torch.cat(parts), reference_logits(reference, source, answer))
+    harness.read([], dropped=tuple(digests))
+    assert sorted(harness.pool._free) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.rotates(7)
