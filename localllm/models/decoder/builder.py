@@ -176,10 +176,10 @@ class DecoderBuilder:
         kind, topology, norm = self._kind(index), self.spec.topology, self.norm
         if topology == "single":
             is_mixer = kind.part not in ("mlp", "moe")
-            part = self._mixer(index, prefix) if is_mixer else self._mlp(index, f"{prefix}mlp.")
-            return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
-        attention = self._part(self._mixer(index, prefix))
-        mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
+            part = self._mixer(index, prefix) if is_mixer else self.mlp(index, f"{prefix}mlp.")
+            return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self.part(part))
+        attention = self.part(self._mixer(index, prefix))
+        mlp = self.part(self.mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
         if self.spec.source is not None:
             stems = ("input_layernorm", "cross_layernorm", "post_attention_layernorm")
             norms = (norm(f"{prefix}{stems[0]}"), norm(f"{prefix}{stems[1]}"), norm(f"{prefix}{stems[2]}"))
@@ -209,7 +209,7 @@ class DecoderBuilder:
         has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
         return LayerKind(windowed, has_rope, spec.layer_kind(index))
 
-    def _part(self, part: Any, own_factor: float = 1.0) -> Any:
+    def part(self, part: Any, own_factor: float = 1.0) -> Any:
         """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
         factor = own_factor * (1.0 if self.spec.residual_multiplier is None else self.spec.residual_multiplier)
         scaled = part if factor == 1.0 else Scaled(part, factor)
@@ -239,7 +239,7 @@ class DecoderBuilder:
         kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
         attention: MixerPart | None = None
         if self.spec.has_attention(index):
-            attention = self._attention(index, f"{prefix}self_attn.")
+            attention = self.attention(index, f"{prefix}self_attn.")
             factor = self.spec.attention_factor
             attention = attention if factor == 1.0 else Scaled(attention, factor)
         if kind == "attention" or recurrent is None:
@@ -250,7 +250,8 @@ class DecoderBuilder:
 
     # -- attention
 
-    def _attention(self, index: int, prefix: str) -> MixerPart:
+    def attention(self, index: int, prefix: str, num_inputs: int | None = None) -> MixerPart:
+        """Build a layer's attention. num_inputs: columns of q, k and v; None: those of the stream."""
         spec = self.spec
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix)
@@ -258,7 +259,7 @@ class DecoderBuilder:
         q_size = spec.num_heads * dim
         rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
         names = ["gate", *made] if spec.attention_gate == "matrix" else list(made)
-        stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, spec.hidden_size)
+        stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, num_inputs or spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
         out = self.share.row_parallel(
             f"{prefix}o_proj",
@@ -424,7 +425,7 @@ class DecoderBuilder:
             return mixture.output_scale
         return self.spec.mlp_factors[1] if self.spec.mlp_factors else 1.0
 
-    def _mlp(self, index: int, prefix: str) -> FeedForward:
+    def mlp(self, index: int, prefix: str) -> FeedForward:
         spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
         if mixture is not None and mixture.is_in(index) and not mixture.beside_mlp:
             return build_mixture(spec, mixture, self.share, prefix)

@@ -22,15 +22,16 @@ from torch import Tensor
 from localllm.errors import CorruptModel
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
+from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.layer import FeedForward, MixerPart
 from localllm.models.drafters.drafter import DrafterPlan, DraftStep
 from localllm.models.drafters.eagle_config import EagleMethod, EagleSpec, open_eagle, read_eagle
 from localllm.models.formats.at_load import at_load
 from localllm.models.formats.checkpoint import Checkpoint
-from localllm.models.layers.attention import Attention, AttentionStep, plan_step
+from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
-from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec.family import Storage
@@ -56,8 +57,8 @@ class EagleLayer:
     """One layer with K and V of pairs (feature of token i - 1, token i)."""
 
     def __init__(
-        self, input_norm: RMSNorm | None, hidden_norm: RMSNorm | None, attention: Attention, mlp_norm: RMSNorm,
-        mlp: GatedMLP, *, norm_before_residual: bool,
+        self, input_norm: RMSNorm | None, hidden_norm: RMSNorm | None, attention: MixerPart, mlp_norm: RMSNorm,
+        mlp: FeedForward, *, norm_before_residual: bool,
     ) -> None:  # fmt: skip
         """input_norm, hidden_norm: EAGLE-3's."""
         self.input_norm, self.hidden_norm, self.attention = input_norm, hidden_norm, attention
@@ -183,20 +184,22 @@ def _build(
     eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights, target: DecoderModel | None, dtype: torch.dtype
 ) -> EagleDrafter:
     """Make the drafter, still without its rotary table, from a checkpoint's tensors, all of which must be used."""
-    spec = eagle.layer
+    builder = DecoderBuilder(_with_stored_biases(eagle.layer, weights), weights, weights.device, dtype)
+    spec = builder.spec
     width, inputs = spec.hidden_size, eagle.features_size
     norm = head = head_tokens = fc = fc_norm = embedding = None
     if eagle.method == "eagle":
-        fc = _linear(weights, ["fc"], (width, width + inputs))
+        fc = weights.linear(["fc"], (width, width + inputs), bias=weights.has("fc.bias"))
     elif eagle.fuses:
-        fc = _linear(weights, ["fc"], (width, inputs))
-        fc_norm = _norm(weights, "input_norm", inputs, spec) if eagle.norm_before_fc else None
+        fc = weights.linear(["fc"], (width, inputs), bias=weights.has("fc.bias"))
+        if eagle.norm_before_fc:
+            fc_norm = RMSNorm(weights.take(["input_norm.weight"], (inputs,)), spec.norm.eps)
     if width != eagle.target_hidden_size:
         rows = weights.take(["embed_tokens.weight"], (spec.vocab_size, width), keep_narrow=True)
         embedding = EmbeddingTable(rows, dtype)
-    layer = _layer(eagle, weights)
+    layer = _layer(eagle, builder)
     if eagle.method == "eagle3":
-        norm = _norm(weights, "norm", width, spec)
+        norm = _norm(builder, "norm")
         head = weights.linear(["lm_head"], (eagle.draft_vocab_size, width))
         head_tokens = _head_tokens(eagle, checkpoint, weights)
     if left := sorted(weights.unused()):
@@ -208,32 +211,29 @@ def _build(
     return EagleDrafter(eagle, target, embedding, fc, fc_norm, layer, norm, head, head_tokens)
 
 
-def _layer(eagle: EagleSpec, weights: Weights) -> EagleLayer:
-    spec, width = eagle.layer, eagle.layer.hidden_size
-    is_third = eagle.method == "eagle3"
-    rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    own, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
-    qkv = _linear(weights, [f"{own}{name}_proj" for name in "qkv"], (rows, 2 * width if is_third else width))
-    out = _linear(weights, [f"{own}o_proj"], (width, spec.num_heads * spec.head_dim))
-    gate_up = _linear(weights, [f"{mlp}gate_proj", f"{mlp}up_proj"], (2 * spec.intermediate_size, width))
-    down = _linear(weights, [f"{mlp}down_proj"], (width, spec.intermediate_size))
+def _layer(eagle: EagleSpec, builder: DecoderBuilder) -> EagleLayer:
+    is_third, own = eagle.method == "eagle3", f"{LAYER}self_attn."
+    attention = builder.attention(0, own, 2 * builder.spec.hidden_size if is_third else None)
     return EagleLayer(
-        _norm(weights, f"{LAYER}input_layernorm", width, spec) if is_third else None,
-        _norm(weights, f"{LAYER}hidden_norm", width, spec) if is_third else None,
-        Attention(qkv, out, spec.head_dim**-0.5),
-        _norm(weights, f"{LAYER}post_attention_layernorm", width, spec),
-        GatedMLP(gate_up, down, spec.hidden_act),
+        _norm(builder, f"{LAYER}input_layernorm") if is_third else None,
+        _norm(builder, f"{LAYER}hidden_norm") if is_third else None,
+        builder.part(attention),
+        _norm(builder, f"{LAYER}post_attention_layernorm"),
+        builder.part(builder.mlp(0, f"{LAYER}mlp.")),
         norm_before_residual=eagle.norm_before_residual,
     )
 
 
-def _linear(weights: Weights, stems: list[str], shape: tuple[int, int]) -> Linear:
-    """Return the stacked matrices, with biases if they are stored: config.json names them in several ways."""
-    return weights.linear(stems, shape, bias=weights.has(f"{stems[0]}.bias"))
+def _norm(builder: DecoderBuilder, stem: str) -> RMSNorm:
+    norm = builder.norm(stem)
+    assert isinstance(norm, RMSNorm), "a Llama layer has this norm"
+    return norm
 
 
-def _norm(weights: Weights, stem: str, width: int, spec: ModelSpec) -> RMSNorm:
-    return RMSNorm(weights.take([f"{stem}.weight"], (width,)), spec.norm.eps)
+def _with_stored_biases(spec: ModelSpec, weights: Weights) -> ModelSpec:
+    """Return the layer's spec with the biases that are stored: config.json names them in several ways."""
+    q, out, gate = (f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"))
+    return replace(spec, attention_bias=weights.has(q), attention_out_bias=weights.has(out), mlp_bias=weights.has(gate))
 
 
 def _head_tokens(eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights) -> Tensor | None:
