@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from localllm.config.settings import Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import RequestOptions
+from localllm.engine.speculation import Speculation
 from localllm.errors import RanksLost
 from localllm.llm import LLM
 from localllm.ranks.executor import RankExecutor
@@ -24,6 +26,8 @@ from localllm.serving import loading
 from localllm.serving.manager import ModelManager
 from localllm.serving.reopen import BareModel, open_engine
 from tests.adapters import make_tiny_adapter
+from tests.eagle_files import write_eagle
+from tests.mtp_models import make_mtp_model
 from tests.serving import settings_for
 from tests.tiny import make_tiny_model
 
@@ -50,8 +54,8 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_adapter(tmp_path_factory.mktemp("adapters") / "a", checkpoint, seed=1)
 
 
-def texts(llm: LLM) -> list[tuple[list[int], float]]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+def texts(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[list[int], float]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     return [(list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob or 0.0) for each in outputs]
 
 
@@ -67,6 +71,32 @@ def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
     assert [ids for ids, _ in answers] == [ids for ids, _ in wanted]
     assert [score for _, score in answers] == pytest.approx([score for _, score in wanted], abs=1e-3)
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "place"), [("eagle3", "tp 2"), ("draft_model", "tp 3"), ("mtp", "tp 2 x pp 2")])
+def test_a_drafter_over_ranks_changes_no_answer(
+    method: str, place: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled with a seed, also for a prompt whose prefix is cached. The model drafts for itself over three
+    ranks, and is always right."""
+    monkeypatch.setattr(Speculation, "width", lambda self, decoding, ready, limit: limit // len(ready) - 1)
+    path, drafter = checkpoint, str(checkpoint)
+    if method == "mtp":
+        path = make_mtp_model(tmp_path / "mtp", "mimo")
+    if method == "eagle3":
+        drafter = str(write_eagle(tmp_path / "eagle", json.loads((path / "config.json").read_text()), taps=[0, 1]))
+    asked: dict[str, Any] = {"speculative": "mtp"} if method == "mtp" else {"draft": drafter}
+    sampled = replace(GREEDY, temperature=0.9, seed=7, top_p=0.9, logprobs=None, max_tokens=30)
+    with LLM(str(path), **SMALL, speculative="off") as alone:
+        wanted = [texts(alone), texts(alone, sampled), texts(alone, sampled)]
+    with LLM(str(path), **SMALL, **PLACES[place], **asked) as ranked:
+        answers = [texts(ranked), texts(ranked, sampled), texts(ranked, sampled)]
+        stats = ranked._engine.client.stats().speculation
+    assert [[ids for ids, _ in each] for each in answers] == [[ids for ids, _ in each] for each in wanted]
+    assert stats.num_draft_tokens > 100
+    if method == "draft_model":
+        assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens  # lookup may be wrong
 
 
 # ---- kept by a manager -----------------------------------------------------------------------------------------------

@@ -150,6 +150,8 @@ def open_further_layer(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     sizes_only: bool = False,
+    shard: Shard | None = None,
+    group: Group | None = None,
 ) -> Iterator[tuple[Checkpoint, Weights, DecoderBuilder]]:
     """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer; names that
     begin with AROUND belong to parts around it.
@@ -172,7 +174,7 @@ def open_further_layer(
             quantize=_at_load(spec, quantization), cpu_weights=cpu_weights, half_weights=half_weights,
         )  # fmt: skip
         with torch.device("meta") if sizes_only else nullcontext():
-            yield checkpoint, weights, DecoderBuilder(spec, weights, device, dtype)
+            yield checkpoint, weights, DecoderBuilder(spec, weights, device, dtype, shard, group)
 
 
 def check_all_used(spec: ModelSpec, unused: Sequence[frozenset[str]]) -> None:

@@ -99,8 +99,9 @@ class RankExecutor:
             ways = "; ".join(sorted({each.transport for each in connected}))
             slowest_us = max(each.all_reduce_s for each in connected) * 1e6
             report(f"ranks connected over {ways}, a small all-reduce takes {slowest_us:.0f} µs")
-            if placement is not None:
-                _check_files(path, links.call(Kind.CHECK, str(path), dict[str, str], QUIET_S), supervisor.names)
+            own = () if spec.drafter is None or spec.drafter.path == path else (spec.drafter.path,)
+            for each in (path, *own) if placement is not None else ():
+                _check_files(each, links.call(Kind.CHECK, str(each), dict[str, str], QUIET_S), supervisor.names)
             shares = [
                 encode(Open(str(path), spec, config, replace(plan_of(plan, rank), device=device), rank.shard))
                 for rank, device in zip(ranks, devices, strict=True)

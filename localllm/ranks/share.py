@@ -14,9 +14,10 @@ from torch import Tensor
 
 from localllm.errors import DoesNotFit
 from localllm.kernels.layer_cache import LayerCache
-from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.fit import MemoryPlan
 from localllm.models.inputs import CausalModel, ForwardInputs
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import local_spec
 from localllm.models.weights.lora import open_lora
 from localllm.ranks.group import World
@@ -26,9 +27,18 @@ from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.rank import Agree, Tell
 from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
+from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.opening import Parallel, compile_for_rank, encoder_of, launch_options_of, measure, open_on
+from localllm.runner.opening import (
+    Parallel,
+    compile_for_rank,
+    encoder_of,
+    launch_options_of,
+    measure,
+    open_on,
+    with_cache,
+)
 from localllm.runner.runner import TorchRunner
 
 PROBES = 1024, 2048  # context lengths that show the bytes of the tables per token
@@ -52,12 +62,21 @@ class StageModel:
     def __init__(self, model: DecoderModel, pipe: Pipe) -> None:
         self._model, self._pipe = model, pipe
 
-    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor:
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], *, taps: Taps | None = None) -> Tensor:
+        """taps: of a last stage, the hidden state after the final norm alone."""
         model, stream = self._model, None
         if model.embedding is None:
             shape = (len(inputs.token_ids), model.spec.hidden_size)
             stream = self._pipe.receive(inputs.token_ids.new_empty(shape, dtype=model.dtype))
-        hidden = model.forward(inputs, cache, stream)
+        hidden = model.forward(inputs, cache, stream, taps)
         if model.lm_head is None:
             self._pipe.send(hidden)
         return hidden
@@ -108,17 +127,18 @@ class TorchShare:
 
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[TorchRunner, Opened]:
         request = decode(asked, OpenRunner)
-        self._model.serve_context(request.plan.max_model_len)
+        self._executor.serve_context(request.plan.max_model_len)
         with self._world.rehearsing():
             compile_for_rank(
-                self._stage, self._spec, request.config, request.plan, self._parallel, lambda text: tell(Report(text))
-            )
+                self._stage, self._spec, request.config, request.plan, self._parallel, lambda text: tell(Report(text)),
+                self._executor.drafter,
+            )  # fmt: skip
         plan = decode(agree(self._measured(request, tell)), MemoryPlan)
-        self._model.serve_context(plan.max_model_len)
-        kv = self._allocate(plan)
+        self._executor.serve_context(plan.max_model_len)
+        kv, drafter = self._allocate(plan)
         runner = open_on(
             kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel,
-            encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, plan),
+            drafter=drafter, encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, plan),
         )  # fmt: skip
         sizes = runner.num_blocks, runner.block_size, runner.vocab_size
         return runner, Opened(plan, *sizes, runner.drafts, runner.block_bytes)
@@ -131,22 +151,25 @@ class TorchShare:
         config, options = request.config, launch_options_of(request.config, self._device)
         seen = measure(
             self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds,
-            self._parallel, encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, request.plan),
+            self._parallel, self._executor.drafter,
+            encoder_of(self._executor.tower, self._executor.model, self._spec, request.plan),
         )  # fmt: skip
         return Measured(seen.weights_bytes, seen.activation_bytes, seen.comm_bytes)
 
-    def _allocate(self, plan: MemoryPlan) -> KVCache:
-        """Return the KV cache. Raises `DoesNotFit` on all ranks if one of them has too little memory."""
-        kv, refusal = None, DoesNotFit("Another rank does not have enough memory for its KV cache.")
+    def _allocate(self, plan: MemoryPlan) -> tuple[KVCache, OpenDrafter | None]:
+        """Return the KV cache, and the drafter with its own. Raises `DoesNotFit` on all ranks if one of them has too
+        little memory."""
+        kv, opened, refusal = None, None, DoesNotFit("Another rank does not have enough memory for its KV cache.")
         try:
             kv = KVCache(self._spec, plan.num_blocks, plan.block_size, self._device, plan.kv_dtype)
+            opened = with_cache(self._executor.drafter, self._spec, plan, self._device, plan.num_blocks)
         except DoesNotFit as error:
             refusal = error
         ready = torch.full((1,), float(kv is not None), device=self._device)
         self._world.everyone.sum_(ready)
         if kv is None or int(ready.item()) < self._world.everyone.size:
             raise refusal
-        return kv
+        return kv, opened
 
     def waited_ns(self) -> int:
         return self._world.pipe.waited_ns

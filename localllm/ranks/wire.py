@@ -13,6 +13,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -423,6 +424,8 @@ def _torch() -> Any:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, range):
         return (value.start, value.stop)
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, np.ndarray | np.generic | array):
         return value.tolist()
     raise NotImplementedError(f"{type(value).__name__} cannot be sent")
@@ -431,6 +434,8 @@ def _to_plain(value: Any) -> Any:
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is range:
         return range(*value)
+    if issubclass(kind, Path):
+        return Path(value)
     raise NotImplementedError(f"{kind} cannot be received")
 
 

@@ -35,7 +35,7 @@ from localllm.models.inputs import GroupInputs
 from localllm.runner.batch import Ints, StepBatch
 from localllm.runner.device_errors import is_device_loss
 from localllm.runner.drafter_steps import OpenDrafter
-from localllm.runner.sampler import sample_on_device
+from localllm.runner.sampler import IdExchange, sample_on_device
 from localllm.runner.sampling import SamplingFeatures
 from localllm.runner.staging import StagedInputs, StepShape
 from localllm.runner.upload import all_to_device
@@ -47,11 +47,14 @@ class DrafterOnDevice:
     """A drafter over the slots of a runner. R: rows of a padded step, T: its tokens."""
 
     def __init__(
-        self, opened: OpenDrafter, staged: StagedInputs, tables: SlotTables, most: Tensor, features_dtype: torch.dtype,
-        features_size: int, max_model_len: int, *, has_states: bool = False,
+        self, opened: OpenDrafter, staged: StagedInputs, tables: SlotTables | None, most: Tensor,
+        features_dtype: torch.dtype, features_size: int, max_model_len: int, *, has_states: bool = False,
+        exchange: IdExchange | None = None,
     ) -> None:  # fmt: skip
-        """most: [slots] int32, drafts that a slot may have. features_size: of one tap. has_states: whether the model
-        has recurrent states, which cannot run a token again."""
+        """tables: of the shard that draws. most: [slots] int32, drafts that a slot may have. features_size: of one tap.
+        has_states: whether the model has recurrent states, which cannot run a token again. exchange: of the shards that
+        hold the drafter; None: there is one."""
+        self.exchange = exchange
         self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
         self._num_groups, self._staged, self._tables, self._most = len(opened.kv.num_blocks), staged, tables, most
         self._rules = DraftRules(
@@ -133,23 +136,30 @@ class DrafterOnDevice:
                 )
                 one = replace(one, context_lens_host=_on_host(rows.context_lens))
                 hidden = drafter.step(one, self._cache, hidden)
-            drawn = sample_on_device(
-                drafter.logits(hidden), rows.draft_slots, rows.lengths, self._tables, staged.token_ids, features,
-                out=out,
-            )  # fmt: skip
-            record_draft(
-                drawn.token_ids, drawn.best, table, staged.slots, self._most, rules, rows, proposed, place
-            )  # fmt: skip
+            logits = drafter.logits(hidden)
+            if self.exchange is not None and not self.exchange.sends:
+                drawn_ids, best = self.exchange.receive(shape.rows)
+            else:
+                assert logits is not None, "this shard draws"
+                assert self._tables is not None, "this shard draws"
+                drawn = sample_on_device(
+                    logits, rows.draft_slots, rows.lengths, self._tables, staged.token_ids, features, out=out
+                )
+                drawn_ids, best = drawn.token_ids, drawn.best
+                if self.exchange is not None:
+                    self.exchange.send(drawn_ids, best)
+            record_draft(drawn_ids, best, table, staged.slots, self._most, rules, rows, proposed, place)
 
     def launch_unless_failed(self, batch: StepBatch, shape: StepShape, proposed: Tensor, how: SamplingFeatures) -> None:
-        """Do `begin` and `launch`. A drafter that raises an error is used no more."""
+        """Do `begin` and `launch`. A drafter that raises an error is used no more. If it is divided over shards, the
+        error is raised: the others may wait for this one."""
         if self.has_failed:
             return
         try:
             self.begin(batch)
             self.launch(shape, proposed, how)
         except Exception as error:
-            if is_device_loss(error):
+            if is_device_loss(error) or self.exchange is not None:
                 raise
             self.has_failed = True
             log.warning("the drafter failed and is not used any more", exc_info=error)

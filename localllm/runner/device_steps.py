@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
 from localllm.kernels.sampling.draw import DrawRecord
 from localllm.kernels.sampling.logprobs import ROOMS
-from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.decoder import TappedModel
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.runner.batch import Ints, StepBatch
@@ -48,7 +48,7 @@ from localllm.runner.edits import RowMasks
 from localllm.runner.graphs import Capture, Part, StepGraphs
 from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs
-from localllm.runner.sampler import Sampled, sample, sample_on_device
+from localllm.runner.sampler import IdExchange, Sampled, sample, sample_on_device
 from localllm.runner.sampler_chain import ChainRow
 from localllm.runner.sampling import SamplingFeatures, SamplingState
 from localllm.runner.staging import StagedInputs, StepShape, draw_places, given_on, row_places, shape_of
@@ -73,11 +73,12 @@ class DeviceSteps:
         self, model: CausalModel, layers: Sequence[LayerCache | None], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
         is_alone: bool = True, draws: bool = True, most_draws: int = 0, drafter: OpenDrafter | None = None,
-        widths: Sequence[int] = DRAFT_WIDTHS,
+        widths: Sequence[int] = DRAFT_WIDTHS, exchange: IdExchange | None = None, has_drafter: bool = False,
     ) -> None:  # fmt: skip
         """is_alone: False if other ranks record with this one. draws: False if another rank samples. most_draws: of a
         step with drafts; 0: none has any. drafter: with weights; None: drafts come from lookup alone. widths: of steps
-        with drafts, ascending."""
+        with drafts, ascending. exchange: of the shards that hold the drafter; None: there is one.
+        has_drafter: whether this or a later pipeline stage has a drafter: all of them record the same parts."""
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
         self._vocab_size, self._is_alone = vocab_size, is_alone
@@ -90,11 +91,14 @@ class DeviceSteps:
         self._best = drawn[size * 8 + rows * 16 :].view(torch.float32)
         self._most_draws, self._widths = most_draws, widths
         # A drafter's pass is in each variant, and is recorded once more by itself: there are as many graphs as without.
-        self._feature_sets = FEATURE_SETS if drafter is None else FEATURE_SETS[1:]
+        self._has_drafter = has_drafter
+        self._feature_sets = FEATURE_SETS[1:] if has_drafter else FEATURE_SETS
         self._lookup = LookupOnDevice(inputs.slots, rows) if most_draws else None
         self._proposed = torch.zeros(rows, 1 + MOST_DRAFTS, dtype=torch.int32, device=device)
         self._fits = np.ones(inputs.max_num_seqs, bool)  # slots whose lists fit into tables, as all ranks know
-        self._drafter = None if drafter is None else self._open_drafter(drafter)
+        self._drafter = None if drafter is None else self._open_drafter(drafter, exchange)
+        # Over shards a drafter's pass is in no variant: it begins when all shards know the ids that one has drawn.
+        self._drafts_at_once = drafter is not None and exchange is None
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
@@ -105,15 +109,13 @@ class DeviceSteps:
 
     # ---- drafts ------------------------------------------------------------------------------------------------------
 
-    def _open_drafter(self, opened: OpenDrafter) -> DrafterOnDevice:
-        model, tables = self._model, self._sampling.tables
-        assert isinstance(model, DecoderModel), "features are those of localllm's own layers"
-        assert tables is not None, "a drafter draws"
+    def _open_drafter(self, opened: OpenDrafter, exchange: IdExchange | None) -> DrafterOnDevice:
+        model, tables = cast("TappedModel", self._model), self._sampling.tables
         assert self._lookup is not None, "a step without drafts has a drafter"
         size, length = model.spec.hidden_size, self._staged.token_ids.shape[1] - 1
         return DrafterOnDevice(
             opened, self._staged, tables, self._lookup.most, model.dtype, size, length,
-            has_states=self._staged.has_states,
+            has_states=self._staged.has_states, exchange=exchange,
         )  # fmt: skip
 
     @property
@@ -157,7 +159,7 @@ class DeviceSteps:
         """Launch the drafter behind the tokens that this step accepts, unless its graph has done so. It runs behind
         each step, since blocks that the step has filled may be shared."""
         shape, drafter = self._shape, self._drafter
-        if drafter is None or self._drawn is not None:
+        if drafter is None or (self._drawn is not None and self._drafts_at_once):
             return
         proposed = self._proposed[: shape.rows]
         proposed.copy_(self._look_up(shape))
@@ -252,8 +254,7 @@ class DeviceSteps:
         if taps is None:
             hidden = self._model.forward(inputs, self._layers)
         else:
-            assert isinstance(self._model, DecoderModel)
-            hidden = self._model.forward(inputs, self._layers, taps=taps)
+            hidden = cast("TappedModel", self._model).forward(inputs, self._layers, taps=taps)
         if shape.drafts or not shape.prefill_rows:  # without prompts each row has one token
             return hidden, hidden
         return hidden, hidden.index_select(0, buffers.last_tokens)
@@ -337,16 +338,20 @@ class DeviceSteps:
                 if logits is None:  # all shards record the same parts, since those with an exchange must meet
                     return
                 self._draw(self._staged.part(shape), logits, features)
-                if shape.drafts or self._drafter is not None:
+                if shape.drafts or self._drafts_at_once:
                     self._proposed[: shape.rows].copy_(self._look_up(shape))
-                if self._drafter is not None:
+                if self._drafter is not None and self._drafts_at_once:
                     self._drafter.launch(shape, self._proposed[: shape.rows], features)
 
             return step
 
+        def draft() -> None:
+            if self._drafter is not None:
+                self._drafter.launch(shape, self._proposed[: shape.rows], FEATURE_SETS[-1])
+
         parts: dict[Part, Callable[[], None]] = {FORWARD: forward}
-        if (drafter := self._drafter) is not None:  # behind a step with masks, logprobs or a prompt
-            parts[DRAFT] = lambda: drafter.launch(shape, self._proposed[: shape.rows], FEATURE_SETS[-1])
+        if self._has_drafter:  # behind a step with masks, logprobs or a prompt
+            parts[DRAFT] = draft
         return parts if shape.prefill_rows else parts | {features: draw(features) for features in self._feature_sets}
 
     def warm_up(self, budget_s: float = 0.0) -> None:

@@ -13,7 +13,9 @@ before it. Three cases follow from that:
     the newest token                       the scheduler gives its position a block with the row before it
     drafts that turned out wrong           their keys and values are overwritten by those of the accepted tokens
 
-A drafter that fails, or whose logits are not numbers, is used no more; answers do not depend on it.
+A drafter that fails, or whose logits are not numbers, is used no more; answers do not depend on it. Of a drafter that
+is divided over shards, the first shard draws, and sends each draft to the others. An error in its layers is then an
+error of the step, as in the model's own layers: other shards may be waiting for this one.
 Does not know: where else drafts come from (host_drafts.py), how many are worth it (engine/speculation.py).
 """
 
@@ -30,7 +32,7 @@ from torch import Tensor
 from localllm.models.drafters.drafter import Drafter, DraftStep
 from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch, StepRows
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.sampler import sample
+from localllm.runner.sampler import IdExchange, sample
 from localllm.runner.sampling import SamplingState
 
 log = logging.getLogger(__name__)
@@ -48,19 +50,24 @@ class OpenDrafter:
     """[places, features] of the last token of each recurrent state (`StateCache`). None: the model has no such states,
     or the drafter reads none."""
 
-    def steps(self, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int) -> DrafterSteps:
-        return DrafterSteps(self, inputs, slots, sampling, max_num_seqs)
+    def steps(
+        self, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int,
+        exchange: IdExchange | None = None,
+    ) -> DrafterSteps:  # fmt: skip
+        return DrafterSteps(self, inputs, slots, sampling, max_num_seqs, exchange)
 
 
 class DrafterSteps:
     """A drafter and its keys and values, over the slots of a runner."""
 
     def __init__(
-        self, opened: OpenDrafter, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int
-    ) -> None:
+        self, opened: OpenDrafter, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int,
+        exchange: IdExchange | None = None,
+    ) -> None:  # fmt: skip
+        """exchange: of the shards that hold the drafter; None: there is one."""
         self._drafter, self._cache, self._main_group = opened.drafter, opened.kv.layers, opened.main_group
         self._num_groups, self._state_features = len(opened.kv.num_blocks), opened.state_features
-        self._inputs, self._slots, self._sampling = inputs, slots, sampling
+        self._inputs, self._slots, self._sampling, self._exchange = inputs, slots, sampling, exchange
         self._kept = np.zeros(max_num_seqs, np.int64)  # first tokens of each slot that have the drafter's K and V
         self._hidden: dict[int, Tensor] = {}  # [1, hidden] of each slot's newest token
         self.has_failed = False
@@ -82,6 +89,8 @@ class DrafterSteps:
         try:
             self._extend(batch.rows, features)
         except Exception as error:
+            if self._exchange is not None:
+                raise
             self._fail(f"{type(error).__name__}: {error}", error)
 
     def propose(self, most: Mapping[int, int]) -> dict[int, Ints]:
@@ -91,6 +100,8 @@ class DrafterSteps:
         try:
             return self._propose(most)
         except Exception as error:
+            if self._exchange is not None:
+                raise
             self._fail(f"{type(error).__name__}: {error}", error)
             return {}
 
@@ -175,13 +186,30 @@ class DrafterSteps:
 
     def _draw(self, slots: Ints, lengths: Ints, hidden: Tensor) -> tuple[Ints | None, Ints]:
         """Return the drawn tokens and which of them are tokens; None if the logits are not numbers."""
-        logits = self._drafter.logits(hidden)
-        drawn = sample(logits, self._sampling.batch(slots, lengths), self._inputs.token_ids)
-        best = drawn.best.numpy()
+        logits, exchange = self._drafter.logits(hidden), self._exchange
+        if exchange is not None and not exchange.sends:
+            ids, drawn_best = exchange.receive(len(slots))
+        else:
+            ids, drawn_best = self._sample(slots, lengths, logits)
+            if exchange is not None:
+                exchange.send(ids, drawn_best)
+        best = drawn_best.numpy()
         if (np.isnan(best) | (best == np.inf)).any():
             self._fail("its logits are not numbers (NaN or infinity)")
             return None, np.empty(0, bool)
-        return drawn.token_ids.numpy(), np.isfinite(best)
+        return ids.numpy(), np.isfinite(best)
+
+    def _sample(self, slots: Ints, lengths: Ints, logits: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draw. Where other shards wait for the draws, an error counts as logits that are not numbers."""
+        assert logits is not None, "this shard draws"
+        try:
+            drawn = sample(logits, self._sampling.batch(slots, lengths), self._inputs.token_ids)
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            log.warning("a draft could not be drawn", exc_info=error)
+            return torch.zeros(len(slots), dtype=torch.int64), torch.full((len(slots),), torch.nan)
+        return drawn.token_ids, drawn.best
 
     def _step(self, slots: Ints, first: Ints, end: Ints) -> DraftStep:
         """Return the inputs of a pass over tokens first .. end - 1 of each slot. Rows of one token come first."""

@@ -138,7 +138,7 @@ class LocalExecutor:
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
             )  # fmt: skip
-            drafter = _load_drafter(spec, model, device, config, plan)
+            drafter = _load_drafter(spec, model, device, config, plan, shard)
             tower: Tower | SourceEncoder | None = None
             if plan.pictures is not None and spec.vision is not None:
                 tower = load_tower(path, spec.vision, device, tower_dtype(getattr(torch, plan.dtype)))
@@ -151,6 +151,11 @@ class LocalExecutor:
         """The model, until the executor is closed."""
         assert self._model is not None, "the executor is closed"
         return self._model
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter with weights, or the rank's share of it; None: another stage holds it, or there is none."""
+        return self._drafter
 
     @property
     def tower(self) -> Tower | SourceEncoder | None:
@@ -186,13 +191,17 @@ class LocalExecutor:
         self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, report: ReportDetail
     ) -> tuple[Runner, MemoryPlan]:
         make_current(self._device)
-        self.model.serve_context(plan.max_model_len)
+        self.serve_context(plan.max_model_len)
         others = self._allocated() - self._allocated_bytes - self.model.table_bytes(plan.max_model_len)
-        if self._drafter is not None:
-            self._drafter.serve_context(min(plan.max_model_len, self._drafter.spec.max_position))
         return open_runner(
             self.model, self._spec, config, plan, hardware, report, max(0, others), self._drafter, self._tower
         )
+
+    def serve_context(self, max_model_len: int) -> None:
+        """Resize the rotary tables of the model and its drafter. No runner may be open."""
+        self.model.serve_context(max_model_len)
+        if self._drafter is not None:
+            self._drafter.serve_context(min(max_model_len, self._drafter.spec.max_position))
 
     def move_to_host(self) -> None:
         if self._device.type == "cpu":
@@ -238,16 +247,16 @@ class BankSlots:
 
 
 def _load_drafter(
-    spec: ModelSpec, model: object, device: torch.device, config: EngineConfig, plan: MemoryPlan
+    spec: ModelSpec, model: object, device: torch.device, config: EngineConfig, plan: MemoryPlan, shard: Shard | None
 ) -> Drafter | None:
-    """Load the drafter of a model that has one, onto the model's device."""
-    if spec.drafter is None:
+    """Load the drafter of a model that has one, onto the model's device. Of a pipeline the last stage holds it."""
+    if spec.drafter is None or (shard is not None and shard.layers.stop < spec.num_layers):
         return None
     assert isinstance(model, DecoderModel), "plan_drafter refuses other code"
     length = min(plan.max_model_len, spec.drafter.spec.max_position)
     return open_drafter(
-        spec.drafter, model, device, getattr(torch, plan.dtype), max_model_len=length,
-        cpu_weights=config.cpu_weights, half_weights=config.keeps_half_weights,
+        spec.drafter, model, device, getattr(torch, plan.dtype), max_model_len=length, num_layers=spec.num_layers,
+        target_shard=shard, cpu_weights=config.cpu_weights, half_weights=config.keeps_half_weights,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_cache import LayerCache, state_of
-from localllm.models.decoder.decoder import DecoderModel, Taps
+from localllm.models.decoder.decoder import TappedModel, Taps
 from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotSupportedNatively, open_native_program
 from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.weights.parameters import has_only_float32, held_memory
@@ -153,11 +153,10 @@ class HostSteps:
         """Return the hidden states [T, hidden] of the step, and the features that a drafter reads."""
         if not self._taps:
             return self._model.forward(inputs, self._layers), None
-        assert isinstance(self._model, DecoderModel), "features are those of localllm's own layers"
-        size = len(self._taps) * self._model.spec.hidden_size
-        features = torch.empty(len(inputs.token_ids), size, dtype=self._model.dtype, device=self._device)
-        hidden = self._model.forward(inputs, self._layers, taps=Taps(self._taps, features))
-        return hidden, features
+        model = cast("TappedModel", self._model)  # features are those of localllm's own layers
+        size = len(self._taps) * model.spec.hidden_size
+        features = torch.empty(len(inputs.token_ids), size, dtype=model.dtype, device=self._device)
+        return model.forward(inputs, self._layers, taps=Taps(self._taps, features)), features
 
     def _run_lone(self, lone: NativeProgram, batch: StepBatch) -> Forward:
         """Run the batch natively. Rows that do not sample are computed with the others."""

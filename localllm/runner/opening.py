@@ -135,7 +135,7 @@ def open_runner(
             )  # fmt: skip
             fitting = replan(spec, config, plan, hardware, measured)
         kv, states, fitting = _allocate(spec, config, fitting, hardware, device, held_before)
-        opened = None if drafter is None else _with_cache(drafter, spec, fitting, device, fitting.num_blocks)
+        opened = with_cache(drafter, spec, fitting, device, fitting.num_blocks)
         runner = open_on(
             kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options,
             encoder=encoder,
@@ -171,7 +171,7 @@ def _check(
 
     def opened(kv: KVCache, options: LaunchOptions, *, has_drafts: bool = False) -> TorchRunner:
         states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
-        drafts = _with_cache(drafter, spec, plan, device, kv.num_blocks) if drafter and has_drafts else None
+        drafts = with_cache(drafter if has_drafts else None, spec, plan, device, kv.num_blocks)
         return _runner(model, spec, plan, kv, device, None, options, None, states, drafts, has_drafts)
 
     before = check_device(first, device, base, report=report)
@@ -182,7 +182,7 @@ def _check(
 
 def compile_for_rank(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, parallel: Parallel,
-    report: ReportDetail,
+    report: ReportDetail, drafter: Drafter | None = None,
 ) -> None:  # fmt: skip
     """Compile the kernels of a rank before it launches them. Its groups must exchange nothing meanwhile."""
     device = torch.device(plan.device)
@@ -191,7 +191,8 @@ def compile_for_rank(
 
     def rehearse() -> None:
         kv = small_cache(spec, plan, device)
-        runner = _runner(model, spec, plan, kv, device, None, options, parallel, None, None)
+        opened = with_cache(drafter, spec, plan, device, kv.num_blocks)
+        runner = _runner(model, spec, plan, kv, device, None, options, parallel, None, opened)
         try:
             runner.warm_up()
         finally:
@@ -298,7 +299,7 @@ def measure(
     blocks = (num_blocks,) * len(plan.num_blocks)
     kv = KVCache(spec, blocks, plan.block_size, device, plan.kv_dtype)
     states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
-    opened = None if drafter is None else _with_cache(drafter, spec, plan, device, blocks)
+    opened = with_cache(drafter, spec, plan, device, blocks)
     runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states, opened, encoder=encoder)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     given = None if embeds is None else PromptEmbedsTensor(embeds, "")
@@ -368,11 +369,13 @@ def _allocate(
     raise AssertionError("unreachable")
 
 
-def _with_cache(
-    drafter: Drafter, spec: ModelSpec, plan: MemoryPlan, device: torch.device, num_blocks: Sequence[int]
-) -> OpenDrafter:
-    """Return the drafter with keys and values for each block of the model's main KV group. num_blocks: of each group
-    of the model."""
+def with_cache(
+    drafter: Drafter | None, spec: ModelSpec, plan: MemoryPlan, device: torch.device, num_blocks: Sequence[int]
+) -> OpenDrafter | None:
+    """Return the drafter, if there is one, with keys and values for each block of the model's main KV group.
+    num_blocks: of each group of the model. Raises `DoesNotFit`."""
+    if drafter is None:
+        return None
     assert spec.drafter is not None
     group = main_group(plan.windows)
     blocks = (num_blocks[group],) * len(kv_groups(drafter.spec))

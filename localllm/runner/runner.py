@@ -54,6 +54,7 @@ from localllm.runner.kv_cache import KVCache, StateCache, layer_caches
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.pictures import PictureEncoder
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
+from localllm.runner.sampler import IdExchange
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
 
@@ -83,8 +84,8 @@ class TorchRunner:
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
         has_drafts: bool = True,
     ) -> None:  # fmt: skip
-        """states: of a model with recurrent layers. drafter: in one process. has_drafts: False if no step will have
-        drafts; none is recorded."""
+        """states: of a model with recurrent layers. drafter: of a stage that samples. has_drafts: False if no step will
+        have drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self.num_stages, self._device, self._max_num_batched_tokens = 1, device, max_num_batched_tokens
@@ -97,6 +98,7 @@ class TorchRunner:
         keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
         why_no_drafts = _why_off(has_drafts, launch_options, keeps_states)
         drafter = None if why_no_drafts or drafter is None else replace(drafter, state_features=states.features)
+        self._exchange = None if group is None or group.size == 1 else IdExchange(group, device)
         moves = states.num_places == 0 and samples and (group is None or group.size == 1)  # shards do not move
         self._copies = block_copies(kv, drafter) if moves else None
         self.block_bytes = self._copies.block_bytes if self._copies else ()
@@ -104,7 +106,8 @@ class TorchRunner:
         inputs: InputMaker
         if staged:
             draws = 0 if why_no_drafts else most_draws(max_num_seqs, max_num_batched_tokens)
-            widths = draft_widths(0 if drafter is None else drafter.num_drafts)
+            elsewhere = 0 if samples or spec.drafter is None else spec.drafter.num_drafts  # in the last stage
+            widths = draft_widths(elsewhere if drafter is None else drafter.num_drafts)
             shapes = capture_shapes(max_num_seqs, max_num_batched_tokens, draws, widths) if capture else []
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
@@ -115,7 +118,8 @@ class TorchRunner:
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
                 capture=capture, is_alone=group is None, draws=self._draws, most_draws=draws,
-                drafter=drafter if draws else None, widths=widths,
+                drafter=drafter if draws else None, widths=widths, exchange=self._exchange,
+                has_drafter=bool(draws and (drafter or elsewhere)),
             )  # fmt: skip
             inputs = staging
         else:
@@ -126,7 +130,7 @@ class TorchRunner:
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
             taps = drafter.drafter.taps if drafter is not None else ()
             self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps)
-        self._inputs, self._exchange = inputs, None if group is None or group.size == 1 else IdExchange(group, device)
+        self._inputs = inputs
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
@@ -137,7 +141,7 @@ class TorchRunner:
             if isinstance(inputs, HostInputs) and samples:
                 steps = None
                 if drafter is not None:
-                    steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
+                    steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs, self._exchange)
                     reread = 1 if drafter.drafter.taps and states.features is None else 0
                     self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
                 most = 0 if drafter is None else drafter.num_drafts
@@ -346,24 +350,6 @@ class TorchRunner:
     def _loaded(self) -> HostSteps | DeviceSteps:
         assert self._steps is not None, "the runner is closed"
         return self._steps
-
-
-class IdExchange:
-    """Gives the ids that a tensor-parallel model's first shard has drawn to the others. An id is complemented if its
-    draw is not usable, since a row with drafts ends before such a draw."""
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
-
-    def send(self, token_ids: Tensor, best: Tensor) -> None:
-        """Send the ids [N] int64 of all draws of a step. best: [N] fp32, see `Drawn`."""
-        self._group.broadcast_(torch.where(best.isfinite(), token_ids, ~token_ids))
-
-    def receive(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the ids [count] of all draws of a step, and in place of their largest logits 0, or NaN for a draw that
-        is not usable."""
-        sent = self._group.broadcast_(torch.empty(count, dtype=torch.int64, device=self._device))
-        return torch.where(sent < 0, ~sent, sent), torch.where(sent < 0, torch.nan, 0.0)
 
 
 def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:

@@ -33,11 +33,13 @@ from localllm.kernels.sampling.draw import DrawRecord, draw, draw_among, draw_by
 from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
 from localllm.kernels.sampling.tables import SlotTables
+from localllm.models.layers.group import Group
 from localllm.runner.edits import RowMasks, apply_edits, apply_masks
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.sampler_chain import ChainRow, apply_chains, observe
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, SamplingFeatures
 
+NOT_A_NUMBER = -(2**63)  # the id that is sent for a draw from NaN or infinity
 FIRST_TRY = 128  # candidates among which a nucleus is searched before the whole row
 
 
@@ -46,6 +48,27 @@ class Sampled:
     token_ids: Tensor  # [S] int64
     best: Tensor  # [S] float32 largest processed logit: NaN, inf or -inf if unusable
     logprobs: LogprobTensors | None  # for the batch's logprob_rows
+
+
+class IdExchange:
+    """Gives the ids that a tensor-parallel model's first shard has drawn to the others. The id of a draw that is not
+    usable is sent as a negative number, since a row with drafts ends before such a draw."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.sends = group.index == 0
+
+    def send(self, token_ids: Tensor, best: Tensor) -> None:
+        """Send the ids [N] int64 of all draws of a step. best: [N] fp32, see `Sampled`."""
+        nothing_left = torch.where(best == -torch.inf, ~token_ids, NOT_A_NUMBER)
+        self._group.broadcast_(torch.where(best.isfinite(), token_ids, nothing_left))
+
+    def receive(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ids [count] of all draws of a step, 0 for one whose logits are not numbers, and in place of their
+        largest logits 0, -inf, or NaN where they are not numbers."""
+        sent = self._group.broadcast_(torch.empty(count, dtype=torch.int64, device=self._device))
+        best = torch.where(sent == NOT_A_NUMBER, torch.nan, torch.where(sent < 0, -torch.inf, 0.0))
+        return torch.where(sent == NOT_A_NUMBER, 0, torch.where(sent < 0, ~sent, sent)), best
 
 
 def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMasks | None = None) -> Sampled:

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from localllm.models.fit import MemoryPlan
-    from localllm.models.spec.model_spec import ModelSpec
+    from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
     from localllm.text.tokenizer import Tokenizer
-
-RANKS = ("several ranks", "A drafter runs in the process of its model.", "Leave out --draft.")
 
 
 def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec:
@@ -34,8 +32,6 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     from localllm.models.drafters.opening import plan_drafter
     from localllm.models.spec.model_spec import kv_groups, main_group
 
-    if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
-        raise _unsupported(*RANKS)
     windows = tuple(group.window for group in kv_groups(spec))
     if not windows or windows[main_group(windows)] is not None:
         raise DrafterMismatch(
@@ -47,6 +43,7 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     quantization = choice.quantization or (config.quantization if plan.method == "mtp" else None)  # one checkpoint
     plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=quantization)
     length = min(plan.spec.max_position, choice.max_model_len or plan.spec.max_position)
+    _refuse_early_taps(plan, max(config.pipeline_parallel_size or 1, len(config.pipeline_layer_partition)))
     return replace(spec, drafter=replace(plan, spec=replace(plan.spec, max_position=length)))
 
 
@@ -62,13 +59,24 @@ def _place(choice: SpeculationChoice) -> Path:
 
 
 def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
-    """Raise `UnsupportedOption` if the plan has a place where no drafter runs: several ranks."""
+    """Raise `UnsupportedOption` if the plan divides the model in a way that its drafter does not support."""
     if spec.drafter is not None and plan.ranks:
-        raise _unsupported(*RANKS)
+        _refuse_early_taps(spec.drafter, 1 + plan.ranks[-1].stage)
 
 
-def _unsupported(what: str, why: str, hint: str) -> UnsupportedOption:
-    return UnsupportedOption(f"A drafter is not supported for {what}.", why, hint, param="draft")
+def _refuse_early_taps(plan: DrafterPlan, stages: int) -> None:
+    """Raise `UnsupportedOption` for a drafter in the last of several pipeline stages that reads the stream between
+    layers, most of which are in other stages."""
+    from localllm.models.spec.model_spec import FINAL_HIDDEN
+
+    early = [str(layer) for layer in plan.taps if layer != FINAL_HIDDEN]
+    if stages > 1 and early:
+        raise UnsupportedOption(
+            f"{plan.path.name} is not supported for a model in {stages} pipeline stages.",
+            f"It reads the model before layers {', '.join(early)}, and runs in the last stage.",
+            "--tensor-parallel-size instead of --pipeline-parallel-size, or leave out --draft.",
+            param="draft",
+        )
 
 
 def check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer, read_tokenizer: Callable[[Path], Tokenizer]) -> None:

@@ -15,6 +15,7 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import GivenEmbeds
 from localllm.models.loader import check_all_used, load_model
 from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, even_heads, shards_of
 from tests.models.harness import CPU, ModelHarness, Sequence
 from tests.threads import Threads
@@ -30,9 +31,9 @@ def even_shards(path: Path, size: int, **counts: Any) -> list[Shard] | None:
     return None if heads is None else shards_of(spec, heads, **counts)
 
 
-def load_whole(path: Path, **options: Any) -> DecoderModel:
+def load_whole(path: Path, spec: ModelSpec | None = None, **options: Any) -> DecoderModel:
     calls: list[tuple[int, int]] = []
-    spec = read_spec(path)
+    spec = spec or read_spec(path)
     model = load_model(path, spec, CPU, torch.float32, lambda done, total: calls.append((done, total)), **options)
     assert isinstance(model, DecoderModel)
     assert calls[-1][0] == calls[-1][1]  # a shard's progress ends at 100 %
@@ -43,14 +44,15 @@ def load_whole(path: Path, **options: Any) -> DecoderModel:
 class ShardedModel:
     """All shards of all stages of a checkpoint."""
 
-    def __init__(self, path: Path, *stages: Seq[Shard], **options: Any) -> None:
-        spec = read_spec(path)
+    def __init__(self, path: Path, *stages: Seq[Shard], spec: ModelSpec | None = None, **options: Any) -> None:
+        """spec: with a drafter; None: that of the checkpoint."""
+        spec = spec or read_spec(path)
         self.threads = [Threads(len(shards)) for shards in stages]
         self.stages: list[list[DecoderModel]] = []
         for threads, shards in zip(self.threads, stages, strict=True):
             members = threads.members()
             self.stages.append(
-                [load_whole(path, shard=s, group=m, **options) for s, m in zip(shards, members, strict=True)]
+                [load_whole(path, spec, shard=s, group=m, **options) for s, m in zip(shards, members, strict=True)]
             )
         check_all_used(spec, [model.unused_tensors for stage in self.stages for model in stage])
 

@@ -1,7 +1,8 @@
 """Runners of shards against the runner of the whole model: tokens, log-probabilities, errors, graphs."""
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,23 +18,31 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import PendingStep, RowResult, Runner, RunnerStats, StepPlan, TokenLogprobs, TokenMasks
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.drafters.draft_model import DraftModel
+from localllm.models.drafters.opening import drafter_bytes, open_drafter, plan_drafter
 from localllm.models.layers.group import Alone
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.parameters import held_bytes
 from localllm.ranks.share import StageModel
+from localllm.runner import drafter_steps
 from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.graphs import AgreedCapture
 from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
-from localllm.runner.runner import IdExchange, TorchRunner
+from localllm.runner.runner import TorchRunner
+from localllm.runner.sampler import IdExchange
+from tests.eagle_files import write_eagle
 from tests.kv import of_each
 from tests.models.sharded import ShardedModel, even_shards
 from tests.runner.desk import GREEDY, WAYS, Desk, run_again
 from tests.runner.harness import (
     assert_same as assert_same_texts,
 )
-from tests.runner.harness import draft_requests, make_requests, serve, tokens_of
+from tests.runner.harness import draft_requests, make_requests, opened, serve, tokens_of
+from tests.runner.harness import without_lookup as without_lookup
 from tests.runner.shards import ShardRunner
 from tests.threads import Threads
 
@@ -324,18 +333,25 @@ def test_a_draw_that_is_not_usable_arrives_as_such() -> None:
 class StageRunner:
     """The runners of two stages of two shards as one. A step's stages run one after the other."""
 
-    def __init__(self, stages: ShardedModel, **options: Any) -> None:
-        pipes = [QueuePipe() for _ in range(2)]
+    def __init__(self, stages: ShardedModel, *, last: Sequence[Mapping[str, Any]] = (), **options: Any) -> None:
+        """last: further options of each runner of the last stage."""
+        width = len(stages.stages[0])
+        pipes = [QueuePipe() for _ in range(width)]
         self.stages = [
             ShardRunner(
                 [StageModel(own, pipe) for own, pipe in zip(stages.stages[stage], pipes, strict=True)],
-                stages.threads[stage], specs=[own.spec for own in stages.stages[stage]], samples=stage == 1, **options,
+                stages.threads[stage], specs=[own.spec for own in stages.stages[stage]], samples=stage == 1,
+                each=last if stage == 1 else (), **options,
             )
             for stage in (0, 1)
         ]  # fmt: skip
-        last = self.stages[1]
-        self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
-        self.num_stages, self.profiler, self.drafts = 2, None, last.drafts
+        sampling = self.stages[1]
+        self.num_blocks, self.block_size, self.vocab_size = (
+            sampling.num_blocks,
+            sampling.block_size,
+            sampling.vocab_size,
+        )
+        self.num_stages, self.profiler, self.drafts = 2, None, sampling.drafts
         self.block_bytes: tuple[int, ...] = ()
 
     def forward(self, plan: StepPlan) -> None:
@@ -427,3 +443,111 @@ def guess_on_device(lookup: LookupOnDevice, texts: list[list[int]], slots: Tenso
             valid[slot] = out[row, 0] = len(drafts)
             ids[slot, count : count + len(drafts)] = out[row, 1 : 1 + len(drafts)] = torch.tensor(drafts)
     return out
+
+
+# ---- drafters with weights -------------------------------------------------------------------------------------------
+
+
+class DividedDrafter:
+    """A drafter over the shards of a tiny model, or of the last of two stages, and the model."""
+
+    def __init__(self, path: Path, drafter: Path, method: str, size: int, *, num_stages: int = 1) -> None:
+        spec = read_spec(path)
+        self.spec = replace(spec, drafter=plan_drafter(drafter, method, spec, path))
+        assert self.spec.drafter is not None
+        layers = [range(2)] if num_stages == 1 else [range(1), range(1, 2)]
+        shards = [even_shards(path, size, layers=own) or [] for own in layers]
+        self.shards, self.model = shards[-1], ShardedModel(path, *shards, spec=self.spec)
+        self.drafters = [
+            open_drafter(
+                self.spec.drafter, own, CPU, torch.float32, max_model_len=MAX_LEN, num_layers=2, target_shard=shard
+            )
+            for own, shard in zip(self.model.stages[-1], self.shards, strict=True)
+        ]
+
+    def runner(self, **given: Any) -> Runner:
+        each = [{"drafter": opened(drafter)(given["num_blocks"])} for drafter in self.drafters]
+        if len(self.model.stages) == 2:
+            return StageRunner(self.model, last=each, **given)
+        return ShardRunner(self.model.stages[0], self.model.threads[0], each=each, **given)
+
+
+@pytest.fixture(scope="module")
+def eagles(tiny_llama_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    config, root = json.loads((tiny_llama_path / "config.json").read_text()), tmp_path_factory.mktemp("eagles")
+    taps = {"eagle": None, "eagle3": [0, 1]}
+    return {name: write_eagle(root / name, config, name, taps=own) for name, own in taps.items()}
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.rotates(6)
+@pytest.mark.parametrize(
+    ("method", "way", "size", "num_stages"),
+    [("draft_model", "host", 2, 1), ("eagle3", "host", 2, 1), ("eagle", "host", 2, 2), ("eagle", "replayed", 2, 1),
+     ("eagle3", "staged", 2, 1), ("draft_model", "replayed", 1, 2)],
+)  # fmt: skip
+def test_a_drafter_over_shards_and_stages_changes_no_token(
+    method: str, way: str, size: int, num_stages: int, tiny_llama_path: Path, eagles: dict[str, Path],
+    undrafted: dict[str, list[EngineOutput]],
+) -> None:  # fmt: skip
+    """Greedy and sampled, with prefix hits, preemptions and two steps in flight. A draft model that is the model itself
+    is always right."""
+    drafter = eagles.get(method, tiny_llama_path)
+    divided = DividedDrafter(tiny_llama_path, drafter, method, size, num_stages=num_stages)
+    requests = few_drafts()[:5]
+    told, scheduler = serve(
+        None, divided.spec, requests, way=way, make_runner=divided.runner, depth=2, num_blocks=18, speculates=True
+    )
+    assert_same_texts(told, {request.request_id: undrafted[request.request_id] for request in requests})
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.num_preemptions > 0
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert stats.num_draft_tokens > 40
+    assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (method == "draft_model")
+    assert any(stage.spec.num_kv_heads < divided.spec.num_kv_heads for stage in divided.drafters) == (size > 1)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_the_plan_counts_what_a_rank_holds_of_a_drafter(
+    method: str, tiny_llama_path: Path, eagles: dict[str, Path]
+) -> None:
+    divided = DividedDrafter(tiny_llama_path, eagles.get(method, tiny_llama_path), method, 2)
+    for own, drafter, shard in zip(divided.model.stages[0], divided.drafters, divided.shards, strict=True):
+        held = held_bytes([own, drafter]) - held_bytes(own)
+        counted = drafter_bytes(divided.spec, CPU, torch.float32, max_model_len=MAX_LEN, target_shard=shard)
+        assert counted == held
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("broken", ["NaN", "draw"])
+def test_shards_give_up_a_drafter_together(
+    broken: str, tiny_llama_path: Path, undrafted: dict[str, list[EngineOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shard alone knows that its logits are not numbers, or that a draft could not be drawn."""
+    divided = DividedDrafter(tiny_llama_path, tiny_llama_path, "draft_model", 2)
+    if broken == "NaN":
+        first = divided.drafters[0]
+        monkeypatch.setattr(first, "logits", lambda hidden: DraftModel.logits(first, hidden).fill_(torch.nan))
+    else:
+        monkeypatch.setattr(drafter_steps, "sample", lambda *_: [][0])
+    told, scheduler = serve(None, divided.spec, few_drafts(), make_runner=divided.runner, depth=2, speculates=True)
+    assert_same_texts(told, undrafted)
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.stats().num_draft_tokens == 0
+
+
+def test_an_error_in_a_drafters_divided_layers_is_an_error_of_the_step(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other shards wait for this one, so the rank has to end, as with an error in a layer of the model."""
+    divided = DividedDrafter(tiny_llama_path, tiny_llama_path, "draft_model", 2)
+    desk = Desk(divided.runner(num_blocks=NUM_BLOCKS, block_size=BLOCK, **SIZES))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(divided.drafters[1], "extend", fail)
+    with pytest.raises(ValueError, match="broken"):
+        desk.generate(desk.enter("a", 0, OTHER), 2)

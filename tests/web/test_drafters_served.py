@@ -18,6 +18,7 @@ from localllm.models.read_spec import read_spec, weights_bytes
 from localllm.serving.build import build_engine
 from localllm.serving.drafters import with_drafter
 from tests.adapters import make_tiny_adapter
+from tests.eagle_files import write_eagle
 from tests.tiny import make_tiny_model
 from tests.web.live_server import LiveServer
 
@@ -101,13 +102,19 @@ def test_a_drafter_of_another_vocabulary_is_refused(tmp_path: Path, tiny_llama_p
     ("given", "error", "told"),
     [
         ({"draft": "./nowhere"}, ModelNotFound, "nowhere"),
-        ({"draft": "demo", "tensor_parallel_size": 2}, UnsupportedOption, "ranks"),
         ({"draft": "demo", "dtype": "bfloat16"}, UnsupportedOption, "verified"),
     ],
 )
 def test_what_a_drafter_does_not_go_with_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         build_engine(settings_of("demo", **given))
+
+
+def test_a_drafter_that_reads_layers_of_other_stages_is_refused(tmp_path: Path, tiny_llama_path: Path) -> None:
+    config = json.loads((tiny_llama_path / "config.json").read_text())
+    drafter = write_eagle(tmp_path / "eagle", config, taps=[0, 1])
+    with pytest.raises(UnsupportedOption, match=r"2 pipeline stages\. It reads the model before layers 0, 1"):
+        build_engine(settings_of(tiny_llama_path, draft=str(drafter), pipeline_parallel_size=2))
 
 
 def test_a_drafter_is_counted_by_fit(tiny_llama_path: Path) -> None:

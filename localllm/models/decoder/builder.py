@@ -86,16 +86,20 @@ class DecoderBuilder:
         layers = [self.layer(index) for index in shard.layers]
         norm = None if lm_head is None or spec.topology == "sum_norm" else self.norm("model.norm")
         tables = rope_tables(spec, max_model_len, self.weights.device)
-        return DecoderModel(
-            local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
+        first = embedding if shard.layers.start == 0 else None
+        model = DecoderModel(
+            local_spec(spec, shard), first, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
             group=self.group, vocab=None if shard.is_whole else shard.counts.vocab,
             layer_inputs=self.gemma.layer_inputs(), streams=self.gemma.streams(),
         )  # fmt: skip
+        model.token_embedding = embedding
+        return model
 
     # -- embedding and head
 
     def _embedding_and_head(self) -> tuple[EmbeddingTable | None, Linear | None]:
-        """Build the shard's rows of both: the embedding for the first stage, the head for the last.
+        """Build the shard's rows of both: the embedding for the first stage and for a drafter that reads it, the head
+        for the last stage.
 
         Embedding rows keep the stored type if it is narrower: widening a row is exact.
         A tied head in float32 that is packed for the CPU cannot be read by rows, so the embedding gets its own copy.
@@ -106,15 +110,16 @@ class DecoderBuilder:
         spec, shard, shape = self.spec, self.shard, (self.spec.vocab_size, self.spec.hidden_size)
         is_first, is_last = shard.layers.start == 0, shard.layers.stop == spec.num_layers
         is_tied = is_last and spec.tie_word_embeddings
+        looks_up = is_first or (is_last and spec.drafter is not None and spec.drafter.reads_embedding)
         separate = not is_tied or should_pack(len(shard.vocab) * spec.hidden_size, self.device, self.dtype)
         embedding = head = None
         if not shard.vocab:
             none = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.weights.device)
-            return self._embedding(none) if is_first else None, Linear(none) if is_last else None
-        if is_first or is_tied:
+            return self.embedding(none) if looks_up else None, Linear(none) if is_last else None
+        if looks_up or is_tied:
             rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
             rows = self._shared_table(rows) if is_tied else rows
-            embedding = self._embedding(rows) if is_first else None
+            embedding = self.embedding(rows) if looks_up else None
             head = self._tied_head(rows, separate) if is_tied else None
         return embedding, self._lm_head(shape) if is_last and not is_tied else head
 
@@ -150,7 +155,8 @@ class DecoderBuilder:
         is_there = self.spec.lm_head_bias and self.weights.has("lm_head.bias")
         return self.weights.values("lm_head.bias", (self.spec.vocab_size,)) if is_there else None
 
-    def _embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
+    def embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
+        """Return the embedding of the shard's rows of the vocabulary."""
         spec, positions = self.spec, None
         shape = (spec.max_position + spec.position_offset, spec.hidden_size)
         if spec.positions == "learned":

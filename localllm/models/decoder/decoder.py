@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,16 @@ class Taps:
                     torch.add(residual, delta, out=out)
 
 
+class TappedModel(Protocol):
+    """A model, or its last pipeline stage, whose features a drafter reads."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], *, taps: Taps) -> Tensor: ...
+
+
 _StepKey = tuple[LayerKind, int]
 """The kind and the KV group of a layer, -1 for a layer in none."""
 
@@ -82,6 +93,7 @@ class DecoderModel:
         group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
+        self.token_embedding = embedding  # that a drafter reads; a last stage with a drafter has one for it alone
         self.group, self._vocab = Alone() if group is None else group, vocab
         self.layer_inputs = layer_inputs  # per-layer embeddings
         self.streams = streams  # layers work on several streams of each token

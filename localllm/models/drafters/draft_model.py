@@ -43,13 +43,15 @@ def plan_draft_model(path: Path, spec: ModelSpec) -> DrafterPlan:
 
 class DraftModel:
     """A decoder as a drafter of a model with `vocab_size` tokens. Tokens beyond its own vocabulary are read as token 0
-    and never guessed."""
+    and never guessed. Between two calls a decoder divided over shards keeps its hidden states instead of its logits,
+    which the first shard alone has."""
 
     taps: tuple[int, ...] = ()
     first_key = 0
 
     def __init__(self, model: DecoderModel, vocab_size: int) -> None:
         self.spec, self._model, self._vocab_size = model.spec, model, vocab_size
+        self._is_divided = model.group.size > 1
         self._lone: NativeProgram | None = None
         self._lone_cache: Sequence[LayerKV | None] | None = None  # that `_lone` was made for
 
@@ -65,15 +67,18 @@ class DraftModel:
     def step(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
         return self._forward(step, cache)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: the logits of its own vocabulary."""
-        missing = self._vocab_size - hidden.shape[1]
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden: the logits of its own vocabulary, or what they are computed from."""
+        own = self._model.compute_logits(hidden) if self._is_divided else hidden
+        if own is None:
+            return None
+        missing = self._vocab_size - own.shape[1]
         if missing <= 0:
-            return hidden[:, : self._vocab_size].clone()  # the sampler overwrites them
-        return torch.nn.functional.pad(hidden, (0, missing), value=float("-inf"))
+            return own[:, : self._vocab_size].clone()  # the sampler overwrites them
+        return torch.nn.functional.pad(own, (0, missing), value=float("-inf"))
 
     def _forward(self, step: DraftStep, cache: Sequence[LayerKV | None]) -> Tensor:
-        """Return the logits [R, own vocabulary] of each row's newest token."""
+        """Return the logits [R, own vocabulary] of each row's newest token, or its hidden state (see the class)."""
         if self.spec.vocab_size < self._vocab_size:
             step.token_ids.masked_fill_(step.token_ids >= self.spec.vocab_size, 0)
         lone = self._native(cache) if len(step.token_ids) <= MAX_ROWS else None
@@ -81,8 +86,8 @@ class DraftModel:
             logits = lone.forward(_decode_rows(step))
             return logits[step.logits_indices]
         hidden = self._model.forward(step, cache).index_select(0, step.logits_indices)
-        own = self._model.compute_logits(hidden)
-        assert own is not None, "a draft model is whole"
+        own = hidden if self._is_divided else self._model.compute_logits(hidden)
+        assert own is not None, "a model on one device has its head"
         return own
 
     def _native(self, cache: Sequence[LayerKV | None]) -> NativeProgram | None:

@@ -70,6 +70,7 @@ class Drafter(Protocol):
         Return the same of the new tokens."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] fp32 over the target's vocabulary; -inf for tokens that the drafter does not have."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return logits [R, V] fp32 over the target's vocabulary; -inf for tokens that the drafter does not have. Of a
+        drafter divided over shards the first shard returns them, the others None."""
         ...

@@ -31,14 +31,17 @@ from localllm.models.formats.at_load import at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.group import Group, SplitHead
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard, even, local_spec
 from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
+from localllm.models.weights.source import stacked_rows
 from localllm.models.weights.weights import Weights
 
 LAYER = "model.layers.0."
@@ -84,11 +87,11 @@ class EagleDrafter:
 
     def __init__(
         self, eagle: EagleSpec, target: DecoderModel | None, embedding: EmbeddingTable | None, fc: Linear | None,
-        fc_norm: RMSNorm | None, layer: EagleLayer, norm: RMSNorm | None, head: Linear | None,
+        fc_norm: RMSNorm | None, layer: EagleLayer, norm: RMSNorm | None, head: SplitHead | None,
         head_tokens: Tensor | None,
     ) -> None:  # fmt: skip
-        """embedding: of its own; None: the target's. norm, head: EAGLE-3's. head_tokens: [draft_vocab] int64, the
-        target's token of each row of the head; None: row i is token i."""
+        """eagle: with this shard's sizes. embedding: of its own; None: the target's. norm, head: EAGLE-3's.
+        head_tokens: [draft_vocab] int64, the target's token of each row of the head; None: row i is token i."""
         self.spec, self.taps = eagle.layer, eagle.taps
         self._eagle, self._target, self._embedding, self._fc, self._fc_norm = eagle, target, embedding, fc, fc_norm
         self._layer, self._norm, self._head, self._head_tokens = layer, norm, head, head_tokens
@@ -112,20 +115,18 @@ class EagleDrafter:
     def step(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
         return self._run(step, cache, hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         target = self._target
         assert target is not None, "a drafter made from headers computes nothing"
         if self._head is None:
-            logits = target.compute_logits(hidden)
-            assert logits is not None, "the target is on one device"
-            return logits
+            return target.compute_logits(hidden)
         if self._norm is not None and not self._eagle.norm_output:
             hidden = self._norm(hidden)
-        own = self._head(hidden).float()
-        if self._head_tokens is None:
-            return own
-        every = own.new_full((len(own), target.spec.vocab_size), float("-inf"))
-        return every.index_copy_(1, self._head_tokens, own)
+        own = self._head(hidden)
+        if own is None or self._head_tokens is None:
+            return None if own is None else own.float()
+        every = own.new_full((len(own), target.spec.vocab_size), float("-inf"), dtype=torch.float32)
+        return every.index_copy_(1, self._head_tokens, own.float())
 
     def _run(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
         """Return what the next guess reads, [T, hidden]."""
@@ -145,8 +146,8 @@ class EagleDrafter:
         table = self._embedding
         if table is None:
             assert self._target is not None
-            table = self._target.embedding
-        assert table is not None, "the target is on one device"
+            table = self._target.token_embedding
+        assert table is not None, "a stage with a drafter has the embedding"
         return table(step.token_ids, step.positions)
 
 
@@ -155,37 +156,65 @@ def plan_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> DrafterPla
     eagle = read_eagle(path, method, target)
     dtype = getattr(torch, eagle.layer.dtype)
     with open_eagle(path) as checkpoint, torch.device("meta"):
-        layout = StoredLayout(checkpoint, eagle.layer, _STORAGE[method], None)
-        weights = MetaWeights(layout, torch.device("cpu"), dtype)
-        held = held_bytes(_build(eagle, checkpoint, weights, None, dtype))
+        weights = MetaWeights(_layout(eagle, checkpoint), torch.device("cpu"), dtype)
+        held = held_bytes(_build(eagle, checkpoint, weights, _builder(eagle, weights, dtype), None))
     return DrafterPlan(method, path, eagle.layer, held, eagle.taps, EagleDrafter.first_key)
+
+
+def eagle_bytes(
+    plan: DrafterPlan, target: ModelSpec, device: torch.device, dtype: torch.dtype, *, max_model_len: int,
+    shard: Shard | None = None, **load: Any,
+) -> int:  # fmt: skip
+    """Return the bytes of the loaded drafter, or of a shard of it, from the headers. load: cpu_weights and half_weights
+    of `load_model`."""
+    eagle, quantize = _planned(plan, target), at_load(plan.quantization, None)
+    with open_eagle(plan.path) as checkpoint, torch.device("meta"):
+        weights = MetaWeights(_layout(eagle, checkpoint), device, dtype, quantize=quantize, **load)
+        drafter = _build(eagle, checkpoint, weights, _builder(eagle, weights, dtype, shard), None)
+        return held_bytes(drafter) + drafter.table_bytes(max_model_len)
 
 
 def load_eagle(
     plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, *, max_model_len: int,
-    **load: Any,
+    shard: Shard | None = None, group: Group | None = None, **load: Any,
 ) -> EagleDrafter:  # fmt: skip
-    """Load a planned drafter. load: cpu_weights and half_weights of `load_model`.
+    """Load a planned drafter, or a shard of it. load: cpu_weights and half_weights of `load_model`.
 
     Raises `DrafterMismatch` if it belongs to another model, `CorruptModel` if tensors are missing, left over or of
     other shapes than config.json says, `UnsupportedModel`, `UnsupportedOption`."""
-    assert plan.method in ("eagle", "eagle3"), plan.method
-    eagle = replace(read_eagle(plan.path, plan.method, target.spec), layer=plan.spec)
-    quantize = at_load(plan.quantization, None)
+    eagle, quantize = _planned(plan, target.spec), at_load(plan.quantization, None)
     with torch.inference_mode(), open_eagle(plan.path) as checkpoint:
-        layout = StoredLayout(checkpoint, eagle.layer, _STORAGE[plan.method], None)
-        weights = Weights(layout, device, dtype, quantize=quantize, **load)
-        drafter = _build(eagle, checkpoint, weights, target, dtype)
+        weights = Weights(_layout(eagle, checkpoint), device, dtype, quantize=quantize, **load)
+        drafter = _build(eagle, checkpoint, weights, _builder(eagle, weights, dtype, shard, group), target)
     drafter.serve_context(max_model_len)
     return drafter
 
 
+def _planned(plan: DrafterPlan, target: ModelSpec) -> EagleSpec:
+    assert plan.method in ("eagle", "eagle3"), plan.method
+    return replace(read_eagle(plan.path, plan.method, target), layer=plan.spec)
+
+
+def _layout(eagle: EagleSpec, checkpoint: Checkpoint) -> StoredLayout:
+    return StoredLayout(checkpoint, eagle.layer, _STORAGE[eagle.method], None)
+
+
+def _builder(
+    eagle: EagleSpec, weights: Weights, dtype: torch.dtype, shard: Shard | None = None, group: Group | None = None
+) -> DecoderBuilder:
+    """Return the builder of the layer, with the biases that are stored: config.json names them in several ways."""
+    q, out, gate = (f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"))
+    spec = replace(
+        eagle.layer, attention_bias=weights.has(q), attention_out_bias=weights.has(out), mlp_bias=weights.has(gate)
+    )
+    return DecoderBuilder(spec, weights, weights.device, dtype, shard, group)
+
+
 def _build(
-    eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights, target: DecoderModel | None, dtype: torch.dtype
+    eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights, builder: DecoderBuilder, target: DecoderModel | None
 ) -> EagleDrafter:
     """Make the drafter, still without its rotary table, from a checkpoint's tensors, all of which must be used."""
-    builder = DecoderBuilder(_with_stored_biases(eagle.layer, weights), weights, weights.device, dtype)
-    spec = builder.spec
+    spec, shard = builder.spec, builder.shard
     width, inputs = spec.hidden_size, eagle.features_size
     norm = head = head_tokens = fc = fc_norm = embedding = None
     if eagle.method == "eagle":
@@ -195,19 +224,22 @@ def _build(
         if eagle.norm_before_fc:
             fc_norm = RMSNorm(weights.take(["input_norm.weight"], (inputs,)), spec.norm.eps)
     if width != eagle.target_hidden_size:
-        rows = weights.take(["embed_tokens.weight"], (spec.vocab_size, width), keep_narrow=True)
-        embedding = EmbeddingTable(rows, dtype)
+        shape = (spec.vocab_size, width)
+        rows = weights.take(["embed_tokens.weight"], shape, keep_narrow=True, rows=shard.vocab)
+        embedding = builder.embedding(rows)
     layer = _layer(eagle, builder)
     if eagle.method == "eagle3":
         norm = _norm(builder, "norm")
-        head = weights.linear(["lm_head"], (eagle.draft_vocab_size, width))
+        head = _head(eagle.draft_vocab_size, builder)
         head_tokens = _head_tokens(eagle, checkpoint, weights)
-    if left := sorted(weights.unused()):
+    left = sorted(weights.unused())
+    if left and shard.index == 0:  # the others may use a part of the tensors
         names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise CorruptModel(
             f"The drafter in {checkpoint.path} holds {len(left)} tensors that {eagle.method} does not use.",
             f"Unexpected: {names}.",
         )
+    eagle = replace(eagle, layer=local_spec(eagle.layer, shard))
     return EagleDrafter(eagle, target, embedding, fc, fc_norm, layer, norm, head, head_tokens)
 
 
@@ -230,10 +262,13 @@ def _norm(builder: DecoderBuilder, stem: str) -> RMSNorm:
     return norm
 
 
-def _with_stored_biases(spec: ModelSpec, weights: Weights) -> ModelSpec:
-    """Return the layer's spec with the biases that are stored: config.json names them in several ways."""
-    q, out, gate = (f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"))
-    return replace(spec, attention_bias=weights.has(q), attention_out_bias=weights.has(out), mlp_bias=weights.has(gate))
+def _head(draft_vocab: int, builder: DecoderBuilder) -> SplitHead:
+    """Return the shard's rows of the head, as even a part as possible."""
+    sizes, index = even(draft_vocab, builder.shard.size), builder.shard.index
+    first = sum(sizes[:index])
+    order = stacked_rows(range(first, first + sizes[index]), draft_vocab)
+    rows = builder.weights.linear(["lm_head"], (draft_vocab, builder.spec.hidden_size), order=order)
+    return SplitHead(rows, builder.group, sizes)
 
 
 def _head_tokens(eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights) -> Tensor | None:

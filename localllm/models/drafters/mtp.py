@@ -33,6 +33,7 @@ from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.group import SplitHead
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.loader import AROUND, open_further_layer
@@ -40,8 +41,9 @@ from localllm.models.read_spec import families, family_of
 from localllm.models.spec.family import MTPLayout
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard, local_spec
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.source import EMBEDDING, LM_HEAD
+from localllm.models.weights.source import EMBEDDING, LM_HEAD, stacked_rows
 
 _DRAFTS = 3  # the layer was trained to guess one token; each further one is right less often
 _COMPARED_ROWS = 256
@@ -58,7 +60,7 @@ class MTPParts:
     projection: Linear  # [hidden, 2 * hidden]
     layer: DecoderLayer
     embedding: EmbeddingTable | None  # None: the target's
-    head: Linear | None  # None: the target's
+    head: SplitHead | None  # None: the target's
 
 
 class MTPDrafter:
@@ -67,8 +69,9 @@ class MTPDrafter:
     taps: tuple[int, ...] = (FINAL_HIDDEN,)
     first_key = 1
 
-    def __init__(self, plan: DrafterPlan, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
-        self.spec, self.layout, self.parts, self._target = plan.spec, layout, parts, target
+    def __init__(self, spec: ModelSpec, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
+        """spec: of the layer, with the sizes that this shard holds."""
+        self.spec, self.layout, self.parts, self._target = spec, layout, parts, target
 
     def serve_context(self, max_model_len: int) -> None:
         """No-op: the rotary tables are the target's."""
@@ -80,20 +83,19 @@ class MTPDrafter:
     def step(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
         return self._run(step, cache, hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         normed = hidden if self.layout.hands_on_normed else self.parts.final_norm(hidden)
-        if self.parts.head is not None:
-            return self._target.finish_logits(self.parts.head(normed).float())
-        logits = self._target.compute_logits(normed)
-        assert logits is not None, "the target is on one device"
-        return logits
+        if self.parts.head is None:
+            return self._target.compute_logits(normed)
+        logits = self.parts.head(normed)
+        return None if logits is None else self._target.finish_logits(logits.float())
 
     def _run(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
         """Return the hidden states [T, hidden] of the step's pairs, as the next pair reads them."""
         parts, (kv,) = self.parts, cache
         assert kv is not None, "the layer keeps keys and values"
-        embedding = self._target.embedding if parts.embedding is None else parts.embedding
-        assert embedding is not None, "the target is on one device"
+        embedding = self._target.token_embedding if parts.embedding is None else parts.embedding
+        assert embedding is not None, "a stage with a drafter has the embedding"
         embedded, read = parts.embed_norm(embedding(step.token_ids, step.positions)), parts.hidden_norm(hidden)
         both = (read, embedded) if self.layout.hidden_first else (embedded, read)
         stream = parts.projection(torch.cat(both, dim=1))
@@ -137,18 +139,21 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
 
 
 def mtp_bytes(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> int:
-    """Return the exact bytes of the loaded layer, from the headers. num_layers: the target's own. load: cpu_weights
-    and half_weights of `load_model`."""
+    """Return the exact bytes of the loaded layer, from the headers. num_layers: the target's own. load: cpu_weights,
+    half_weights and shard of `load_model`."""
     return held_bytes(_read_parts(plan, num_layers, device, dtype, sizes_only=True, **load))
 
 
 def open_mtp(
-    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, **load: Any
-) -> MTPDrafter:
-    """Load the prediction layer. load: as for `mtp_bytes`. Raises `CorruptModel` for tensors of wrong shapes, or that
-    the layer does not use."""
-    parts = _read_parts(plan, target.spec.num_layers, device, dtype, **load)
-    return MTPDrafter(plan, _layout(plan.path, plan.spec), parts, target)
+    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, *,
+    num_layers: int | None = None, shard: Shard | None = None, **load: Any,
+) -> MTPDrafter:  # fmt: skip
+    """Load the prediction layer, or a shard of it. num_layers: as for `mtp_bytes`; None: `target` has all layers.
+    load: as for `mtp_bytes`, and the shard's group. Raises `CorruptModel` for tensors of wrong shapes, or that the
+    layer does not use."""
+    parts = _read_parts(plan, num_layers or target.spec.num_layers, device, dtype, shard=shard, **load)
+    spec = plan.spec if shard is None else local_spec(plan.spec, shard)
+    return MTPDrafter(spec, _layout(plan.path, plan.spec), parts, target)
 
 
 def _layout(path: Path, target: ModelSpec) -> MTPLayout:
@@ -189,7 +194,7 @@ def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype:
         shared = _shared_copies(checkpoint, layout, around)
         parts = _build(builder, layout, {name.removeprefix(around) for name in shared})
         left = sorted(name for name in weights.unused(around) if name not in shared)
-    if left:
+    if left and builder.shard.index == 0:  # the others may use a part of the tensors
         raise CorruptModel(
             f"The prediction layer of {plan.path.name} has {len(left)} tensors that {plan.spec.architecture} does "
             "not use.",
@@ -201,7 +206,7 @@ def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype:
 
 def _build(builder: DecoderBuilder, layout: MTPLayout, shared: set[str]) -> MTPParts:
     """Build the layer and the parts around it. shared: names of those that are copies of the target's tensors."""
-    spec, source = builder.spec, builder.weights
+    spec, source, own = builder.spec, builder.weights, builder.shard.vocab
     hidden, vocab = spec.hidden_size, (spec.vocab_size, spec.hidden_size)
 
     def norm(name: str) -> RMSNorm:
@@ -214,10 +219,11 @@ def _build(builder: DecoderBuilder, layout: MTPLayout, shared: set[str]) -> MTPP
 
     embedding = head = None
     if has_own(layout.embedding):
-        table = source.table(f"{AROUND}{layout.embedding}.weight", vocab, keep_narrow=True)
-        embedding = EmbeddingTable(table, builder.dtype, spec.embedding_scale)
+        table = source.table(f"{AROUND}{layout.embedding}.weight", vocab, keep_narrow=True, rows=own)
+        embedding = builder.embedding(table)
     if has_own(layout.head):
-        head = source.linear([f"{AROUND}{layout.head}"], vocab)
+        rows = source.linear([f"{AROUND}{layout.head}"], vocab, order=stacked_rows(own, spec.vocab_size))
+        head = SplitHead(rows, builder.group, builder.shard.counts.vocab)
     projection = source.linear([f"{AROUND}{layout.projection}"], (hidden, 2 * hidden))
     return MTPParts(
         norm(layout.embed_norm), norm(layout.hidden_norm), norm(layout.final_norm), projection, builder.layer(0),

@@ -16,9 +16,9 @@ from localllm.models.encoders.recipe import spec_of_any
 from localllm.models.fit.conversation_bytes import RequestCost
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.pictures import with_tower
-from localllm.models.fit.rank_budget import ResidentBytes, scaled_bytes
+from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.read_spec import weights_bytes
-from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 
 if TYPE_CHECKING:
@@ -38,36 +38,22 @@ def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> Res
     """Return `count_resident` of the checkpoint as this configuration loads it, with its drafter."""
     cpu_weights, half = config.cpu_weights, config.keeps_half_weights
     own = count_resident(path, spec, cpu_weights, lora_limits(config), half_weights=half)
-    drafter = spec.drafter
-    if drafter is None:
+    if spec.drafter is None:
         return own
-    if drafter.method == "mtp":
-        layer = _count_mtp(drafter, spec.num_layers, cpu_weights, half_weights=half)
-        return lambda device, dtype, *more: own(device, dtype, *more) + layer(device, dtype)
-    if drafter.method != "draft_model":
-        return lambda device, dtype, *more: own(device, dtype, *more) + scaled_bytes(drafter, dtype)
-    others = count_resident(drafter.path, drafter.spec, cpu_weights, half_weights=half)
-
-    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
-        length = min(max_model_len, drafter.spec.max_position)
-        drafters = others(device, dtype, length, drafter.quantization)
-        return own(device, dtype, max_model_len, quantization, shard) + drafters
-
-    return count
-
-
-def _count_mtp(
-    drafter: DrafterPlan, num_layers: int, cpu_weights: str, *, half_weights: bool
-) -> Callable[[str, str], int]:
-    """Return a cached function that counts the bytes of a prediction layer, as `count_resident` does."""
     import torch
 
-    from localllm.models.drafters.mtp import mtp_bytes
+    from localllm.models.drafters.opening import drafter_bytes
 
     @cache
-    def count(device: str, dtype: str) -> int:
+    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
+        whole = own(device, dtype, max_model_len, quantization, shard)
+        if shard is not None and shard.layers.stop < spec.num_layers:
+            return whole  # the drafter is on the last stage
         where, kind = torch.device(device), getattr(torch, dtype)
-        return mtp_bytes(drafter, num_layers, where, kind, cpu_weights=cpu_weights, half_weights=half_weights)
+        return whole + drafter_bytes(
+            spec, where, kind,
+            max_model_len=max_model_len, target_shard=shard, cpu_weights=cpu_weights, half_weights=half,
+        )  # fmt: skip
 
     return count
 

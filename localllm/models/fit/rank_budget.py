@@ -17,7 +17,7 @@ from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_
 from localllm.models.fit.cache_sizes import COPIED_STATES, KVSplit, most_blocks
 from localllm.models.fit.pictures import PictureSizes, SourceSizes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec, state_bytes
-from localllm.models.spec.shard import Shard, local_spec
+from localllm.models.spec.shard import Shard, drafter_shard, local_spec
 from localllm.units import format_bytes
 
 MIB = 1024**2
@@ -119,7 +119,7 @@ class RankMemory:
         whole = inputs.spec
         spec = whole if shard is None else local_spec(whole, shard)
         is_last = shard is None or shard.layers.stop == whole.num_layers
-        self._spec = spec
+        self._spec, self._drafter = spec, whole.drafter if is_last else None
         config = inputs.config
         self.step = StepMemory(
             spec, inputs.dtype, inputs.kv_dtype, gpu is not None, config.max_num_seqs, inputs.batched_tokens,
@@ -158,9 +158,14 @@ class RankMemory:
     @cached_property
     def _block_bytes(self) -> tuple[tuple[int, ...], int]:
         """Bytes of a block of each group, and of a drafter's block."""
-        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        inputs, drafter = self.inputs, self._drafter
         own = block_bytes(self._spec, inputs.block_size, inputs.kv_dtype)
-        return own, inputs.block_size * kv_bytes_per_token(drafter.spec, inputs.kv_dtype) if drafter else 0
+        if drafter is None:
+            return own, 0
+        held = drafter.spec
+        if self.shard is not None:
+            held = local_spec(held, drafter_shard(held, self.shard))
+        return own, inputs.block_size * kv_bytes_per_token(held, inputs.kv_dtype)
 
     def kv(self, num_blocks: int) -> int:
         """Return the bytes of the rank's KV cache with `num_blocks` blocks of the main group."""
@@ -183,7 +188,7 @@ class RankMemory:
     def _for_drafts(self) -> int:
         """Bytes of a step's features that a drafter reads, of its logits, which a GPU computes for every row, and of
         what recurrent layers keep since drafts may be wrong: on a GPU their projections, else copies of states."""
-        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        inputs, drafter = self.inputs, self._drafter
         width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
         features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
         if drafter is not None and self.gpu is not None:

@@ -95,6 +95,19 @@ class GatheredInput:
         return F.pad(y, (self.first, self.num_rows - self.first - y.shape[1]))
 
 
+class SplitHead:
+    """The rows of a head that a shard holds. The first shard gets the logits of all shards, the others None."""
+
+    __slots__ = ("group", "linear", "sizes")
+
+    def __init__(self, linear: Projection, group: Group, sizes: Sequence[int]) -> None:
+        """sizes: rows of each shard."""
+        self.linear, self.group, self.sizes = linear, group, tuple(sizes)
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        return self.group.gather_to_first(self.linear(x), self.sizes)
+
+
 class Summed:
     """A part of a layer, attention or feed-forward, whose results are added up over all shards."""
 

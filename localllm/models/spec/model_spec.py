@@ -189,6 +189,11 @@ class DrafterPlan:
     num_drafts: int = 4  # most drafts at a time
     quantization: str | None = None  # at load, of a draft model or MTP layers
 
+    @property
+    def reads_embedding(self) -> bool:
+        """Return whether the drafter looks tokens up in its target's embedding."""
+        return self.method != "draft_model"
+
 
 def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
     """Return the groups of the layers that keep K and V. Layers without attention, and layers that read the K and V of

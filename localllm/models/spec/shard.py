@@ -17,6 +17,9 @@ from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups
 VOCAB_UNIT = 64
 """Rows of the vocabulary per unit: the sampler draws from groups of so many ids."""
 
+ALIGNMENT = 128
+"""Features of a drafter per unit, if it has many: a cut between blocks of quantised weights repeats none."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardCounts:
@@ -95,6 +98,25 @@ def shards_of(
         Shard(i, size, stage, heads[i], kv[i], dense[i], rows[i], counts, own_experts[i], own_features[i], shared[i])
         for i in range(size)
     ]
+
+
+def drafter_shard(spec: ModelSpec, target: Shard) -> Shard:
+    """Return what a rank holds of a drafter, given its share of the drafter's target: as even a part as possible, or
+    the whole drafter if its heads cannot be divided by this number of ranks. spec: of the drafter."""
+    heads, mixture = even_heads(spec, target.size), spec.mixture
+    if heads is None:
+        return whole_shard(spec)
+    inner, shared = (0, 0) if mixture is None else (mixture.intermediate_size, mixture.shared_size)
+    features, own, common = (_aligned(count, target.size) for count in (spec.intermediate_size, inner, shared))
+    return shards_of(spec, heads, features=features, expert_features=own, shared_features=common)[target.index]
+
+
+def _aligned(count: int, parts: int) -> list[int]:
+    """Divide `count` features evenly, in as large powers of two up to ALIGNMENT as leave each part several of them."""
+    unit = ALIGNMENT
+    while unit > 1 and count < 4 * unit * parts:
+        unit //= 2
+    return even(count, parts, unit)
 
 
 def even(total: int, parts: int, unit: int = 1) -> list[int]:
