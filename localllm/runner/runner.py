@@ -137,21 +137,23 @@ class TorchRunner:
         )  # fmt: skip
         self._drafters: Drafters | None = None
         self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
-        if self.drafts.proposes:
-            if isinstance(inputs, HostInputs) and samples:
-                steps = None
-                if drafter is not None:
-                    steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs, self._exchange)
-                    reread = 1 if drafter.drafter.taps and states.features is None else 0
-                    self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
-                most = 0 if drafter is None else drafter.num_drafts
-                self._drafters = HostDrafts(inputs, self._slots, steps, most)
-            elif isinstance(self._steps, DeviceSteps):
-                self._drafters = self._steps
+        if self.drafts.proposes and isinstance(inputs, HostInputs) and samples:
+            self._drafters = self._host_drafts(inputs, drafter, max_num_seqs)
+        elif self.drafts.proposes and isinstance(self._steps, DeviceSteps):
+            self._drafters = self._steps
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
         self._thread: int | None = None  # the last calling thread
+
+    def _host_drafts(self, inputs: HostInputs, drafter: OpenDrafter | None, max_num_seqs: int) -> HostDrafts:
+        """Return the sources of drafts of host steps. Steps with a drafter run some tokens ahead, or again."""
+        if drafter is None:
+            return HostDrafts(inputs, self._slots)
+        steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs, self._exchange)
+        reread = 1 if drafter.drafter.taps and drafter.state_features is None else 0
+        self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
+        return HostDrafts(inputs, self._slots, steps, drafter.num_drafts)
 
     def see_with(self, encoder: PictureEncoder) -> None:
         """Use the encoder of a model that sees, from the first step on."""

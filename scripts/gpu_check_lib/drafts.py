@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def measure_drafters(context: Context, shape: str = "llama-3.1-8b", smaller: str
     engine = RandomEngine(spec, options, model=model)
     plain = {batch: engine.decode(batch, CONTEXT, STEPS).median_s for batch in BATCHES}
     engine.close()
-    for name, drafter in _random_drafters(context, model, smaller, length):
+    for name, drafter in random_drafters(context.out, model, smaller, length):
         engine = RandomEngine(spec, replace(options, most_drafts=DRAFTS), model=model, drafter=drafter,
                               num_drafts=DRAFTS)  # fmt: skip
         for batch, plain_s in plain.items():
@@ -110,9 +111,7 @@ def measure_drafters(context: Context, shape: str = "llama-3.1-8b", smaller: str
         engine.close()
 
 
-def _random_drafters(
-    context: Context, model: DecoderModel, smaller: str, max_model_len: int
-) -> Iterator[tuple[str, Drafter]]:
+def random_drafters(out: Path, model: DecoderModel, smaller: str, max_model_len: int) -> Iterator[tuple[str, Drafter]]:
     """Yield drafters of random weights for a model: a smaller one, and EAGLE heads from files as they are published."""
     device, dtype = model.device, model.dtype
     small = random_model(shape_spec(smaller), device, dtype, max_model_len=max_model_len, seed=1)
@@ -120,7 +119,7 @@ def _random_drafters(
     del small
     methods: tuple[EagleMethod, ...] = ("eagle3", "eagle")
     for method in methods:
-        folder = context.out / method
+        folder = out / method
         config = {name: getattr(model.spec, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
         config |= {"num_attention_heads": model.spec.num_heads, "num_key_value_heads": model.spec.num_kv_heads}
         vocab = min(DRAFT_VOCAB, model.spec.vocab_size)

@@ -11,6 +11,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.drafters.drafter import Drafter
 from localllm.models.spec.model_spec import ModelSpec
 from scripts.gpu_check_lib.engine import Options, RandomEngine
 from tests.device.conftest import DEVICE
@@ -46,10 +47,10 @@ def many_requests(vocab_size: int, count: int = 10, end: Sequence[int] = ()) -> 
     return requests
 
 
-def serve(spec: ModelSpec, model: DecoderModel, asked: Options, requests: Sequence[Request]) -> tuple[
-    dict[str, Answer], RandomEngine
-]:  # fmt: skip
-    engine = RandomEngine(spec, asked, model=model)
+def serve(
+    spec: ModelSpec, model: DecoderModel, asked: Options, requests: Sequence[Request], drafter: Drafter | None = None
+) -> tuple[dict[str, Answer], RandomEngine]:
+    engine = RandomEngine(spec, asked, model=model, drafter=drafter)
     return {name: answer(outputs) for name, outputs in engine.generate(requests).items()}, engine
 
 

@@ -24,6 +24,7 @@ from localllm.models.drafters import draft_model
 from localllm.models.drafters.draft_model import DraftModel
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter, plan_drafter
+from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
@@ -32,6 +33,7 @@ from localllm.runner.kv_cache import KVCache
 from tests.eagle_files import write_eagle
 from tests.kv import windowed_ledger
 from tests.models.harness import TAPS
+from tests.mtp_models import make_mtp_model
 from tests.runner import harness
 from tests.runner.harness import BLOCK, check_kernels, mixed_requests, opened, serve, tokens_of
 from tests.runner.harness import knowing_on_device as knowing
@@ -186,6 +188,47 @@ def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monk
             torch.testing.assert_close(
                 ours.k[:, named[name]], theirs.k[:, others[name]], atol=1e-4, rtol=1e-4, equal_nan=True
             )
+
+
+@pytest.mark.one_day_in(3)
+def test_a_latent_prediction_layer_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs of a text and one draft behind them, over one cache for keys and values: hidden states, logits and the
+    cache are those of the twins. No key of the first token is read: it is NaN."""
+    path = make_mtp_model(tmp_path, "deepseek_v3")
+    spec = read_spec(path)
+    model = load_model(path, spec, torch.device("cpu"), torch.float32)
+    assert isinstance(model, DecoderModel)
+    plan = plan_drafter(path, "mtp", spec, path)
+    drafter = open_drafter(plan, model, torch.device("cpu"), torch.float32, max_model_len=64)
+    table, features = torch.tensor([[3, 1]], dtype=torch.int32), torch.randn(9, spec.hidden_size)
+
+    def pairs(first: int, count: int) -> ForwardInputs:
+        places = torch.arange(first, first + count)
+        slots = table[0, places // BLOCK].long() * BLOCK + places % BLOCK
+        return ForwardInputs(
+            token_ids=places * 7, positions=places - 1, groups=(GroupInputs(table, slots),),
+            context_lens=torch.tensor([first + count], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32), logits_indices=torch.tensor([count - 1]),
+            num_decodes=int(count == 1), query_lens=(count,), context_lens_host=(first + count,), first_key=1,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def run() -> list[torch.Tensor]:
+        cache = KVCache(drafter.spec, (4,), BLOCK, torch.device("cpu"), "float32").layers
+        (kv,) = cache
+        assert kv is not None
+        kv.k.fill_(torch.nan)
+        hidden = drafter.extend(pairs(1, 9), cache, features)
+        drafted = drafter.step(pairs(10, 1), cache, hidden)
+        logits = drafter.logits(drafted)
+        assert logits is not None
+        return [hidden, drafted, logits, kv.k]
+
+    ours = run()
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    for mine, theirs in zip(ours, run(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4, equal_nan=True)
+    assert ours[2].isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid", "lfm2"])
