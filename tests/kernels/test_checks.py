@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.errors import CheckStoppedDevice
 from localllm.kernels.checks.case import Case, Subject, close_to, equal_to
-from localllm.kernels.checks.choose import Chooser, KernelChoice, candidates, without_failed
+from localllm.kernels.checks.choose import LIMIT_S, Chooser, KernelChoice, candidates, without_failed
 from localllm.kernels.checks.record import STOPPED, CheckRecord, RecordKey
 from localllm.kernels.checks.table import TABLE, CheckedKernel, KernelVariant, kernel_of
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
@@ -129,6 +129,29 @@ def test_what_stops_the_gpu_ends_the_process_and_is_left_out_at_the_next_start(f
     assert choice.fall_backs[0].failures[0].why == STOPPED
     again = choose(Device({}), tmp_path, again=True)  # also --check-kernels always does not stop the GPU a second time
     assert again.chosen["decode attention"].name == "pointers"
+
+
+def test_what_never_ends_on_the_device_after_its_launch_stops_the_check(tmp_path: Path) -> None:
+    once = chooser(Device({}), tmp_path)
+    once.wait = lambda event, seconds: seconds > LIMIT_S  # the launch returns, the device does not
+    with pytest.raises(CheckStoppedDevice, match=f"did not end within {LIMIT_S:.0f} s"):
+        once.choose(with_model=False)
+    assert list(tmp_path.glob("checking-*.json"))
+
+
+def test_a_process_that_ends_between_two_cases_blames_no_variant(tmp_path: Path) -> None:
+    """The journal of a right case is gone before the next one begins."""
+    once = chooser(Device({}), tmp_path)
+    kernel = once.table[0]
+    assert once._failure(kernel, kernel.variants[0], DEFAULTS) == (None, 1)
+    assert not list(tmp_path.glob("checking-*.json"))
+
+
+def test_a_journal_of_another_triton_blames_no_variant(tmp_path: Path) -> None:
+    told = {"key": KEY._replace(triton="other")._asdict(), "kernel": "norms", "variant": "kernel", "case": "c"}
+    (tmp_path / f"checking-{os.getpid()}.json").write_text(json.dumps(told))
+    assert CheckRecord.read(tmp_path, KEY).failures == []
+    assert not list(tmp_path.glob("checking-*.json"))
 
 
 def test_a_journal_of_a_running_process_is_left_alone(tmp_path: Path) -> None:
