@@ -39,5 +39,7 @@ VARIANTS = [
     w8a8("e4m3 by block", 128, "fp8e4nv", (90, 120), blocks=True, mma="QGMMA"),
     w8a8("e4m3 per channel", 128, "fp8e4nv", (89,)),
     w8a8("int8 with zeros", 128, "i8", (90,), zeros=True, mma="IGMMA"),
+    w8a8("int8, RTX 50", 128, "i8", (120,)),
+    w8a8("int8, 33-64 rows, RTX 50", 64, "i8", (120,)),
     w8a8("int8, 33-64 rows", 64, "i8", (80,), hip=True, max_hip_spills=121),
 ]
