@@ -20,7 +20,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import RequestOptions
 from localllm.engine.speculation import Speculation
 from localllm.errors import RanksLost
-from localllm.llm import LLM
+from localllm.llm import LLM, LoRARequest
 from localllm.ranks.executor import RankExecutor
 from localllm.serving import loading
 from localllm.serving.manager import ModelManager
@@ -54,8 +54,10 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_adapter(tmp_path_factory.mktemp("adapters") / "a", checkpoint, seed=1)
 
 
-def texts(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[list[int], float]]:
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+def texts(
+    llm: LLM, params: SamplingParams = GREEDY, adapter: LoRARequest | None = None
+) -> list[tuple[list[int], float]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapter)
     return [(list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob or 0.0) for each in outputs]
 
 
@@ -76,10 +78,10 @@ def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "place"), [("eagle3", "tp 2"), ("draft_model", "tp 3"), ("mtp", "tp 2 x pp 2")])
 def test_a_drafter_over_ranks_changes_no_answer(
-    method: str, place: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, place: str, checkpoint: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and sampled with a seed, also for a prompt whose prefix is cached. The model drafts for itself over three
-    ranks, and is always right."""
+    """Greedy and sampled with a seed, also for a prompt whose prefix is cached, and for an adapter, which the drafter
+    does not read. The model drafts for itself over three ranks, and is right where no adapter is used."""
     monkeypatch.setattr(Speculation, "width", lambda self, decoding, ready, limit: limit // len(ready) - 1)
     path, drafter = checkpoint, str(checkpoint)
     if method == "mtp":
@@ -87,14 +89,18 @@ def test_a_drafter_over_ranks_changes_no_answer(
     if method == "eagle3":
         drafter = str(write_eagle(tmp_path / "eagle", json.loads((path / "config.json").read_text()), taps=[0, 1]))
     asked: dict[str, Any] = {"speculative": "mtp"} if method == "mtp" else {"draft": drafter}
+    taught = None if method == "mtp" else LoRARequest("taught", 1, str(adapter))  # made for the other checkpoint
+    given = {**SMALL, "enable_lora": taught is not None}
     sampled = replace(GREEDY, temperature=0.9, seed=7, top_p=0.9, logprobs=None, max_tokens=30)
-    with LLM(str(path), **SMALL, speculative="off") as alone:
-        wanted = [texts(alone), texts(alone, sampled), texts(alone, sampled)]
-    with LLM(str(path), **SMALL, **PLACES[place], **asked) as ranked:
+    with LLM(str(path), **given, speculative="off") as alone:
+        wanted = [texts(alone), texts(alone, sampled), texts(alone, sampled), texts(alone, sampled, taught)]
+    with LLM(str(path), **given, **PLACES[place], **asked) as ranked:
         answers = [texts(ranked), texts(ranked, sampled), texts(ranked, sampled)]
         stats = ranked._engine.client.stats().speculation
+        answers.append(texts(ranked, sampled, taught))
     assert [[ids for ids, _ in each] for each in answers] == [[ids for ids, _ in each] for each in wanted]
     assert stats.num_draft_tokens > 100
+    assert taught is None or wanted[3] != wanted[2]
     if method == "draft_model":
         assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens  # lookup may be wrong
 
