@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 
 class PeakBytes(TorchDispatchMode):
     """The most bytes that tensors made inside have held at a time."""
@@ -19,6 +21,9 @@ class PeakBytes(TorchDispatchMode):
         self._held: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE):  # made of others, which are seen
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         given = {id_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):

@@ -127,10 +127,11 @@ SEEING = {
 }
 
 
-def make_seeing(path: Path, name: str) -> Any:
-    """Save a tiny model with its image processor, and return it as transformers has it."""
-    seeing = SEEING[name]
-    model = make_model(path, seeing.config, fields=seeing.fields, **seeing.changes)
+def make_seeing(path: Path, name: str, seeing: Seeing | None = None, tower: dict[str, Any] | None = None) -> Any:
+    """Save a tiny model with its image processor, and return it as transformers has it. tower: other values of the
+    fields that its tower has."""
+    seeing = seeing or SEEING[name]
+    model = make_model(path, seeing.config, fields=seeing.fields, tower=tower, **seeing.changes)
     processor_of(seeing.processor)(**seeing.options).save_pretrained(path)
     save_tokenizer(path, name)
     return model

@@ -139,10 +139,14 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Models whose text part other tests cover."""
 
 
-def make_model(path: Path, config_name: str, *, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """A tiny random model that sees, saved by transformers. fields: of its config; changes: of its text part."""
+def make_model(
+    path: Path, config_name: str, *, fields: dict[str, Any] | None = None, tower: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:  # fmt: skip
+    """A tiny random model that sees, saved by transformers. fields: of its config; tower: other values of the fields
+    that its tower has; changes: of its text part."""
     class_name, text, vision = {**VISION_MODELS, **MORE_MODELS}[config_name]
-    text = {**text, **changes}
+    text, vision = {**text, **changes}, {name: (tower or {}).get(name, value) for name, value in vision.items()}
     kind = "LlavaConfig" if config_name == "PixtralConfig" else config_name
     config = getattr(transformers, kind)(text_config={**TEXT, **text}, vision_config=vision, **(fields or {}))
     config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))

@@ -16,7 +16,7 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, ModelError
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
-from localllm.models.spec.vision import ImageLimits
+from localllm.models.spec.vision import ImageLimits, VisionSpec
 from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE, family_of
 from localllm.units import format_bytes, format_count
 
@@ -121,18 +121,39 @@ def picture_sizes(
         least = limits.min_tokens if config.image_min_tokens is None else config.image_min_tokens
         limits = replace(limits, min_tokens=min(least, most), max_tokens=most)
     size = 4 if dtype == "float16" else DTYPE_BYTES[dtype]  # towers overflow in float16
-    patches = limits.max_tokens * vision.merge**2
-    if vision.tile_patches:
-        tiles = -(-limits.max_tokens // max(1, vision.tile_tokens))
-        patches = vision.tile_patches * (min(tiles, TILES_AT_ONCE) if config.device == "cpu" else tiles)
-    activations = int((16 * vision.width + 3.5 * vision.mlp_width) * size) * patches
-    activations += size * patches**2 if family_of(vision).masks else 0
-    if family_of(vision).pools:
-        activations = max(activations, ((8 + 4) * limits.max_tokens + 4 * vision.width * size) * patches)
-    pixels = patches * 3 * 2 * vision.patch**2 * 4
+    encode = encode_bytes(vision, spec.hidden_size, limits.max_tokens, size, on_cpu=config.device == "cpu")
     rows = max(limits.max_tokens, batched_tokens)
     kept = rows * (1 + vision.deep) * spec.hidden_size * DTYPE_BYTES[dtype]
-    return PictureSizes(limits, rows, vision.tower_bytes * size // 4, activations + pixels, kept)
+    return PictureSizes(limits, rows, vision.tower_bytes * size // 4, encode, kept)
+
+
+def encode_bytes(vision: VisionSpec, hidden_size: int, rows: int, size: int, *, on_cpu: bool) -> int:
+    """Return the most bytes that tensors hold while a picture of `rows` tokens is encoded: its pixels, and the widest
+    point of transformers' code, which is in attention, in a feed-forward part or at the end.
+
+    hidden_size: of the decoder; size: bytes of a number in the tower.
+    """
+    family, width = family_of(vision), vision.width * size
+    held, patches = family.held, rows * vision.merge**2
+    if vision.tile_patches:
+        tiles = -(-rows // max(1, vision.tile_tokens)) if family.scales else vision.limits.max_tiles
+        patches = vision.tile_patches * (tiles + (not family.scales and tiles > 1))
+    at_once = min(patches, vision.tile_patches * TILES_AT_ONCE) if family.per_tile and on_cpu else patches
+    frames = 2 if vision.grids else 1  # Qwen's processors make two of a picture
+    colours, other = 3 * vision.patch**2 * frames, held.per_pixel * vision.patch**2
+    pixels = patches * (4 * colours + other + (size * colours if size < 4 else 0))  # also in the tower's type
+    pixels += at_once * (size * colours + other) if held.copies_tiles else 0
+    attention, mlp = held.attention * width, held.mlp * width + vision.mlp_tensors * vision.mlp_width * size
+    if vision.grids and size < 4:  # q and k are rotated in float32
+        attention = max(attention, 5 * width + 6 * 4 * vision.width)
+    if not vision.layers:  # normalised patches, one product, and positions that are added in float32
+        attention, mlp = size * colours + width, 3 * 4 * vision.width
+    pairs = at_once**2 if vision.layers else 0
+    attention = attention * at_once + (pairs * size if held.mask == "bool" else 0)  # it is widened
+    kept = int(vision.kept_tensors * width + vision.kept_bytes) * at_once
+    kept += pairs * {"": 0, "bool": 1, "added": size}[held.mask] + rows * vision.deep * hidden_size * size
+    end = rows * held.projected * (1 + vision.deep) * hidden_size * size + 2 * at_once * width
+    return pixels + max(kept + attention, kept + mlp * at_once, end)
 
 
 def most_tokens_to_try(spec: ModelSpec, config: EngineConfig) -> Iterator[int | None]:

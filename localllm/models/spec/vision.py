@@ -57,6 +57,9 @@ class VisionSpec:
     patch: int = 14  # pixels of a patch's side
     width: int = 0  # hidden size of the tower
     mlp_width: int = 0  # of its feed-forward parts
+    mlp_tensors: int = 2  # [patches, mlp_width] that a feed-forward part holds at once
+    kept_tensors: float = 0  # [patches, width] that are held through all layers, besides the residual stream
+    kept_bytes: int = 0  # of a patch, as long: positions and rotations that do not have the tower's type
     layers: int = 0
     tile_tokens: int = 0  # rows of one tile, where pictures are squares or are cut into tiles; 0: they are not
     tile_patches: int = 0  # patches of one tile

@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from localllm.errors import CorruptModel, InvalidParameter
 from localllm.models.spec.family import Config
@@ -60,6 +60,20 @@ class Size(NamedTuple):
         return self.keywords[name] if name in self.keywords else getattr(self.processor, name)
 
 
+class Held(NamedTuple):
+    """Counts of the tensors that a tower of transformers holds at its widest points; by default those of SigLIP."""
+
+    attention: int = 8  # [patches, width], at the product behind attention
+    mlp: int = 4  # [patches, width], beside `VisionSpec.mlp_tensors`
+    projected: int = 0  # [rows, hidden], at the end; 0: fewer bytes than in a layer
+    mask: Literal["", "bool", "added"] = ""  # of each pair of patches; numbers that are added have the tower's type
+    copies_tiles: bool = False  # the tiles that are encoded together are copied first
+    per_pixel: int = 0  # bytes beside the colours of a pixel
+
+
+_SIGLIP = Held()
+
+
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
     """One family of towers."""
@@ -75,8 +89,7 @@ class VisionFamily:
     text: str = "language_model"  # attribute of transformers' model that holds the decoder
     per_tile: bool = False  # the tower answers for each tile, so tiles can be run a few at a time
     scales: bool = True  # whether the tokens of a picture can be limited
-    masks: bool = False  # the tower holds a mask of each pair of patches
-    pools: bool = False  # rows are means of patches by a matrix [rows, patches], which is held as int64 and as float32
+    held: Held = _SIGLIP
 
     def prompt(self, rows: int) -> str:
         """Return the text that stands for a picture with this number of rows."""
@@ -84,15 +97,28 @@ class VisionFamily:
         return f"{before}{pad * rows}{behind}"
 
 
-def _patch_facts(config: Config) -> dict[str, Any]:
-    """Return the sizes of a tower of patches, for the memory that it needs."""
+_QUICK_GELU = ("clip_vision_model", "qwen2_vl")
+"""Towers that have the activation of this name unless their config names another. It holds one tensor more."""
+
+
+def _patch_facts(config: Config, *, gated: bool = False, rotates: bool = False) -> dict[str, Any]:
+    """Return the sizes of a tower of patches, for the memory that it needs. gated: its feed-forward parts multiply two
+    of their products; rotates: it holds cosines and sines of its own type."""
     vision = config["vision_config"]
+    usual = "quick_gelu" if {vision.get("model_type"), config["model_type"]} & {*_QUICK_GELU} else "gelu"
+    gated |= vision.get("hidden_act", usual) == "quick_gelu"
     width = int(vision.get("embed_dim") or vision.get("hidden_size") or 768)
     layers = int(vision.get("depth") or vision.get("num_hidden_layers") or 12)
-    mlp = vision.get("intermediate_size") or int(width * vision.get("mlp_ratio", 4))
+    mlp = int(width * vision["mlp_ratio"]) if "mlp_ratio" in vision else vision.get("intermediate_size", 4 * width)
     patch = vision.get("patch_size", 14)
     patch = patch[0] if isinstance(patch, list) else patch
-    return {"patch": int(patch), "width": width, "mlp_width": int(mlp), "layers": layers}
+    taps = config.get("vision_feature_layer")
+    heads = int(vision.get("num_heads") or vision.get("num_attention_heads") or 16)
+    early = [tap for tap in taps if tap % (layers + 1) < layers - 1] if isinstance(taps, list) else []
+    return {
+        "patch": int(patch), "width": width, "mlp_width": int(mlp), "layers": layers, "mlp_tensors": 2 + gated,
+        "kept_tensors": len(early) + (2 / heads if rotates else 0),
+    }  # fmt: skip
 
 
 # ---- Qwen --------------------------------------------------------------------------------------------------------
@@ -104,7 +130,10 @@ def _qwen_size(asked: Config, name: str, other: str, default: int) -> int:
 
 
 def _read_qwen(config: Config, processor: Config) -> dict[str, Any]:
-    facts, vision = _patch_facts(config), config["vision_config"]
+    vision, is_third = config["vision_config"], "num_position_embeddings" in config["vision_config"]
+    facts = _patch_facts(config, gated=not is_third and config["model_type"] != "qwen2_vl")
+    rotations = 2 * 4 * facts["width"] // int(vision.get("num_heads", 16))  # in float32, and so are positions
+    facts["kept_bytes"] = rotations + (64 + 4 * facts["width"] if is_third else 16)
     facts["patch"] = int(processor.get("patch_size", facts["patch"]))
     merge = int(processor.get("merge_size") or vision.get("spatial_merge_size", 2))
     per_token = (facts["patch"] * merge) ** 2
@@ -161,6 +190,7 @@ QWEN = VisionFamily(
     _qwen_keywords,
     ("", "<|image_pad|>", ""),
     ("min_pixels", "max_pixels"),
+    held=Held(attention=10, mlp=3, projected=2),
 )
 
 
@@ -270,6 +300,7 @@ LLAVA = VisionFamily(
     _no_keywords,
     ("", "<image>", ""),
     scales=False,
+    held=Held(projected=2),
 )
 
 
@@ -281,7 +312,8 @@ GEMMA4_TOKENS = (70, 140, 280, 560, 1120)
 
 def _read_gemma4(config: Config, processor: Config) -> dict[str, Any]:
     """The model of 12B has no tower: it reads patches as large as a token, through one matrix."""
-    facts, vision, text = _patch_facts(config), config["vision_config"], config.get("text_config") or {}
+    vision, text = config["vision_config"], config.get("text_config") or {}
+    facts = _patch_facts(config, gated=True, rotates=True)
     has_tower = config["model_type"] == "gemma4"
     patch, merge = int(processor.get("patch_size", 16)), int(processor.get("pooling_kernel_size", 3))
     least = GEMMA4_TOKENS[0] // 2  # of the most unlucky shape
@@ -289,6 +321,7 @@ def _read_gemma4(config: Config, processor: Config) -> dict[str, Any]:
     facts |= {"patch": patch, "merge": merge}
     if not has_tower:
         facts |= {"patch": patch * merge, "merge": 1, "width": int(vision["mm_embed_dim"]), "mlp_width": 0, "layers": 0}
+        facts["kept_tensors"] = 0
     attention = text.get("use_bidirectional_attention", None if has_tower else "vision")
     return {
         **facts,
@@ -332,14 +365,15 @@ GEMMA4 = VisionFamily(
     _gemma4_keywords,
     ("<|image>", "<|image|>", "<image|>"),
     ("max_soft_tokens", "min_pixels", "max_pixels"),
-    pools=True,
+    held=Held(attention=7, projected=2, mask="bool"),
 )
 
 # ---- Pixtral -------------------------------------------------------------------------------------------------------
 
 
 def _read_pixtral(config: Config, processor: Config) -> dict[str, Any]:
-    facts, merge = _patch_facts(config), int(config.get("spatial_merge_size", 1))
+    facts, merge = _patch_facts(config, gated=True, rotates=True), int(config.get("spatial_merge_size", 1))
+    facts["kept_tensors"] += 1  # the patches before their norm
     edge = int((processor.get("size") or {}).get("longest_edge", 1024))
     side = -(-edge // (facts["patch"] * merge))
     limits = ImageLimits(1, side * side, (facts["patch"] * merge) ** 2)
@@ -379,7 +413,7 @@ PIXTRAL = VisionFamily(
     _pixtral_keywords,
     ("", "[IMG]", "[IMG_END]"),
     ("max_pixels",),
-    masks=True,
+    held=Held(attention=10, projected=2, mask="added"),
 )
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
@@ -419,6 +453,7 @@ INTERNVL = VisionFamily(
     ("<img>", "<IMG_CONTEXT>", "</img>"),
     ("crop_to_patches", "max_patches"),
     per_tile=True,
+    held=Held(mlp=5, projected=2),
 )
 
 
@@ -465,6 +500,7 @@ IDEFICS = VisionFamily(
     ("do_image_splitting",),
     text="text_model",
     per_tile=True,
+    held=Held(projected=2, copies_tiles=True, per_pixel=8),
 )
 
 # ---- LLaVA ---------------------------------------------------------------------------------------------------------
@@ -523,6 +559,7 @@ ANYRES = VisionFamily(
     _no_keywords,
     ("", "<image>", ""),
     scales=False,
+    held=Held(projected=3, copies_tiles=True),
 )
 
 FAMILIES = (QWEN, GLM, GEMMA3, GEMMA4, PIXTRAL, INTERNVL, IDEFICS, LLAVA, ANYRES)

@@ -111,7 +111,8 @@ class Tower:
 def _rows(features: Any) -> Tensor:
     """Return features as [rows, hidden]."""
     parts = [features] if isinstance(features, Tensor) else list(features)
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def tower_dtype(dtype: torch.dtype) -> torch.dtype:
