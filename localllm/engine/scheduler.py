@@ -580,10 +580,11 @@ class Scheduler:
         outputs = settle_step(self.table, step, result, self.speculation)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
         seconds = result.timings.forward_s + result.timings.sample_s
-        self.cache.settle(step.plan, seconds)
+        prompts_s = 0.0 if step.plan.encodes else seconds  # encoding is not a cost of tokens; 0: not measured
+        self.cache.settle(step.plan, prompts_s)
         if self.config.target_step_s:
             counts = [row.num_scheduled_tokens for row in step.plan.rows if not row.num_drafts]
-            self._pace.observe(sum([count for count in counts if count > 1]), seconds)
+            self._pace.observe(sum([count for count in counts if count > 1]), prompts_s)
         if self.speculation is not None and step.plan.rows and all(row.is_decode for row in step.plan.rows):
             self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs

@@ -1,12 +1,14 @@
 """Prompts beside streams: by measured times, how long a step may take, and that a prompt is read nevertheless."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.engine.media import MediaSpan
 from localllm.engine.prefill import FIRST, LEAST, PromptPace
 from localllm.engine.step import StepPlan, StepTimings, TokenMasks
 from tests.draws import draws
@@ -18,16 +20,18 @@ TARGET_S = 0.1
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs: a sum of seconds for the step, for each stream, and for each prompt token."""
+    """What a step costs: a sum of seconds for the step, for each stream, prompt token and picture to encode."""
 
     step_s: float
     stream_s: float
     token_s: float
+    picture_s: float = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
         lengths = [row.num_scheduled_tokens for row in plan.rows]
         tokens = sum(length for length in lengths if length > 1)
-        return self.step_s + self.stream_s * (len(lengths) - bool(tokens)) + self.token_s * tokens
+        prompts_s = self.token_s * tokens + self.picture_s * len(plan.encodes)
+        return self.step_s + self.stream_s * (len(lengths) - bool(tokens)) + prompts_s
 
 
 class Timed(FakeRunner):
@@ -49,10 +53,15 @@ def run_streams_and_prompt(engine: SmallEngine, num_streams: int, prompt_len: in
         engine.add(f"stream {index}", [index] * 20, max_tokens=400)
     for _ in range(12):
         engine.loop.step()
-    engine.add("prompt", [1 + i % 7 for i in range(prompt_len)], max_tokens=1)
-    while "prompt" not in engine.endings:
+    return steps_of_prompt(engine, "prompt", prompt_len)
+
+
+def steps_of_prompt(engine: SmallEngine, name: str, prompt_len: int, **given: Any) -> list[StepPlan]:
+    """Read one more prompt; the steps with its tokens."""
+    engine.add(name, [1 + (i + len(name)) % 7 for i in range(prompt_len)], max_tokens=1, **given)
+    while name not in engine.endings:
         engine.loop.step()
-    return [plan for plan in engine.plans if any(row.request_id == "prompt" for row in plan.rows)]
+    return [plan for plan in engine.plans if any(row.request_id == name for row in plan.rows)]
 
 
 machines = st.builds(Machine, st.floats(0.001, 0.2), st.floats(0.0001, 0.02), st.floats(0.00005, 0.02))
@@ -91,6 +100,17 @@ def test_beside_streams_it_takes_what_the_target_leaves() -> None:
     steps = run_streams_and_prompt(make(machine), 4, 1500)
     middle = [plan.num_tokens - 4 for plan in steps[5:-1]]
     assert all(80 <= tokens <= 96 for tokens in middle), middle
+
+
+def test_encoding_a_picture_is_not_a_cost_of_prompt_tokens() -> None:
+    """After pictures that took two seconds each, a text prompt has the 90 tokens of a step that it had before."""
+    engine = make(Machine(0.006, 0.001, 0.001, picture_s=2.0), encoder_rows=40, encoder_budget=40)
+    run_streams_and_prompt(engine, 4, 900)
+    for index in range(5):
+        span = MediaSpan(1, 41, None, 40, bytes([index]) * 16, None, False, SimpleNamespace(pixels=dict))
+        steps_of_prompt(engine, f"picture {index}", 42, media=(span,))
+    counts = [plan.num_tokens - 4 for plan in steps_of_prompt(engine, "text", 900)]
+    assert all(80 <= count <= 96 for count in counts[:-1]), counts
 
 
 def test_a_prompt_in_the_background_takes_a_quarter_of_the_time() -> None:
