@@ -13,8 +13,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 LENGTH = struct.Struct("<I")
@@ -177,6 +179,8 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
 
 
 def worker() -> Callable[[bytes], bytes]:
+    with suppress(OSError):
+        os.nice(10)
     return _answer_message
 
 

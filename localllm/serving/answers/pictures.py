@@ -9,10 +9,13 @@ Does not know: any dialect, how a picture becomes tensors (models/vision), HTTP.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -43,7 +46,16 @@ BYTES_PER_PIXEL = 12
 SCALED = 0.95
 """Share of a picture's pixels below which it is reported as scaled."""
 
-_decoding = ThreadPoolExecutor(2, thread_name_prefix="localllm-pictures")
+
+def _run_behind_steps() -> None:
+    """Lower the priority of this thread below the engine's. On other systems than Linux the call would be the whole
+    process's."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+_decoding = ThreadPoolExecutor(2, thread_name_prefix="localllm-pictures", initializer=_run_behind_steps)
 _fetching = ThreadPoolExecutor(8, thread_name_prefix="localllm-fetch")
 
 
