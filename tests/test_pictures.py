@@ -126,6 +126,22 @@ def test_a_preempted_prompt_is_not_encoded_again(name: str, folder: Path) -> Non
     assert len(encoded) == 1
 
 
+def test_prompts_of_text_are_the_same_with_and_without_the_tower(folder: Path) -> None:
+    """Bits, steps and names of blocks."""
+    case = case_of(folder, "qwen2_5_vl")
+    prompts = [prompt_of([], seed) * 3 for seed in (1, 2)]
+    seen = []
+    for rows in (case.rows, 0):
+        engine = case.engine(max_num_batched_tokens=16) if rows else Engine(case.path, max_num_batched_tokens=16)
+        if not rows:
+            engine.runner._encoder = None
+        tokens = engine.generate(prompts, NUM_TOKENS, logprobs=3)
+        names = [sorted(pool.names()) for pool in engine.scheduler.ledger.pools]
+        seen.append((tokens, engine.logprobs, names))
+    assert seen[0] == seen[1]
+    assert any(seen[0][2])
+
+
 def test_pictures_are_told_apart_by_what_they_show(folder: Path) -> None:
     """The same text, other pictures: nothing is shared from the first picture's block on."""
     case = case_of(folder, "qwen2_5_vl")

@@ -519,6 +519,12 @@ def test_what_was_purged_or_wiped_is_not_in_the_file(tmp_path: Path) -> None:
 
     async def secret(store: ChatStore) -> None:
         chat = await store.call(Chats.create, "", "passwords", {})
+        picture = {"digest": "0" * 32, "kind": "png", "data": b"\x89PNG" + b"xyzzyplugh " * 9000, "thumb": ""}
+        await store.call(Chats.add, chat.id, None, "user", "xyzzyplugh " * 50, {"pictures": [picture]})
+        await store.call(Chats.delete, "", chat.id)
+        await store.call(Chats.purge, time.time() + 1)
+        assert await store.call(Chats.picture, "", picture["digest"]) is None
+        chat = await store.call(Chats.create, "", "passwords", {})
         await store.call(Chats.add, chat.id, None, "user", "xyzzyplugh " * 50)
         assert await store.call(Chats.wipe, "") == 1
         assert await store.call(Chats.search, "", "xyzzyplugh", 9) == []
