@@ -276,5 +276,7 @@ def test_mutated_files_are_read_or_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_mutated_files_are_read_or_refused() -> None:
-    assert fuzz(100_000, seed=2) > 1000
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("piece", range(20))
+def test_a_hundred_thousand_mutated_files_are_read_or_refused(piece: int) -> None:
+    assert fuzz(5_000, seed=2 + piece) > 50
