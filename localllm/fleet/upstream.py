@@ -66,6 +66,7 @@ class RemoteFacts:
 
     name: str
     context: int | None = None  # tokens; None: the server does not say
+    calls_tools: bool = True  # False: the server says that the model cannot
 
 
 @dataclass(slots=True)
@@ -98,6 +99,7 @@ class Upstream:
         self.prefill_tokens_per_s: float | None = None  # running mean; None: not measured yet
         self._step_s = USUAL_STEP_S
         self._lied: dict[str, float] = {}  # by model: until when it is not asked for
+        self._refused_tools = set[str]()  # models that were asked with tools, and refused them
         self._client: httpx.AsyncClient | None = None
 
     # Health -----------------------------------------------------------------------------------------------------
@@ -114,6 +116,11 @@ class Upstream:
         """Return whether the server listed this model when it answered last; it may be down now."""
         return any(each.name == model for each in self.models)
 
+    def calls_tools(self, model: str) -> bool:
+        """Return whether the model may be offered tools: not if the server says no, or has refused them."""
+        says_no = any(each.name == model and not each.calls_tools for each in self.models)
+        return not says_no and model not in self._refused_tools
+
     async def check(self) -> None:
         """Read the list of models; note the failure if there is none. Raises nothing."""
         try:
@@ -129,6 +136,7 @@ class Upstream:
         if self.failure is not None:
             log.info("upstream up name=%s url=%s models=%d", self.name, self.config.url, len(listed))
             self.prefixes.clear()  # a server that was restarted has no cache
+            self._refused_tools.clear()
         wanted = self.config.models
         self.models = tuple(each for each in listed if not wanted or each.name in wanted)
         self.failure, self.checked_s = None, time.time()
@@ -149,6 +157,11 @@ class Upstream:
         """Note that the server listed a model and refuses it as unknown."""
         log.warning("upstream listed a model that it does not have name=%s model=%s", self.name, model)
         self._lied[model] = time.monotonic() + LIED_S
+
+    def refused_tools(self, model: str, error: UpstreamRefused) -> None:
+        """Note a refusal of a request with tools, if its words say that they are why."""
+        if "tool" in str(error).lower():
+            self._refused_tools.add(model)
 
     # Load -------------------------------------------------------------------------------------------------------
 
@@ -346,7 +359,13 @@ def _facts(given: Any) -> RemoteFacts | None:
     meta = given.get("meta")
     sizes = [given.get("max_model_len"), given.get("context_length"), given.get("context_window")]
     sizes += [meta.get("n_ctx"), meta.get("n_ctx_train")] if isinstance(meta, dict) else []
-    return RemoteFacts(name, next((each for each in sizes if type(each) is int and 0 < each < 2**31), None))
+    abilities = given.get("capabilities")
+    lists_abilities = isinstance(abilities, list) and "completion" in abilities
+    return RemoteFacts(
+        name,
+        next((each for each in sizes if type(each) is int and 0 < each < 2**31), None),
+        calls_tools=not lists_abilities or "tools" in abilities,
+    )
 
 
 def _is_sound(event: Event) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,23 @@ class RemoteModel:
             except (UpstreamFailed, UpstreamRefused) as error:
                 await self._failed(upstream, error, can_retry and not speaks)
 
+    async def stream_with_tools(
+        self, path: str, body: Mapping[str, Any], without: Callable[[UpstreamRefused], Mapping[str, Any]]
+    ) -> AsyncGenerator[list[Event], None]:
+        """Yield as `stream`. A server that refuses the body is asked with the one that `without` returns, in which
+        tools are left out."""
+        try:
+            async with aclosing(self.stream(path, body)) as batches:
+                async for events in batches:
+                    yield events
+            return
+        except UpstreamRefused as error:  # a refusal comes before all events
+            refused = error
+        next(each for each, _ in self._servers if each.name == self.answered_by).refused_tools(self.name, refused)
+        async with aclosing(self.stream(path, without(refused))) as batches:
+            async for events in batches:
+                yield events
+
     def _attempts(self) -> list[tuple[Upstream, bool]]:
         """Return the servers to ask, each with whether another one follows."""
         return [(upstream, i + 1 < len(self._servers)) for i, (upstream, _) in enumerate(self._servers)]
@@ -196,6 +213,11 @@ class Upstreams:
         """Return the context of a model in tokens; 0: no server says it."""
         facts = self.models().get(name, (None,))[0]
         return facts.context or 0 if facts is not None else 0
+
+    def calls_tools(self, name: str) -> bool:
+        """Return whether a model may be offered tools: not if each server that has it says no, or has refused them."""
+        servers = self.models().get(name, (None, ()))[1]
+        return not servers or any(each.calls_tools(name) for each in servers)
 
     def lists(self, name: str) -> bool:
         """Return whether a server listed this model when it answered last; it may be down now."""

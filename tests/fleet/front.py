@@ -19,9 +19,10 @@ CHAT = {"model": "theirs", "messages": MESSAGES}
 class Front(LiveServer):
     """A server with these upstreams, and with a model of its own or without one."""
 
-    def __init__(self, *servers: UpstreamConfig, model: Any = None, **server: Any) -> None:
+    def __init__(self, *servers: UpstreamConfig, model: Any = None, mcp: Any = None, **server: Any) -> None:
         config = ServerConfig(**{"port": 0, "ui": False, **server})
-        super().__init__(model, Settings(EngineConfig(), config, upstreams={each.name: each for each in servers}))
+        named = {each.name: each for each in servers}
+        super().__init__(model, Settings(EngineConfig(), config, upstreams=named, mcp=mcp or {}))
         if model is None:
             self.manager.entries.clear()
 

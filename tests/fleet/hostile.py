@@ -40,6 +40,7 @@ class HostileServer:
         self.models: Any = [{"id": name, "object": "model", "max_model_len": 4096} for name in models]
         self.stream: Callable[[], Iterator[bytes]] = good
         self.status, self.refusal = 200, "no"
+        self.refuses: Callable[[dict[str, Any]], str] = lambda body: ""  # why a body is refused
         self.list_delay_s = 0.0
         self.seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.stopped = threading.Event()
@@ -66,10 +67,10 @@ class HostileServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 outer.seen.append((self.path, body, {k.lower(): v for k, v in self.headers.items()}))
-                if outer.status != 200:
-                    self._send(
-                        outer.status, json.dumps({"error": {"message": outer.refusal, "code": "theirs"}}).encode()
-                    )
+                refusal = outer.refuses(body)
+                if refusal or outer.status != 200:
+                    problem = {"message": refusal or outer.refusal, "code": "theirs"}
+                    self._send(400 if refusal else outer.status, json.dumps({"error": problem}).encode())
                 elif body.get("stream"):
                     self._stream()
                 else:

@@ -14,6 +14,7 @@ from PIL import Image
 from localllm.fleet import upstreams
 from tests.fleet.front import ANSWER, Front, config_of
 from tests.fleet.hostile import WORDS, HostileServer, chunk, good
+from tests.mcp.programs import friendly, hostile
 from tests.web.harness import browser_of
 from tests.web.live_server import PacedRunner, fake_model, wait_until
 
@@ -205,3 +206,89 @@ def test_own_models_stay_this_servers(theirs: HostileServer, tmp_path: Path, own
         wait_until(lambda: len(theirs.seen) == 1)
         wait_until(lambda: "".join(WORDS) in page.get(f"/c/{chat[1]}").text)
         assert 'name="model"' in page.get("/playground").text
+
+
+# Tools of servers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Front, HostileServer]]:
+    """Pages whose new chats offer the tools of a server over stdio; another one can be chosen."""
+    with pytest.MonkeyPatch.context() as patch, HostileServer("theirs") as other:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setattr(upstreams, "CHECK_EVERY_S", 0.2)
+        servers = {"plain": hostile("plain"), "friendly": friendly(in_new_chats=False)}
+        with Front(config_of(other, "laptop"), ui=True, mcp=servers) as front:
+            yield front, other
+
+
+def no_tools(body: dict[str, Any]) -> str:
+    """The refusal of a server whose model cannot call tools."""
+    return "This model does not support tools." if "tools" in body else ""
+
+
+@pytest.mark.parametrize(
+    ("server", "tool", "arguments", "result"),
+    [
+        ("plain", "tool", {"n": 1}, 'called with {"n": 1}'),
+        pytest.param("friendly", "add", {"a": 2, "b": 40}, "42", marks=pytest.mark.slow),  # the official package
+    ],
+)
+def test_an_upstream_calls_a_real_tool_after_consent(
+    with_tools: tuple[Front, HostileServer], server: str, tool: str, arguments: dict[str, int], result: str
+) -> None:
+    front, theirs = with_tools
+    function = {"name": tool, "arguments": json.dumps(arguments)}
+    call = {"index": 0, "id": "c1", "type": "function", "function": function}
+
+    def stream() -> Iterator[bytes]:
+        yield b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}).encode() + b"\n\n"
+        yield chunk(finish="tool_calls")
+
+    theirs.stream = stream
+    with browser_of(front) as page:
+        page.timeout = httpx.Timeout(90)
+        asks = say(page, "Go.", mcp_shown="1", **{f"mcp-{server}": "on"})
+        assert tool in {each["function"]["name"] for each in theirs.seen[-1][1]["tools"]}
+        theirs.stream = good
+        once = re.search(r'(?:form)?action="(/c/[^"]+/calls/0/once)"', asks)
+        assert once is not None
+        assert ANSWER in page.post(once[1], follow_redirects=True).text
+    told = theirs.seen[-1][1]["messages"][-1]
+    assert (told["role"], told["content"], told["tool_call_id"]) == ("tool", result, "c1")
+
+
+def test_an_upstream_without_tools_answers_without_them(with_tools: tuple[Front, HostileServer]) -> None:
+    """The first refusal is noted at the reply; then the drawer says it, and no tools are sent."""
+    front, theirs = with_tools
+    theirs.refuses = no_tools
+    try:
+        with browser_of(front) as page:
+            before = len(theirs.seen)
+            said = say(page, "Hi")
+            assert ANSWER in said
+            assert "The tools of servers are left out. laptop refused the request. This model does not" in said
+            assert "theirs cannot call tools." in page.get("/").text
+            said = say(page, "Hi again")
+            assert ANSWER in said
+            assert "are left out" not in said
+            assert ["tools" in body for _, body, _ in theirs.seen[before:]] == [True, False, False]
+            typed = say(page, "Look.", tools='[{"name": "look", "parameters": {"type": "object"}}]')
+            assert "This model does not support tools." in typed  # asked for by name, so not left out
+    finally:
+        theirs.refuses = lambda body: ""
+
+
+def test_a_listed_ability_is_believed(with_tools: tuple[Front, HostileServer]) -> None:
+    front, theirs = with_tools
+    [listed] = theirs.models
+    theirs.models = [{**listed, "id": "plain", "capabilities": ["completion"]}]
+    try:
+        wait_until(lambda: "plain" in front.others.models())
+        with browser_of(front) as page:
+            assert "plain cannot call tools." in page.get("/", params={"model": "plain"}).text
+            assert ANSWER in say(page, "Hi", model="plain")
+        assert "tools" not in theirs.seen[-1][1]
+    finally:
+        theirs.models = [listed]
+        wait_until(lambda: "theirs" in front.others.models())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -20,7 +20,7 @@ from localllm.config.settings import Settings
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.fleet.routing import USUAL_STEP_S, USUAL_TOKENS_PER_S, ReplicaLoad
 from localllm.fleet.sse import Event
-from localllm.fleet.upstream import FORWARDED, UpstreamFailed
+from localllm.fleet.upstream import FORWARDED, UpstreamFailed, UpstreamRefused
 from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel, Upstreams
 from localllm.serving.answers.conversation import Tools
 from localllm.serving.answers.generation import Progress, observed
@@ -220,18 +220,31 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 # Other dialects' answers ----------------------------------------------------------------------------------------------
 
 
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+
+
 class RemoteGeneration:
     """The answer of another server as an engine's events: one choice. An `Answering`."""
 
-    def __init__(self, remote: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
-        """body: in OpenAI's dialect, for `path`."""
+    def __init__(
+        self,
+        remote: RemoteModel,
+        path: str,
+        body: Mapping[str, Any],
+        without_tools: Callable[[UpstreamRefused], dict[str, Any]] | None = None,
+    ) -> None:
+        """body: in OpenAI's dialect, for `path`. without_tools: returns the body for a server that refuses this one;
+        None: the refusal is the answer's."""
         self.progress = Progress(n=1, prompt_tokens=0, unfinished=1)
         if (facts := observed.get()) is not None:
             facts.progress = self.progress
         self.engine_id = f"remote-{uuid.uuid4().hex}"
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         self._remote = remote
-        self._source = self._events(remote.stream(path, asked))
+        if without_tools is None:
+            chunks = remote.stream(path, {**body, **STREAMED})
+        else:
+            chunks = remote.stream_with_tools(path, {**body, **STREAMED}, lambda error: without_tools(error) | STREAMED)
+        self._source = self._events(chunks)
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
     async def open(self) -> None:

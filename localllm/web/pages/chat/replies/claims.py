@@ -19,6 +19,7 @@ import msgspec
 from localllm.config.mcp_servers import McpServer
 from localllm.engine.request import RequestOptions
 from localllm.errors import LocalLLMError, RequestError
+from localllm.fleet.upstream import UpstreamRefused
 from localllm.fleet.upstreams import Prompt
 from localllm.mcp.values import ServerTool, function_names
 from localllm.serving.answers.conversation import calls_tools
@@ -52,7 +53,7 @@ class OfferedTools:
 
     def for_model(self, served: ServedModel | None, settings: Mapping[str, str]) -> OfferedTools:
         """Return the tools that this model can call, and whose descriptions take at most half of its context. None: a
-        model of another server, which refuses what it cannot do."""
+        model of another server, which may be offered tools."""
         typed = read_tools(settings.get("tools", ""))
         if served is not None and not calls_tools(served):
             return OfferedTools()
@@ -163,6 +164,8 @@ class Claim:
 
     async def tools_for(self, served: ServedModel | None, settings: Mapping[str, str]) -> OfferedTools:
         """Return the tools of servers that the model is offered. None: a model of another server."""
+        if self.upstreams is not None and not self.upstreams.calls_tools(self.name):
+            return NOTHING
         return (await self.offer).for_model(served, settings) if self.offer is not None else OfferedTools()
 
 
@@ -257,13 +260,21 @@ def start(
     async def ask_another_server(upstreams: Upstreams) -> None:
         try:
             body = body_for_another_server(messages, await settings_with_tools(None), goes_on=goes_on)
+            plain = body_for_another_server(messages, settings, goes_on=goes_on)
             lease = upstreams.choose(claim.name, Prompt.of(claim.name, body["messages"]))
         except LocalLLMError as error:
             reply.fail(error)
             return
+
+        def without_tools(refused: UpstreamRefused) -> dict[str, Any]:
+            reply.offered = {}
+            reply.tool_notes += (f"The tools of servers are left out. {refused}",)
+            return plain
+
         assert lease is not None, "no engine of this server has the model"
         reply.remote = lease.model
-        reply.start(RemoteGeneration(lease.model, "/chat/completions", body))
+        generation = RemoteGeneration(lease.model, "/chat/completions", body, without_tools if reply.offered else None)
+        reply.start(generation)
         reply.when_done(lease.release)
 
     async def request(served: ServedModel) -> None:

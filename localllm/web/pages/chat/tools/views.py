@@ -212,6 +212,9 @@ def tool_servers(state: ChatState, owner: str, settings: Mapping[str, str]) -> T
     entry = state.pages.manager.register.find(settings.get("model"))
     served = entry.served if entry is not None else None
     note = f"{served.shown_name} cannot call tools." if served is not None and not calls_tools(served) else ""
+    elsewhere = state.pages.elsewhere(settings.get("model", ""))
+    if elsewhere and not state.pages.upstreams.calls_tools(elsewhere):
+        note = f"{elsewhere} cannot call tools."
     choices = (_choice(state.mcp.state(server.name), settings) for server in servers)
     return ToolServers(tuple(choices), note)
 
