@@ -405,7 +405,7 @@ class _LogsToServer(logging.Handler):
 
 def log_to_server(channel: Channel) -> None:
     """Send all log records of this process to the server, whose log names the rank."""
-    logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)], force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_LogsToServer(channel)], force=True)
 
 
 def main(make_share: Callable[[], Share], arguments: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ server opens: JSON with the fault, the rank and the step. Nothing here imports t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ class FakeShare:
         return {"fake": "same"}
 
     def load(self, asked: bytes, tell: Tell) -> Loaded:
+        logging.getLogger(__name__).info("rank %d loads its share", self._rank)
         self._options = json.loads(decode(asked, FakeOpen).path)
         fault = self._options.get("fault")
         self._fault = Fault(**fault) if fault and fault["rank"] == self._rank else None

@@ -1,5 +1,6 @@
 """Ranks that come over TCP: the key, versions and files are compared, and every loss is noticed, with fake models."""
 
+import logging
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ from torch.distributed import TCPStore
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, EngineError, ModelNotFound, RanksLost
+from localllm.logs.recent_logs import RecentLogs
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.ranks import executor as executors
 from localllm.ranks.executor import RankExecutor
@@ -35,15 +37,18 @@ from localllm.ranks.machines import Gate, MachineSupervisor
 from localllm.ranks.placement import TorchrunPlacement, placement_of, together
 from localllm.ranks.supervisor import RankPlace
 from localllm.ranks.wire import Kind, encode, encode_record
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.logs.views import LogTable, row
 from tests.ranks.group_checks import check_tokens, nothing_left, opened
 from tests.ranks.harness import SPEC, fake_plan
 
 KEY = b"k" * 32
 RANK = """
-import sys
+import socket, sys
 from localllm.ranks.machines import Gate, join
 from tests.ranks.fakes import FakeShare
 port, rank, size = map(int, sys.argv[1:4])
+socket.gethostname = lambda: f"node{rank}"
 join(Gate("127.0.0.1", port, bytes.fromhex(sys.argv[4])), rank, size, size, FakeShare)
 """
 
@@ -91,12 +96,19 @@ def test_ranks_of_machines_answer_as_others_and_a_killed_one_is_noticed(monkeypa
     TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the first one leaves a pipe for all later ones
 
     lost: list[RanksLost] = []
+    kept = RecentLogs()
+    kept.setFormatter(logging.Formatter("%(message)s"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [kept])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
     with nothing_left():
         placement = Started(2)
         with group(monkeypatch, placement) as executor:
             runner = opened(executor)
             executor.when_lost(lost.append)
             check_tokens(runner)
+            page = render(LogTable(tuple(row(line, {}) for line in kept.after())))
+            for rank in range(2):  # each rank's line under the name of its machine
+                assert f"rank {rank} (cpu on node{rank}): rank {rank} loads its share" in page
             assert [each.pid for each in runner.stats().ranks] == [each.pid for each in placement.processes]
             until = time.monotonic() + 20
             while not all(line.steps for line in executor.progress):  # the lines come as records
@@ -107,7 +119,7 @@ def test_ranks_of_machines_answer_as_others_and_a_killed_one_is_noticed(monkeypa
             while not lost:
                 assert time.monotonic() - begun < 10
                 time.sleep(0.01)
-            assert str(lost[0]).startswith(f"Rank 1 (cpu on {socket.gethostname()}) died. No word of rank 1.")
+            assert str(lost[0]).startswith("Rank 1 (cpu on node1) died. No word of rank 1.")
             with pytest.raises(RanksLost):
                 runner.reset()
 
