@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -106,9 +107,10 @@ class Replica:
     def hit_tokens(self, names: Sequence[bytes]) -> int:
         """Return how much of a prompt its cache has, or will have once the prompts that wait there are computed."""
         ledger = self.loop.scheduler.ledger
-        cached = ledger.lookup(names).num_blocks  # reads a dict, which is safe beside the engine's thread
-        coming = next((at for at in range(len(names), cached, -1) if self.names[names[at - 1]] > 0), 0)
-        return max(cached, coming) * ledger.block_size
+        cached, waiting = ledger.lookup(names).num_blocks, self.names  # reads a dict, safe beside the engine's thread
+        if waiting:  # whoever waits with a prefix waits with all shorter ones as well
+            cached = bisect_left(names, True, cached, key=lambda name: waiting.get(name, 0) <= 0)
+        return cached * ledger.block_size
 
 
 class ReplicaRunners:
@@ -223,13 +225,14 @@ class ReplicaLoops:
             return [(each, "pinned") for each in able if each.number == pinned]
         chosen = [each for each in able if each.computes_prompts == prompts]
         able = chosen if chosen or prompts else able
-        loads = [(each.number, self._load(each, request)) for each in able]
+        names = self._names(request)
+        loads = [(each.number, self._load(each, request, names)) for each in able]
         order = self._router.order(loads, request.prompt_len, request.max_output_tokens / 2)
         return [(self.replicas[number], reason) for number, reason in order]
 
-    def _load(self, replica: Replica, request: Request) -> ReplicaLoad:
+    def _load(self, replica: Replica, request: Request, names: Sequence[bytes]) -> ReplicaLoad:
         config, ledger = replica.loop.scheduler.config, replica.loop.scheduler.ledger
-        hit = replica.hit_tokens(self._names(request))
+        hit = replica.hit_tokens(names)
         wanted = (request.prompt_len - hit) // config.block_size + 1
         free = min(ledger.num_free)
         return ReplicaLoad(
@@ -248,7 +251,7 @@ class ReplicaLoops:
         cache = self.scheduler.cache
         if not cache.uses_cache(request):
             return ()
-        root = cache.hasher.root(request.cache_extras)
+        root = b"" if request.block_hashes else cache.hasher.root(request.cache_extras)
         cache.hasher.extend(request.block_hashes, root, request.token_ids, request.spans)
         return tuple(request.block_hashes[: (request.prompt_len - 1) // cache.hasher.block_size])
 

@@ -118,8 +118,7 @@ class Upstream:
 
     def calls_tools(self, model: str) -> bool:
         """Return whether the model may be offered tools: not if the server says no, or has refused them."""
-        says_no = any(each.name == model and not each.calls_tools for each in self.models)
-        return not says_no and model not in self._refused_tools
+        return model not in self._refused_tools and all(each.calls_tools for each in self.models if each.name == model)
 
     async def check(self) -> None:
         """Read the list of models; note the failure if there is none. Raises nothing."""

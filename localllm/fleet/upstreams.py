@@ -115,8 +115,7 @@ class RemoteModel:
     async def stream_with_tools(
         self, path: str, body: Mapping[str, Any], without: Callable[[UpstreamRefused], Mapping[str, Any]]
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield as `stream`. A server that refuses the body is asked with the one that `without` returns, in which
-        tools are left out."""
+        """Yield as `stream`. A server that refuses the body is asked with the one that `without` returns."""
         try:
             async with aclosing(self.stream(path, body)) as batches:
                 async for events in batches:

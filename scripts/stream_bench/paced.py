@@ -21,6 +21,7 @@ from localllm.engine.memory.ledger import Ledger
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings, TokenMasks
+from localllm.fleet.routing import Policy
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
@@ -30,7 +31,7 @@ MAX_MODEL_LEN = 2048
 class Pace:
     """One case of the benchmark. Plain data, passed to the processes as JSON."""
 
-    num_rows: int  # requests that decode in every step
+    num_rows: int  # requests that decode in every step, of each replica
     step_s: float  # device time of a step
     depth: int  # steps in flight
     steps: int  # measured steps, after the warm-up
@@ -39,6 +40,10 @@ class Pace:
     releases: int = 8  # calls per step that release the GIL and take it again
     model: str = ""  # a real model on this machine's cores instead of the paced one
     warm_up_steps: int = 100
+    block_size: int = BLOCK_SIZE
+    max_model_len: int = MAX_MODEL_LEN  # each row has blocks for this many tokens
+    policy: Policy = "prefix"
+    replicas: int = 0  # engines behind localllm/fleet/replicas.py; 0: one engine without it
 
     @classmethod
     def read(cls, text: str) -> Pace:
@@ -51,15 +56,15 @@ def paced_loop(pace: Pace) -> EngineLoop:
     config = SchedulerConfig(
         max_num_seqs=pace.num_rows,
         max_num_batched_tokens=max(2048, pace.num_rows),
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
+        max_model_len=pace.max_model_len,
+        block_size=pace.block_size,
     )
-    cache = CacheManager(config, Ledger((num_blocks(pace),), BLOCK_SIZE), BlockHasher(b"paced", BLOCK_SIZE))
+    cache = CacheManager(config, Ledger((num_blocks(pace),), pace.block_size), BlockHasher(b"paced", pace.block_size))
     return EngineLoop(Scheduler(config, cache), PacedRunner(pace), depth=pace.depth)
 
 
 def num_blocks(pace: Pace) -> int:
-    return pace.num_rows * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
+    return pace.num_rows * (pace.max_model_len // pace.block_size) + 1
 
 
 def settle_memory() -> None:
@@ -80,10 +85,11 @@ class Meter:
 
     def note(self, plan: StepPlan, idle_s: float = 0.0) -> None:
         """Record the launch of a step, on a device that was idle for `idle_s` before."""
-        is_full = len(plan.rows) == plan.num_tokens == self._pace.num_rows
+        least = self._pace.num_rows if self._pace.replicas < 2 else self._pace.num_rows * 15 // 16  # routed, not dealt
+        is_full = least <= len(plan.rows) == plan.num_tokens
         self._full_steps = self._full_steps + 1 if is_full else 0
         over = self._full_steps - self._pace.warm_up_steps
-        if over == 1:
+        if over == 1 and self._pace.report:
             Path(self._pace.report + ".begun").touch()
             self._cpu_s = time.thread_time()
         if 1 <= over <= self._pace.steps + 1:
@@ -93,6 +99,8 @@ class Meter:
             self._write()
 
     def _write(self) -> None:
+        if not self._pace.report:
+            return
         figures = {
             "launched_s": self._launched,
             "idle_s": self._idle[1:],
@@ -120,11 +128,17 @@ class MeteredRunner:
 class PacedRunner:
     """An `engine.step.Runner` with the given pace."""
 
-    block_size, num_stages = BLOCK_SIZE, 1
+    num_stages = 1
     block_bytes: tuple[int, ...] = ()
+    profiler = None
 
     def __init__(self, pace: Pace) -> None:
-        self.num_blocks, self._pace, self._meter = (num_blocks(pace),), pace, Meter(pace)
+        self.num_blocks, self.block_size, self._pace, self._meter = (
+            (num_blocks(pace),),
+            pace.block_size,
+            pace,
+            Meter(pace),
+        )
         self.vocab_size = max(pace.token_ids) + 1
         self._free_s = 0.0  # when the device has finished everything that was launched
 

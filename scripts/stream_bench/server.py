@@ -15,14 +15,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import uvloop
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, ModelLimits
 from localllm.engine.client import EngineClient
+from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
+from localllm.fleet.replicas import ReplicaLoops
 from localllm.machine.hardware import read_hardware
 from localllm.machine.processes import set_thread_environment
 from localllm.models.fit import plan_memory
@@ -35,7 +39,6 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import load_tokenizer
 from localllm.web.app import Server, bind, create_app
 from scripts.stream_bench.paced import (
-    BLOCK_SIZE,
     MAX_MODEL_LEN,
     MeteredRunner,
     Pace,
@@ -65,9 +68,9 @@ def run_alone(pace: Pace) -> None:
         *(
             Request(
                 f"alone-{index}",
-                [prompts.randrange(500) for _ in range(PROMPT_LEN + index % BLOCK_SIZE)],
+                [prompts.randrange(500) for _ in range(PROMPT_LEN + index % pace.block_size)],
                 params,
-                max_output_tokens=MAX_MODEL_LEN - PROMPT_LEN - BLOCK_SIZE,
+                max_output_tokens=pace.max_model_len - PROMPT_LEN - pace.block_size,
             )
             for index in range(pace.num_rows)
         )
@@ -98,10 +101,12 @@ def served_model(pace: Pace) -> ServedModel:
         return real_model(pace)
     found = resolve_model("demo")
     spec, tokenizer = read_spec(found.path), load_tokenizer(found.path)
-    config = EngineConfig(device="cpu", max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    config = EngineConfig(device="cpu", max_model_len=MAX_MODEL_LEN, block_size=pace.block_size)
     plan = plan_memory(config, spec, weights_bytes(found.path), read_hardware())
     loop = paced_loop(pace)
-    admission = Admission(ModelLimits(MAX_MODEL_LEN, spec.vocab_size, spec.eos_token_ids), tokenizer)
+    if pace.replicas:
+        loop = cast("EngineLoop", behind_the_router(pace, loop))
+    admission = Admission(ModelLimits(pace.max_model_len, spec.vocab_size, spec.eos_token_ids), tokenizer)
     return ServedModel(
         name="paced",
         path=found.path,
@@ -116,6 +121,14 @@ def served_model(pace: Pace) -> ServedModel:
         sampling_defaults={},
         max_num_queued_reqs=1024,
     )
+
+
+def behind_the_router(pace: Pace, first: EngineLoop) -> ReplicaLoops:
+    """Return several paced engines as the replicas of one model. The first one is measured."""
+    loops = [first, *(paced_loop(replace(pace, report="")) for _ in range(1, pace.replicas))]
+    engines = [SimpleNamespace(engine=(loop, None), loop=loop, close=loop.runner.close) for loop in loops]
+    models = cast("list[ServedModel]", engines)
+    return ReplicaLoops(models, lambda number: models[number], pace.policy)
 
 
 def real_model(pace: Pace) -> ServedModel:

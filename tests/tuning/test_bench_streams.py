@@ -1,5 +1,6 @@
 """scripts/bench_streams, run once on something tiny: the server, its readers and the meter work together."""
 
+import asyncio
 import json
 import os
 import re
@@ -18,14 +19,23 @@ pytestmark = pytest.mark.slow
 
 
 def test_open_streams_are_compared_with_the_engine_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "-n 3 --step-ms 2 --depth 2 --dashboards 1 --stuck 1 --steps 40 --rounds 1"
+    words = "-n 3 --step-ms 2 --depth 2 --dashboards 1 --stuck 1 --steps 40 --rounds 1 --replicas 2"
     assert script("bench_streams").main(words.split()) == 0
     out = capsys.readouterr().out
     rows = [line.split("|") for line in out.splitlines() if line.startswith("| 3 ")]
-    assert [row[4].strip() for row in rows] == ["alone", "server", "watched"]
+    assert [row[4].strip() for row in rows] == ["alone", "server", "watched", "2 behind the router"]
     assert all(float(row[5]) >= 1.9 for row in rows)  # a step is never shorter than the device takes
     assert all(float(row[-2]) > 0 for row in rows[1:])  # a reader got more than one piece
     assert re.search(r"dashboards open: 1; tokens/s \d\.\d+ of without .*% of a core", out)
+
+
+def test_conversations_over_replicas_compute_less_by_prefix() -> None:
+    usages_of = script("bench_fleet").conversation_usages
+    computed = {}
+    for policy in ("prefix", "round_robin"):
+        usages = asyncio.run(usages_of(policy, 3400, 200, 0))
+        computed[policy] = sum(each.prompt_tokens - each.cached_tokens for each in usages)
+    assert computed["prefix"] < 0.4 * computed["round_robin"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
