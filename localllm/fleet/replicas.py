@@ -36,6 +36,7 @@ from localllm.engine.step import RankStats, RunnerStats
 from localllm.errors import (
     ConfigError,
     DeviceLost,
+    DoesNotFit,
     EngineCrashed,
     EngineError,
     EngineStopped,
@@ -598,7 +599,13 @@ def build_replicas(
     with ExitStack() as undo:
         models = []
         for number in range(config.data_parallel_size):
-            model = build(number, on_phase, limits)
+            try:
+                model = build(number, on_phase, limits)
+            except DoesNotFit as error:
+                if number:
+                    error.why = f"{number} of {config.data_parallel_size} replicas were loaded before. {error.why}"
+                    error.hint = f"--data-parallel-size {number}"
+                raise
             undo.callback(model.close)
             models.append(model)
         undo.pop_all()

@@ -20,7 +20,7 @@ from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.client import EngineClient
 from localllm.engine.loop import EngineLoop
 from localllm.engine.step import StepPlan
-from localllm.errors import ConfigError, RanksLost, UnsupportedOption
+from localllm.errors import ConfigError, DoesNotFit, RanksLost, UnsupportedOption
 from localllm.fleet.replicas import ReplicaLoops, build_replicas, settings_of
 from localllm.serving.served import LoadLimits, ServedModel
 from tests.serving import Server
@@ -394,6 +394,21 @@ async def _kill_one(url: str, http: httpx.Client) -> None:
         print(f"the stream of the killed replica had its error after {lost[0] - killed_s:.2f} s")
         assert lost[0] - killed_s < 1
         assert "" in [code for code, _ in codes]
+
+
+def test_a_replica_without_memory_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def build(settings: Settings, on_phase: Any, limits: LoadLimits, stores: Any) -> Any:
+        if limits.kv_is_compared:  # it is not the first one
+            raise DoesNotFit("demo does not fit into this machine.", "Its weights need 9 GiB.")
+        return SimpleNamespace(close=lambda: closed.append(0))
+
+    monkeypatch.setattr("localllm.fleet.replicas.build_engine", build)
+    with pytest.raises(DoesNotFit, match="1 of 3 replicas were loaded before") as refused:
+        build_replicas(Settings(EngineConfig(data_parallel_size=3), ServerConfig()))
+    assert refused.value.hint == "--data-parallel-size 1"
+    assert closed == [0]
 
 
 def test_only_the_first_replica_compares_a_cache_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
