@@ -61,7 +61,7 @@ class Size(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Counts of the tensors that a tower of transformers holds at its widest points; by default those of SigLIP."""
+    """Counts of the tensors that a tower of transformers holds at its widest points; SigLIP by default."""
 
     attention: int = 8  # [patches, width], at the product behind attention
     mlp: int = 4  # [patches, width], beside `VisionSpec.mlp_tensors`

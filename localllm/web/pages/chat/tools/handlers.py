@@ -44,7 +44,11 @@ async def decide(request: Request[Any, Any, Any]) -> Response[Any]:
     chat, message = await requested_message(request)
     round_ = await runs.decide(owner_of(request), chat, message, path["number"], path["decision"])
     if is_scripted(request):
-        undo = _undo_never(chat, message, path["number"]) if path["decision"] == "never" else None
+        undo = None
+        if path["decision"] == "never":
+            call = message.details["calls"][path["number"]]
+            asked_again = urlencode({"server": call["server"], "tool": call["tool"], "back": f"/c/{chat.id}"})
+            undo = Undo(f"{call['tool']} is never run.", f"/chats/tools/revoke?{asked_again}")
         return html(await _update(request, chat, "Running the call" if round_.busy else "", undo))
     await runs.until_done(round_)
     await runs.until_chat_rests(round_.next_id)
@@ -75,12 +79,6 @@ async def _progress(request: Request[Any, Any, Any], chat: Chat, message: Stored
     message = await state.store.call(Chats.message, chat.id, message.id)
     now = state.replies.current(message)
     return sse(render(CallsProgress(m.one_message(chat.id, now, state.replies.get(message.id)), says)))
-
-
-def _undo_never(chat: Chat, message: StoredMessage, number: int) -> Undo:
-    call = message.details["calls"][number]
-    asked_again = urlencode({"server": call["server"], "tool": call["tool"], "back": f"/c/{chat.id}"})
-    return Undo(f"{call['tool']} is never run.", f"/chats/tools/revoke?{asked_again}")
 
 
 async def _update(request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None) -> Any:
