@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config.edit import planned, write
+from localllm.config.edit import planned, planned_for_model, write
 from localllm.config.resolve import resolve
 from localllm.errors import ConfigError
 
@@ -95,3 +95,24 @@ def test_a_file_that_is_not_there_is_made_for_its_owner_and_a_link_stays_one(tmp
     assert link.is_symlink()
     assert real.read_text() == "port = 8001\nmax_num_seqs = 4\n"
     assert stat.S_IMODE(real.stat().st_mode) == 0o644
+
+
+def test_settings_of_one_model_change_in_its_table_alone(path: Path) -> None:
+    write(planned_for_model(path, "big", {"max_num_seqs": 4, "kv_cache_dtype": "int8"}))
+    write(planned_for_model(path, "org/new:Q4", {"max_model_len": 4096}))
+    read = tomllib.loads(path.read_text())
+    assert read["models"] == {
+        "big": {"max_num_seqs": 4, "kv_cache_dtype": "int8"}, "org/new:Q4": {"max_model_len": 4096},
+    }  # fmt: skip
+    assert path.read_text().startswith("# mine\nmax_num_seqs = 8  # few\n")
+    assert resolve({}, {}, path).of_model("org/new:Q4").engine.max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    "text", ["models = { big = { max_num_seqs = 2 } }\n", "[models]\nbig.max_num_seqs = 2\n", "a = ["]
+)
+def test_a_table_that_is_written_otherwise_is_left_to_an_editor(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="was not changed"):
+        planned_for_model(path, "big", {"max_num_seqs": 4})
+    assert path.read_text() == text

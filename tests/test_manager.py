@@ -280,6 +280,23 @@ async def test_a_load_can_be_cancelled(tiny_model_path: Callable[[str], Path], m
     await manager.close()
 
 
+async def test_a_model_is_loaded_again_with_options_and_keeps_them(tiny_llama_path: Path) -> None:
+    manager, name = ModelManager(), tiny_llama_path.name
+    await manager.start(settings_for(tiny_llama_path))
+    manager.pin(name)
+    before = await tokens(manager)
+    status = await manager.load(name, options={"max_model_len": 128})
+    assert (status.state, status.max_model_len, status.pinned) == ("ready", 128, True)
+    assert await tokens(manager) == before
+    engine = manager.current.engine[0] if manager.current else None
+    await manager.load(name, options={"max_model_len": 128})
+    assert manager.current is not None
+    assert manager.current.engine[0] is engine, "the same options load nothing again"
+    await manager.unload(name)
+    assert (await manager.load(name)).max_model_len == 128
+    await manager.close()
+
+
 async def test_unload_and_sleep_give_the_memory_back(tmp_path: Path) -> None:
     """The model dies with its last reference, and the system gets the pages back."""
     wide = make_tiny_model(tmp_path / "wide", "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)

@@ -1,5 +1,6 @@
 """Change config.toml: prepare the changed file, check it with the parser that reads it, write it. A change is one
-setting, or one `[mcp.servers.NAME]` table that is added, removed, enabled or disabled.
+setting, settings of one `[models.NAME]` table, or one `[mcp.servers.NAME]` table that is added, removed, enabled or
+disabled.
 
 The rest of the file stays as it is, comments included; a file in which more would change is refused.
 Settings that let foreign code run or that hold a secret are never written from here.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +50,35 @@ def planned(path: Path, name: str, asked: str | None) -> Change:
     old_line, new = _replaced(text, name, line)
     _check(path, text, new, name)
     return Change(path, name, line, old_line, new)
+
+
+def planned_for_model(path: Path, model: str, values: Mapping[str, Any]) -> Change:
+    """Return the change that sets these settings in the table of one model. Raises `ConfigError`."""
+    text = read_text(path)
+    lines = text.splitlines(keepends=True)
+    header = re.compile(rf"""\s*\[\s*models\s*\.\s*["']?{re.escape(model)}["']?\s*\]""")
+    start = next((at for at, line in enumerate(lines) if header.match(line)), None)
+    if start is None:
+        joint = "" if not text or text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
+        lines += [joint, f"[models.{_quoted(model)}]\n"]
+        start = len(lines) - 1
+    for name, value in values.items():
+        end = next((at for at in range(start + 1, len(lines)) if _HEADER.match(lines[at])), len(lines))
+        sets = re.compile(rf'\s*["\']?{name.replace("_", "[_-]")}["\']?\s*=')
+        at = next((at for at in range(start + 1, end) if sets.match(lines[at])), None)
+        lines[slice(at, at + 1) if at is not None else slice(start + 1, start + 1)] = [f"{name} = {_as_toml(value)}\n"]
+    new = "".join(lines)
+    if not (_is_toml(text) and _is_toml(new)) or _beside_model(text, model) != _beside_model(new, model):
+        why = "The table of this model is not written as lines of its own."
+        raise ConfigError(f"{path} was not changed.", why, "Change it in an editor.", param="model")
+    resolve({}, {}, path, new)
+    return Change(path, model, ", ".join(values), "", new)
+
+
+def _beside_model(text: str, model: str) -> dict[str, Any]:
+    tables = tomllib.loads(text)
+    models = {name: table for name, table in tables.pop("models", {}).items() if name != model}
+    return tables | {"models": models}
 
 
 def present_line(path: Path, name: str) -> str:

@@ -11,10 +11,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
 
 from localllm.config.settings import Settings, Task
-from localllm.errors import ModelNotFound, UnsupportedOption
+from localllm.errors import LocalLLMError, ModelNotFound, UnsupportedOption
 from localllm.serving.adapters import AdapterRefused, LoadedAdapter
 from localllm.serving.build import build_engine
 from localllm.serving.entry import (
@@ -107,11 +109,28 @@ class ModelManager:
         return lease
 
     async def load(
-        self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
-    ) -> ModelStatus:
-        """Load or wake a model; with `wait`, until it is ready. The name may be a path: only for operators."""
+        self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> ModelStatus:  # fmt: skip
+        """Load or wake a model; with `wait`, until it is ready. The name may be a path: only for operators.
+
+        options: settings of the engine, for this load and those after it. A model that is loaded with others is
+        unloaded first, as `unload` does; one that was loaded elsewhere raises `UnsupportedOption`.
+        """
         entry = await self.register.find_or_add(name, anywhere=True)
-        entry.pinned = entry.pinned if pin is None else pin
+        pin = entry.pinned if pin is None else pin
+        if options:
+            if entry.settings is None:
+                raise UnsupportedOption(f"{entry.name} cannot be loaded again.", "It was not loaded by this server.")
+            before, engine = entry.settings, replace(entry.settings.engine, **options)
+            entry.settings = replace(before, engine=engine)  # a request that waits for the model loads it with these
+            try:
+                if engine != before.engine and entry.state != "unloaded":
+                    await self.unload(entry.name)
+            except LocalLLMError:
+                entry.settings = before
+                raise
+        entry.pinned = pin
         entry.keep_alive_s = entry.keep_alive_s if keep_alive_s is None else keep_alive_s
         if wait:
             (await self.loads.claim(entry)).release()

@@ -322,6 +322,22 @@ def test_a_server_without_a_list_of_models_is_down(front: Front, theirs: Hostile
     assert "laptop sent" in refused.json()["error"]["message"]
 
 
+def test_a_server_that_is_slow_to_list_its_models_keeps_no_request_waiting(
+    two: tuple[Front, dict[str, HostileServer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, servers = two
+    assert front.chat().status_code == 200
+    monkeypatch.setattr(upstream, "CHECK_S", 0.2)
+    servers["first"].list_delay_s = 1.0
+    wait_until(lambda: not front.others.all[0].is_up)
+    began_s = time.monotonic()
+    assert front.chat().status_code == 200
+    assert time.monotonic() - began_s < 0.5
+    assert "first" in str(front.others.all[0].failure)
+    servers["first"].list_delay_s = 0.0
+    wait_until(lambda: front.others.all[0].is_up)
+
+
 def test_names_that_no_request_could_have_are_left_out(theirs: HostileServer) -> None:
     theirs.models = [{"id": "a" * 301}, {"id": 5}, "x", {"id": "a\nb"}, {"id": ""}, {}, {"id": "good"}]
     with Front(config_of(theirs, "laptop")) as front:

@@ -26,6 +26,7 @@ class Loads:
         self.folder, self.gate = folder, threading.Event()
         self.gate.set()
         self.runners: list[PacedRunner] = []  # of the models that were made, the newest last
+        self.configs: list[EngineConfig] = []  # of all loads
         self.error: DoesNotFit | None = None  # why no model but the demo can be loaded
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
             monkeypatch.setattr(manager, name, fake)
@@ -33,6 +34,7 @@ class Loads:
 
     def build(self, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
         found = resolve_model(settings.engine.model)
+        self.configs.append(settings.engine)
         on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
         while not self.gate.wait(0.02):
             on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
@@ -66,7 +68,7 @@ class LibraryServer(ManagedServer):
 
     def __init__(
         self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None,
-        picks: PicksTable | None = None,
+        picks: PicksTable | None = None, file: Path | None = None,
     ) -> None:  # fmt: skip
         server = ServerConfig(port=port, ui=True, api_key=api_key)
-        super().__init__(Settings(engine or EngineConfig(), server, picks=picks))
+        super().__init__(Settings(engine or EngineConfig(), server, picks=picks, file=file))

@@ -107,6 +107,34 @@ def test_a_model_is_loaded_pinned_put_to_sleep_woken_unloaded_and_deleted(
     assert "org/tiny" not in browser.get("/library").text
 
 
+def test_a_model_is_loaded_with_options_which_are_counted_and_remembered(
+    hub: LocalHub, loads: Loads, tiny_llama_path: Path, tmp_path: Path
+) -> None:
+    install(hub, tiny_llama_path)
+    file = tmp_path / "config.toml"
+    with LibraryServer(file=file) as live, browser_of(live) as browser:
+        page = browser.get("/library/model/org/tiny").text
+        assert "Load with options" in page
+        assert 'name="max_model_len" type="number" min="1" max="2048" required value="2048"' in page
+        asked = {"model": "org/tiny", "max_model_len": "512", "kv_cache_dtype": "int8", "max_num_seqs": "2"}
+        assert "KV cache" in browser.get("/library/load", params=asked).text
+        wrong = browser.get("/library/load", params=asked | {"max_model_len": "many"})
+        assert (wrong.status_code, "Context, tokens: " in wrong.text) == (400, True)
+        assert browser.get("/library/load", params=asked | {"model": "/etc"}).status_code == 404
+        browser.post("/library/load", data=asked | {"remember": "yes"})
+        wait_until(lambda: tags(row(browser.get("/library").text, "tiny")) == ["loaded"])
+        chosen = loads.configs[-1]
+        assert (chosen.max_model_len, chosen.kv_cache_dtype, chosen.max_num_seqs) == (512, "int8", 2)
+        assert "Unload and load with these" in browser.get("/library/model/tiny").text
+        browser.post("/library/load", data={"model": "tiny", "max_model_len": "256"})
+        wait_until(lambda: loads.configs[-1].max_model_len == 256)
+        assert loads.configs[-1].kv_cache_dtype == "int8", "what was chosen before stays"
+        assert '[models."org/tiny"]' in file.read_text()
+        refused = browser.post("/library/load", data={"model": "tiny", "max_model_len": "0"})
+        assert (refused.status_code, "out of range" in refused.text) == (400, True)
+        assert len(loads.configs) == 3, "a refused option unloads nothing"
+
+
 def test_a_load_shows_where_it_is_and_can_be_stopped(
     browser: httpx.Client, hub: LocalHub, loads: Loads, tiny_llama_path: Path
 ) -> None:

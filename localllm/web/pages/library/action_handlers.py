@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
+from localllm.config.edit import planned_for_model, write
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, ModelNotFound, UnsupportedModel
 from localllm.models.library.about import spec_or_reason
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
@@ -31,6 +32,7 @@ from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library.downloads import download_list
+from localllm.web.pages.library.fit_checks import chosen_options, load_estimate
 from localllm.web.pages.library.state import LibraryState, library_state
 from localllm.web.pages.library.views import DeletePage, DeleteQuestion, downloads_page, installed_page, shell
 
@@ -52,6 +54,39 @@ async def change_model(request: Request[Any, Any, Any]) -> Response[Any]:
     if is_scripted(request):
         return html(LiveUpdate({"installed": render(await library.models.read(anew=True))}))
     return Redirect("/library", status_code=303)
+
+
+@get("/library/load")
+async def count_options(request: Request[Any, Any, Any]) -> Response[str]:
+    """Return what a load of `model` with the chosen options would need."""
+    library, chosen = library_state(request), {key: str(value) for key, value in request.query_params.items()}
+    model = chosen.get("model", "")
+    try:
+        path = library.models.path_of(model)
+        if path is None and not library.models.has(model.partition(":")[0]):
+            raise ModelNotFound("There is no such model here.", hint="/library shows what there is.", param="model")
+        options = chosen_options(chosen)
+        found = await library.fits.with_options(model, str(path) if path is not None else None, options)
+    except LocalLLMError as error:
+        return html(notice(error), error.status)
+    return html(load_estimate(found))
+
+
+@post("/library/load", status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def load_with_options(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Load `model` with the chosen options, and write them to the config file if they are to be remembered."""
+    library = library_state(request)
+    try:
+        (model,) = await _fields(request, "model")
+        form = {key: value for key, value in (await request.form()).items() if isinstance(value, str)}
+        options, file = chosen_options(form), library.settings.file
+        if form.get("remember") == "yes" and file is not None:
+            await asyncio.to_thread(resolve_model, model)  # the next start looks for it by this name
+            write(planned_for_model(file, model, {key: value for key, value in options.items() if value is not None}))
+        await library.wait_briefly(library.manager.load(model, wait=False, options=options))
+    except LocalLLMError as error:
+        return await installed_page(request, error=error)
+    return _redirect(request, "/library")
 
 
 @post("/library/import", status_code=200, request_max_body_size=MAX_FORM_BYTES)
@@ -225,6 +260,8 @@ def _redirect(request: Request[Any, Any, Any], url: str) -> Response[Any]:
 
 HANDLERS = (
     change_model,
+    count_options,
+    load_with_options,
     import_path,
     delete_question,
     delete_model,

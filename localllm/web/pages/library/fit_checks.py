@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from localllm.config.settings import EngineConfig, Settings
+from localllm.config.settings import SETTINGS, EngineConfig, Settings
 from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware, read_hardware
@@ -70,6 +70,44 @@ class FitTable:
     rank_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOption:
+    """A setting that is chosen for the load of a model: one of `choices`, or a number up to `high`."""
+
+    name: str
+    label: str
+    value: str
+    choices: tuple[str, ...] = ()
+    high: int = 0
+
+
+@view("library/_load_estimate.html")
+class LoadEstimate(View):
+    """What a load with the chosen options would need, and whether it fits."""
+
+    verdict: FitVerdict
+    segments: tuple[Segment, ...] = ()
+
+
+@view("library/_load_options.html")
+class LoadOptions(View):
+    """The form that loads a model with options. What they need is counted while they are chosen."""
+
+    model: str
+    options: tuple[LoadOption, ...]
+    estimate: LoadEstimate
+    is_loaded: bool = False  # it is unloaded first
+
+
+CHOSEN = {
+    "max_model_len": "Context, tokens",
+    "kv_cache_dtype": "KV cache",
+    "max_num_seqs": "Requests at a time, at most",
+    "tensor_parallel_size": "GPUs",
+}
+"""The settings that the page of a model offers for a load, with their labels."""
+KV_TYPES = ("auto", "fp8", "int8", "k8v4", "int4")
+
 AT_ONCE = 2
 HOLDS_S = 120.0
 KEPT = 200
@@ -94,6 +132,8 @@ class FitResult:
     files: tuple[FileRow, ...] = ()
     download_bytes: int | None = None  # None: the model is on this machine
     error: LocalLLMError | None = None
+    context: int = 0  # tokens that the plan has room for; 0: the model does not fit
+    trained: int = 0  # tokens that the checkpoint allows
 
 
 class FitChecks:
@@ -110,28 +150,33 @@ class FitChecks:
             known = self._known.get(name)
             if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
                 return known[1]
-            hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
-            bandwidth = await asyncio.to_thread(memory_bandwidth, hardware)
-            fit = await asyncio.to_thread(
-                check_fit, path or name, self._config(name), hardware, bandwidth, paths=path is not None
-            )
+            fit = await self.with_options(name, path, {})
             if not isinstance(fit.error, HubUnreachable | HubOffline):
                 self._known[name] = time.monotonic(), fit
             if len(self._known) > KEPT:
                 del self._known[next(iter(self._known))]
             return fit
 
+    async def with_options(self, name: str, path: str | None, options: Mapping[str, Any]) -> FitResult:
+        """Return the fit of a model that is loaded with these settings of the engine."""
+        hardware = await self.hardware()
+        bandwidth = await asyncio.to_thread(memory_bandwidth, hardware)
+        config = replace(self.config(name), **options)
+        return await asyncio.to_thread(check_fit, path or name, config, hardware, bandwidth, paths=path is not None)
+
     async def of_pick(self, pick: Pick) -> FitResult:
         """Return the fit of a suggested model by the sizes in the list, without asking the hub."""
         hardware = await self.hardware()
-        return await asyncio.to_thread(check_pick, pick, self._config(pick.name), hardware)
+        return await asyncio.to_thread(check_pick, pick, self.config(pick.name), hardware)
 
     async def hardware(self) -> Hardware:
         return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
 
-    def _config(self, name: str) -> EngineConfig:
+    def config(self, name: str) -> EngineConfig:
         """Return the settings with which a model of that name would be loaded."""
-        return self._settings.of_model(name).engine
+        entry = self._manager.register.find(name)
+        settings = entry.settings if entry is not None and entry.settings is not None else self._settings.of_model(name)
+        return settings.engine
 
 
 def check_fit(
@@ -148,9 +193,42 @@ def check_fit(
                 return _fit_result(looked, _refused(error, name, looked), None, None, error)
             chosen = estimates[0]
             speed = checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
-            return _fit_result(looked, verdict(looked.download_bytes, estimates, speed), table(estimates), spec, None)
+            said = verdict(looked.download_bytes, estimates, speed)
+            context = chosen.plan.max_model_len if chosen.plan is not None else 0
+            found = _fit_result(looked, said, table(estimates), spec, None)
+            return replace(found, context=context, trained=spec.max_position)
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
+
+
+def load_options(name: str, fit: FitResult, config: EngineConfig, num_gpus: int, *, is_loaded: bool) -> LoadOptions:
+    """Return the form for loading a model that fits."""
+    options = [
+        LoadOption("max_model_len", CHOSEN["max_model_len"], str(fit.context), high=max(fit.trained, fit.context)),
+        LoadOption("kv_cache_dtype", CHOSEN["kv_cache_dtype"], config.kv_cache_dtype, KV_TYPES),
+        LoadOption("max_num_seqs", CHOSEN["max_num_seqs"], str(config.max_num_seqs), high=4096),
+    ]
+    if num_gpus > 1:
+        size = str(config.tensor_parallel_size or "auto")
+        sizes = ("auto", *map(str, range(1, num_gpus + 1)))
+        options.append(LoadOption("tensor_parallel_size", CHOSEN["tensor_parallel_size"], size, sizes))
+    return LoadOptions(name, tuple(options), load_estimate(fit), is_loaded)
+
+
+def load_estimate(fit: FitResult) -> LoadEstimate:
+    return LoadEstimate(fit.verdict, fit.table.segments if fit.table is not None else ())
+
+
+def chosen_options(form: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of the engine that a form chooses, checked as a flag's are. Raises `ConfigError`."""
+    chosen = {}
+    for name, label in CHOSEN.items():
+        text = form.get(name, "").strip()
+        if text:
+            said = f"{label}: {text[:80]!r}"
+            chosen[name] = SETTINGS[name].parse(text, said)
+            SETTINGS[name].check(chosen[name], said)
+    return chosen
 
 
 def check_pick(pick: Pick, config: EngineConfig, hardware: Hardware) -> FitResult:

@@ -33,7 +33,7 @@ from localllm.web.pages.frame.state import PagesState, html, pages_state
 from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import action_handlers
 from localllm.web.pages.library.downloads import download_list
-from localllm.web.pages.library.fit_checks import FitResult, FitVerdict
+from localllm.web.pages.library.fit_checks import FitResult, FitVerdict, load_options
 from localllm.web.pages.library.installed_models import page_url
 from localllm.web.pages.library.state import LibraryNotice, LibraryState, Tab, library_state
 from localllm.web.pages.library.views import (
@@ -132,6 +132,11 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
     if row is None and needed is not None:
         offline = library.offline_switch
     variants = await _variants(library, found) if row is None and needed is not None and not offline else ()
+    load = None
+    if row is not None and found.context and row.state in ("unloaded", "ready", "failed", "sleeping"):
+        num_gpus = len((await library.fits.hardware()).gpus)
+        config, is_loaded = library.fits.config(row.name), row.state in ("ready", "sleeping")
+        load = load_options(row.name, found, config, num_gpus, is_loaded=is_loaded)
     page = ModelPage(
         shell=shell(request, name, "none"),
         tabs=library.tabs("none"),
@@ -145,6 +150,7 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
         download=format_bytes(needed) if needed is not None else "",
         error=row.error if row is not None else None,
         offline=offline,
+        load=load,
     )
     return html(page)
 

@@ -54,6 +54,15 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.SearchResults("nothing", ()),
         _downloads(),
         d.DownloadsView((), (), 10**11, "~/.cache"),
+        f.LoadOptions(
+            "Qwen3-8B",
+            (
+                f.LoadOption("max_model_len", "Context, tokens", "8192", high=40960),
+                f.LoadOption("kv_cache_dtype", "KV cache", "int8", f.KV_TYPES),
+            ),
+            f.LoadEstimate(fit, bar),
+            is_loaded=True,
+        ),
         question,
         v.DeleteQuestion("Qwen3-8B", "", "", views.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
         s.LibraryNotice(),

@@ -22,7 +22,7 @@ from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
 from localllm.web.pages.library.downloads import DownloadsView, download_list
-from localllm.web.pages.library.fit_checks import FileRow, FitTable, FitVerdict
+from localllm.web.pages.library.fit_checks import FileRow, FitTable, FitVerdict, LoadOptions
 from localllm.web.pages.library.installed_models import InstalledList, ModelRow
 from localllm.web.pages.library.state import LibraryNotice, LibraryTabs, Picks, Tab, library_state
 
@@ -157,6 +157,7 @@ class ModelPage(View):
     download: str = ""  # size of the download; empty: the model is on this machine
     error: ErrorNotice | None = None  # why the model cannot be read
     offline: str = ""  # what switched the hub off, for a suggested model that needs it
+    load: LoadOptions | None = None  # for a model on this machine that fits
 
 
 NO_NOTICE = LibraryNotice()
