@@ -96,6 +96,10 @@ def drafts_gain(result: TuningResult) -> float | None:
     return None
 
 
+BUSY_NOISE = 0.3
+"""Measurements that differ by more than this share tell of other work on the machine."""
+
+
 def _score_and_gain(result: TuningResult, start: str) -> str:
     pick, goal = result.pick, result.goal
     assert pick is not None
@@ -104,6 +108,8 @@ def _score_and_gain(result: TuningResult, start: str) -> str:
     if result.start is None:
         return score
     noise = f"two measurements of the same settings differ by {result.noise:.0%}"
+    if result.noise > BUSY_NOISE:
+        noise += ": the machine was busy, so tune again when it is idle"
     if result.keeps_start and result.gain is None and result.soak is not None:
         return f"{score} with {start}: better settings failed the soak test"
     if result.keeps_start:

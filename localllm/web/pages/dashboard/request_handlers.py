@@ -58,7 +58,7 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
             return html(request_page(shell, found, stats.taken_s, _viewer(request), miss))
     live, ended = len(known[0].requests), len(known[0].recent)
     why = f"The dashboard knows {live} running and next waiting requests and the last {ended} finished ones."
-    raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
+    raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "The dashboard lists them.")
 
 
 @get("/dashboard/minute.csv", sync_to_thread=False)
