@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,25 @@ def test_a_model_page_tells_facts_fit_and_files_before_a_download(
     assert browser.get("/library/model/demo").status_code == 200
     for path in ("%2Fetc%2Fpasswd", "~/x", "pyproject.toml", "x" * 2000):
         assert browser.get(f"/library/model/{path}").status_code == 404
+
+
+def test_a_models_page_comes_before_a_slow_hub_answers(
+    browser: httpx.Client, hub: LocalHub, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_repo("org/tiny", tiny_llama_path)
+    answers = threading.Event()
+
+    def slow(*asked: Any, **more: Any) -> Any:
+        answers.wait(20)
+        return check_fit(*asked, **more)
+
+    monkeypatch.setattr(fit_checks, "check_fit", slow)
+    page = browser.get("/library/model/org/tiny").text
+    assert "Reading what the hub says about it" in page
+    assert 'hx-get="/library/model/org/tiny" hx-trigger="load"' in page
+    answers.set()
+    assert "Does it fit?" in browser.get("/library/model/org/tiny", headers=SCRIPTED).text
+    assert "Does it fit?" in browser.get("/library/model/org/tiny?wait").text
 
 
 def test_a_download_is_paused_goes_on_and_is_loaded(browser: httpx.Client, hub: LocalHub, checkpoint: Path) -> None:

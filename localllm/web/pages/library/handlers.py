@@ -26,6 +26,7 @@ from localllm.models.library.hub.repository import search as search_hub
 from localllm.models.library.names import looks_like_path, parse_name
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import update_event
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
@@ -40,6 +41,7 @@ from localllm.web.pages.library.views import (
     AbsentPage,
     DiscoverPage,
     ModelPage,
+    ReadingPage,
     SearchResult,
     SearchResults,
     Variant,
@@ -117,14 +119,19 @@ async def downloads_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/library/model/{name:path}")
 async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show one model, on this machine or on the hub."""
+    """Show one model, on this machine or on the hub. A hub that is slow is waited for by the page itself."""
     library = library_state(request)
     name = str(request.path_params["name"]).lstrip("/")
     await library.models.read()
+    waits = is_scripted(request) or "wait" in request.query_params
+    reading = asyncio.ensure_future(_fit(library, name, anew=not waits))
     try:
-        found = await _fit(library, name, anew=True)
+        await (reading if waits else library.wait_briefly(reading))
     except LocalLLMError as error:
         return _absent(request, library, name, error)
+    if not reading.done():
+        return html(ReadingPage(shell(request, name, "none"), library.tabs("none"), name, page_url(name)))
+    found = reading.result()
     row = library.models.row(name) or library.models.row(found.name)
     if isinstance(found.error, ModelNotFound) and row is None:
         return _absent(request, library, name, found.error)

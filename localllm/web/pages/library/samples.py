@@ -65,6 +65,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         ),
         question,
         v.DeleteQuestion("Qwen3-8B", "", "", views.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
+        v.ReadingPage(shell, tabs, "org/model", "/library/model/org/model"),
         s.LibraryNotice(),
         s.LibraryNotice("big is loaded.", chat_url="/"),
         v.LibraryPage(shell, tabs, _installed(), _picks(), s.LibraryNotice("demo is deleted, 12 MiB freed.")),

@@ -160,6 +160,16 @@ class ModelPage(View):
     load: LoadOptions | None = None  # for a model on this machine that fits
 
 
+@view("library/reading.html")
+class ReadingPage(View):
+    """In place of `ModelPage` until the hub has answered."""
+
+    shell: Shell
+    tabs: LibraryTabs
+    name: str
+    url: str
+
+
 NO_NOTICE = LibraryNotice()
 
 
