@@ -120,3 +120,20 @@ def test_file_is_cut_to_what_fits_and_a_model_is_picked(open_page: Open, server:
         assert len(other.client.asked) == 1
     finally:
         server.manager.entries.remove(entry)
+
+
+def test_a_message_waits_for_the_end_of_the_reply_and_can_be_taken_back(open_page: Open, model: StubModel) -> None:
+    model.client.every_s = 0.05
+    page = open_page()
+    send(page, "first")
+    page.wait_for_selector("[data-stop]:not([data-stop=later])")
+    send(page, "second")
+    page.wait_for_selector(".composer--queued")
+    page.press("#composer-message", "Escape")
+    assert page.locator(".composer--queued").count() == 0
+    assert page.locator("[data-stop]").count() == 1, "Esc took the message back, and stopped nothing"
+    page.press("#composer-message", "Enter")
+    page.wait_for_selector(".composer--queued")
+    written(page, 2)
+    assert page.locator(".message--user").last.inner_text().strip() == "second"
+    assert page.input_value("#composer-message") == ""

@@ -5,14 +5,29 @@
   const text = find("#composer-message");
   let following = !find("#empty-chat, .panel");
 
+  // A message that is sent while a reply is being written waits for its end; typing or Esc takes it back.
+  let queued = false;
+  const queue = (on) => {
+    queued = on;
+    text.form.classList.toggle("composer--queued", on);
+    if (on) find("#chat-status").textContent = "Sent when the reply ends";
+  };
+  if (text) new MutationObserver(() => {
+    if (!queued || find("[data-stop]")) return;
+    queue(false);
+    if (find("[data-send]")) text.form.requestSubmit(find("[data-send]"));
+  }).observe(text.form, { childList: true, subtree: true });
+
   // Composer: Enter sends, Shift+Enter inserts a line break, Esc closes the drawer or stops the reply.
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target === text && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       if (text.value.trim() && find("[data-send]")) text.form.requestSubmit(find("[data-send]"));
+      else if (text.value.trim() && find("[data-stop]")) queue(true);
     } else if (event.key === "Escape") {
       const edit = event.target.closest(".edit");
       if (edit) return event.target.value === event.target.defaultValue && edit.querySelector("[data-cancel]").click();
+      if (queued) return queue(false);
       if (!closeDrawer()) find("[data-stop]")?.click();
     } else if (event.key === "Enter" && event.target.matches(".edit__text") && !event.isComposing) {
       const isAnswer = event.target.closest(".message--assistant");
@@ -89,6 +104,7 @@
       find("#composer-error").replaceChildren(...(words ? [notice] : []));
     };
     text.addEventListener("input", () => {
+      queue(false);
       sessionStorage.setItem(draftOf(), text.value);
       if (waits) say("");
       waits = false;
