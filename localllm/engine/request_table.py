@@ -192,7 +192,8 @@ class RequestTable:
         """Remove a request from the running ones and free its memory and its slot."""
         self.running.remove(request)
         self.cache.release(request)
-        self.encoded.release_all(request.request_id)
+        if self.encoded.capacity_rows:  # of models that see, and encoder-decoders
+            self.encoded.release_all(request.request_id)
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1

@@ -530,7 +530,7 @@ class Scheduler:
             known,
             propose,
             is_unmasked,
-            *self.table.encoded.changes(),
+            *(self.table.encoded.changes() if self.table.encoded.capacity_rows else ((), ())),
             moves=moves,
         )
         self.launched.append(LaunchedStep(plan, tuple(requests)))

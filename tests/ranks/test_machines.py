@@ -92,14 +92,16 @@ def group(monkeypatch: pytest.MonkeyPatch, placement: Started, tick_s: float = 1
         executor.close()
 
 
-def test_ranks_of_machines_answer_as_others_and_a_killed_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_machines_answer_as_others_and_a_killed_one_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the first one leaves a pipe for all later ones
 
     lost: list[RanksLost] = []
     kept = RecentLogs()
     kept.setFormatter(logging.Formatter("%(message)s"))
     monkeypatch.setattr(logging.getLogger(), "handlers", [kept])
-    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    caplog.set_level(logging.INFO)
     with nothing_left():
         placement = Started(2)
         with group(monkeypatch, placement) as executor:

@@ -125,7 +125,7 @@ def test_the_sleep_state_is_that_of_the_model(aliased: LiveServer) -> None:
     assert states() == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aliased.manager.entries[0], "state", "sleeping")
-        patch.setattr(aliased.manager, "require_working", lambda: None)
+        patch.setattr(aliased.manager.loads, "require_working", lambda: None)
         assert states() == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
 
 

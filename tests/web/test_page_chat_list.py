@@ -95,10 +95,8 @@ def test_old_chats_are_deleted_together_without_pinned_ones(browser: httpx.Clien
 def test_a_chat_tells_when_it_changed_and_what_it_took(browser: httpx.Client) -> None:
     chat, page = start_chat(browser, "What is it?")
     start_chat(browser, "What is it?")
-    assert re.search(r'title="What is it\? · \d+ \w{3} \d{4}, \d\d:\d\d"', page)
-    assert (
-        len(re.findall(r'<small class="chats__snippet">\d+ \w{3} \d{4}, \d\d:\d\d</small>', browser.get("/").text)) == 2
-    )
+    assert re.search(r'title="What is it\? · \d\d:\d\d"', page)
+    assert len(re.findall(r'<small class="chats__snippet">\d\d:\d\d</small>', browser.get("/").text)) == 2
     menu = browser.get(f"{chat}/manage").text
     assert re.search(r"<dt>Messages <small>on all branches</small></dt><dd>2</dd>", menu)
     assert re.search(r"<dt>Tokens written</dt><dd>\d+ in [\d.]+ m?s</dd>", menu)

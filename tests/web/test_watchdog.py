@@ -298,7 +298,7 @@ def test_a_fault_in_a_handler_is_one_line_with_the_request(
     live: tuple[LiveServer, PacedRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = live
-    monkeypatch.setattr(server.manager, "require_working", lambda: 1 // 0)
+    monkeypatch.setattr(server.manager.loads, "require_working", lambda: 1 // 0)
     assert refusal(server.get("/health"), 500)["type"]
     last = server.server.app.state.watchdog.faults.last
     assert last.what.startswith("ZeroDivisionError")
