@@ -509,6 +509,7 @@ async def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pyt
 
     monkeypatch.setattr(fit_checks, "check_fit", note)
     tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
-    known = FitChecks(SimpleNamespace(entries=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
+    manager = SimpleNamespace(entries=[], register=SimpleNamespace(find=lambda name: None))
+    known = FitChecks(manager, Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
     await asyncio.gather(known.of("exact-one"), known.of("another"))
     assert asked == {"exact-one": "exact", "another": "small"}

@@ -63,6 +63,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             f.LoadEstimate(fit, bar),
             is_loaded=True,
         ),
+        f.LoadEstimate(fit, bar),
         question,
         v.DeleteQuestion("Qwen3-8B", "", "", views.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
         v.ReadingPage(shell, tabs, "org/model", "/library/model/org/model"),
