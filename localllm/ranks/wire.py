@@ -13,8 +13,10 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -284,9 +286,20 @@ def encode(value: Any) -> bytes:
 def decode(payload: bytes, kind: type[T]) -> T:
     """Return a payload as a value of this type. Raises `BadRecord`."""
     try:
-        return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
+        decoded: T = _decoder(cast("Any", kind)).decode(payload)
+        return decoded
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise BadRecord(f"a {getattr(kind, '__name__', kind)} was expected: {error}") from error
+
+
+_MAKING = Lock()
+"""Held while a decoder is made: a type that two threads look into for the first time can end the process."""
+
+
+@cache
+def _decoder(kind: Any) -> Any:
+    with _MAKING:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
 
 
 def encode_plan(plan: StepPlan) -> bytes:

@@ -1,8 +1,12 @@
 """Records: what is sent is what arrives, and what is damaged ends the reader with an error."""
 
 import socket
+import threading
+import time
 from array import array
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +30,7 @@ from localllm.engine.step import (
     TokenMasks,
 )
 from localllm.models.prompt_embeds import PromptEmbedsTensor
+from localllm.ranks import wire
 from localllm.ranks.channel import Channel
 from localllm.ranks.wire import (
     HEADER,
@@ -214,3 +219,28 @@ def test_a_plan_with_pictures_arrives_as_it_was() -> None:
     cut = SentTensor("pixel_values", "float32", (2, 3), b"1234")
     with pytest.raises(BadRecord, match="4 bytes are not"):
         cut.tensor()
+
+
+def test_one_decoder_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that look into a type for the first time have ended the process: the replicas of a server, at their
+    first piece of idle work."""
+    being_made, most = 0, 0
+
+    def slow(*_: Any, **__: Any) -> Any:
+        nonlocal being_made, most
+        being_made += 1
+        most = max(most, being_made)
+        time.sleep(0.02)
+        being_made -= 1
+        return SimpleNamespace(decode=lambda payload: payload)
+
+    class Unseen:
+        pass
+
+    monkeypatch.setattr(wire.msgspec.msgpack, "Decoder", slow)
+    threads = [threading.Thread(target=wire.decode, args=(b"", Unseen)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
