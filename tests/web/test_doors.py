@@ -63,7 +63,7 @@ ADMIN = {
     "POST /settings/tools/add", "GET /settings/tools", "GET /settings/live/restart", "GET /settings/restarting",
     "POST /settings/kv/delete",
     "GET /settings/doctor", "POST /settings/keys", "POST /settings/keys/x/remove", "POST /library/downloads",
-    "POST /library/import", "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run",
+    "POST /library/import", "POST /library/load", "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run",
     "POST /tune/run/cancel", "GET /tune/result", "POST /tune/result/apply", "POST /tune/result/save",
     "GET /tune/result/flags.txt", "GET /tune/result/profile.toml", "POST /tune/plans/apply",
     "POST /tune/plans/delete", "POST /library/models", "POST /library/delete", "POST /library/downloads/x",

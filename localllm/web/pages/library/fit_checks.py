@@ -83,7 +83,7 @@ class LoadOption:
 
 @view("library/_load_estimate.html")
 class LoadEstimate(View):
-    """What a load with the chosen options would need, and whether it fits."""
+    """The memory of a load with the chosen options, and whether it fits."""
 
     verdict: FitVerdict
     segments: tuple[Segment, ...] = ()

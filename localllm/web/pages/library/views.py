@@ -162,7 +162,7 @@ class ModelPage(View):
 
 @view("library/reading.html")
 class ReadingPage(View):
-    """In place of `ModelPage` until the hub has answered."""
+    """The page of a model until the hub has answered."""
 
     shell: Shell
     tabs: LibraryTabs
