@@ -59,13 +59,11 @@ def planned_for_model(path: Path, model: str, values: Mapping[str, Any]) -> Chan
     header = re.compile(rf"""\s*\[\s*models\s*\.\s*["']?{re.escape(model)}["']?\s*\]""")
     start = next((at for at, line in enumerate(lines) if header.match(line)), None)
     if start is None:
-        joint = "" if not text or text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
-        lines += [joint, f"[models.{_quoted(model)}]\n"]
+        lines += [_joint(text), f"[models.{_quoted(model)}]\n"]
         start = len(lines) - 1
     for name, value in values.items():
         end = next((at for at in range(start + 1, len(lines)) if _HEADER.match(lines[at])), len(lines))
-        sets = re.compile(rf'\s*["\']?{name.replace("_", "[_-]")}["\']?\s*=')
-        at = next((at for at in range(start + 1, end) if sets.match(lines[at])), None)
+        at = next((at for at in range(start + 1, end) if _sets(name, lines[at])), None)
         lines[slice(at, at + 1) if at is not None else slice(start + 1, start + 1)] = [f"{name} = {_as_toml(value)}\n"]
     new = "".join(lines)
     if not (_is_toml(text) and _is_toml(new)) or _beside_model(text, model) != _beside_model(new, model):
@@ -122,8 +120,7 @@ def _replaced(text: str, name: str, line: str) -> tuple[str, str]:
     """Return the line that sets the setting now, and the text with the new line; a new line goes before the tables."""
     lines = text.splitlines(keepends=True)
     end = next((at for at, each in enumerate(lines) if each.lstrip().startswith("[")), len(lines))
-    sets = re.compile(rf'\s*["\']?{name.replace("_", "[_-]")}["\']?\s*=')
-    at = next((at for at, each in enumerate(lines[:end]) if sets.match(each)), None)
+    at = next((at for at, each in enumerate(lines[:end]) if _sets(name, each)), None)
     new = [f"{line}\n"] if line else []
     if at is not None:
         return lines[at].strip(), "".join([*lines[:at], *new, *lines[at + 1 :]])
@@ -131,6 +128,15 @@ def _replaced(text: str, name: str, line: str) -> tuple[str, str]:
     if head and new and not head[-1].endswith("\n"):
         head[-1] += "\n"
     return "", "".join([*head, *new, *lines[end:]])
+
+
+def _sets(name: str, line: str) -> bool:
+    return re.match(rf'\s*["\']?{name.replace("_", "[_-]")}["\']?\s*=', line) is not None
+
+
+def _joint(text: str) -> str:
+    """Return what stands between a file's text and a table behind it."""
+    return "" if not text or text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
 
 
 def _check(path: Path, old: str, new: str, name: str) -> None:
@@ -169,8 +175,7 @@ def with_server(path: Path, server: McpServer) -> Change:
     if server.name in servers:
         raise ConfigError(f"A server named {server.name} exists already.", hint="Choose another name.", param="name")
     table = table_of(server)
-    joint = "" if not text or text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
-    return _checked(path, text, f"{text}{joint}{table}", servers | {server.name: server}, table)
+    return _checked(path, text, f"{text}{_joint(text)}{table}", servers | {server.name: server}, table)
 
 
 def without_server(path: Path, name: str) -> Change:

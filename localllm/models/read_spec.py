@@ -69,10 +69,11 @@ def read_spec(
         if model_impl == "transformers" or (model_impl == "auto" and not _has_family(config)):
             return _through_transformers(path, config, trust_remote_code=trust_remote_code)
         family = _family_of(config)
-        spec = _build(_filled(config, family), family, _read_generation_config(path))
+        generation = _read_generation_config(path)
+        spec = _build(_filled(config, family), family, generation)
         if path.is_file():
             return _with_projector(path, spec, mmproj)
-        return replace(_with_source(spec, config, _read_generation_config(path)), **_read_vision(path, config))
+        return replace(_with_source(spec, config, generation), **_read_vision(path, config))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error

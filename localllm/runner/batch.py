@@ -382,10 +382,13 @@ class SlotState:
         spans, wanted = self._wanted_logits(rows, order)
         counts = 1 + rows.drafts[samples]
         rotary, limits = self._pictured(rows)
+        source = None
+        if self.sources is not None:  # that each token of the step attends to
+            source = self.sources.inputs([self._source_of[slot] for slot in np.repeat(rows.slots, rows.scheduled)])
         return StepBatch(
             rows, wanted, tuple(order[samples].tolist()), np.repeat(slots[samples], counts),
             rows.positions[rows.draws] + 1, counts, spans, self._given_embeds(rows), draft_width, rotary, limits,
-            self._sources(rows),
+            source,
         )  # fmt: skip
 
     def take_back(self, batch: StepBatch) -> None:
@@ -427,12 +430,6 @@ class SlotState:
                 places.append(at + rows.starts[row] - rows.computed[row])
                 values += held
         return joined(places, values, self._deep_from)
-
-    def _sources(self, rows: StepRows) -> SourceInputs | None:
-        """Return what each token of the step attends to; None: the model is not an encoder-decoder."""
-        if self.sources is None:
-            return None
-        return self.sources.inputs([self._source_of[slot] for slot in np.repeat(rows.slots, rows.scheduled)])
 
     def _pictured(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
         """Return the positions to rotate by, and the limits of what tokens see, if the step has tokens of pictures that

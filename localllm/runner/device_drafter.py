@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from localllm.models.inputs import GroupInputs
 from localllm.runner.batch import Ints, StepBatch
 from localllm.runner.device_errors import is_device_loss
 from localllm.runner.drafter_steps import OpenDrafter
-from localllm.runner.sampler import IdExchange, sample_on_device
+from localllm.runner.sampler import Draws, IdExchange, draw_on_first, sample_on_device
 from localllm.runner.sampling import SamplingFeatures
 from localllm.runner.staging import StagedInputs, StepShape
 from localllm.runner.upload import all_to_device
@@ -136,19 +137,17 @@ class DrafterOnDevice:
                 )
                 one = replace(one, context_lens_host=_on_host(rows.context_lens))
                 hidden = drafter.step(one, self._cache, hidden)
-            logits = drafter.logits(hidden)
-            if self.exchange is not None and not self.exchange.sends:
-                drawn_ids, best = self.exchange.receive(shape.rows)
-            else:
-                assert logits is not None, "this shard draws"
-                assert self._tables is not None, "this shard draws"
-                drawn = sample_on_device(
-                    logits, rows.draft_slots, rows.lengths, self._tables, staged.token_ids, features, out=out
-                )
-                drawn_ids, best = drawn.token_ids, drawn.best
-                if self.exchange is not None:
-                    self.exchange.send(drawn_ids, best)
-            record_draft(drawn_ids, best, table, staged.slots, self._most, rules, rows, proposed, place)
+            draw = partial(self._sample, drafter.logits(hidden), rows, features, out)
+            token_ids, best = draw_on_first(self.exchange, shape.rows, draw)
+            record_draft(token_ids, best, table, staged.slots, self._most, rules, rows, proposed, place)
+
+    def _sample(self, logits: Tensor | None, rows: PairInputs, features: SamplingFeatures, out: Draws) -> Draws:
+        assert logits is not None, "this shard draws"
+        assert self._tables is not None, "this shard draws"
+        drawn = sample_on_device(
+            logits, rows.draft_slots, rows.lengths, self._tables, self._staged.token_ids, features, out=out
+        )
+        return drawn.token_ids, drawn.best
 
     def launch_unless_failed(self, batch: StepBatch, shape: StepShape, proposed: Tensor, how: SamplingFeatures) -> None:
         """Do `begin` and `launch`. A drafter that raises an error is used no more. If it is divided over shards, the

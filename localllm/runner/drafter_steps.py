@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 from localllm.models.drafters.drafter import Drafter, DraftStep
 from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch, StepRows
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.sampler import IdExchange, sample
+from localllm.runner.sampler import Draws, IdExchange, draw_on_first, sample
 from localllm.runner.sampling import SamplingState
 
 log = logging.getLogger(__name__)
@@ -186,20 +187,14 @@ class DrafterSteps:
 
     def _draw(self, slots: Ints, lengths: Ints, hidden: Tensor) -> tuple[Ints | None, Ints]:
         """Return the drawn tokens and which of them are tokens; None if the logits are not numbers."""
-        logits, exchange = self._drafter.logits(hidden), self._exchange
-        if exchange is not None and not exchange.sends:
-            ids, drawn_best = exchange.receive(len(slots))
-        else:
-            ids, drawn_best = self._sample(slots, lengths, logits)
-            if exchange is not None:
-                exchange.send(ids, drawn_best)
-        best = drawn_best.numpy()
+        draw = partial(self._sample, slots, lengths, self._drafter.logits(hidden))
+        ids, best = (each.numpy() for each in draw_on_first(self._exchange, len(slots), draw))
         if (np.isnan(best) | (best == np.inf)).any():
             self._fail("its logits are not numbers (NaN or infinity)")
             return None, np.empty(0, bool)
-        return ids.numpy(), np.isfinite(best)
+        return ids, np.isfinite(best)
 
-    def _sample(self, slots: Ints, lengths: Ints, logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _sample(self, slots: Ints, lengths: Ints, logits: Tensor | None) -> Draws:
         """Draw. Where other shards wait for the draws, an error counts as logits that are not numbers."""
         assert logits is not None, "this shard draws"
         try:

@@ -20,7 +20,7 @@ Does not know: slots, requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,7 @@ from localllm.runner.sampler_chain import ChainRow, apply_chains, observe
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, SamplingFeatures
 
 NOT_A_NUMBER = -(2**63)  # the id that is sent for a draw from NaN or infinity
+Draws = tuple[Tensor, Tensor]  # ids int64, and the largest logit of each draw fp32
 FIRST_TRY = 128  # candidates among which a nucleus is searched before the whole row
 
 
@@ -69,6 +70,16 @@ class IdExchange:
         sent = self._group.broadcast_(torch.empty(count, dtype=torch.int64, device=self._device))
         best = torch.where(sent == NOT_A_NUMBER, torch.nan, torch.where(sent < 0, -torch.inf, 0.0))
         return torch.where(sent == NOT_A_NUMBER, 0, torch.where(sent < 0, ~sent, sent)), best
+
+
+def draw_on_first(exchange: IdExchange | None, count: int, draw: Callable[[], Draws]) -> Draws:
+    """Return what the first shard draws, `count` ids, and the others receive. exchange: None if there is one shard."""
+    if exchange is not None and not exchange.sends:
+        return exchange.receive(count)
+    token_ids, best = draw()
+    if exchange is not None:
+        exchange.send(token_ids, best)
+    return token_ids, best
 
 
 def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMasks | None = None) -> Sampled:

@@ -164,7 +164,9 @@
     if (title !== document.title) document.title = title;
   };
   document.addEventListener("visibilitychange", mark);
-  if (find("#messages")) new MutationObserver(mark).observe(find("#messages"), { childList: true, subtree: true, attributeFilter: ["aria-busy"] });
+  for (const seen of [{ childList: true }, { subtree: true, attributeFilter: ["aria-busy"] }]) { // not each token
+    if (find("#messages")) new MutationObserver(mark).observe(find("#messages"), seen);
+  }
 
   // Keep the end of the conversation in view unless the user has scrolled away.
   const scroller = find("#chat-scroll");

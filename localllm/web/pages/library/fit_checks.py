@@ -134,6 +134,7 @@ class FitResult:
     error: LocalLLMError | None = None
     context: int = 0  # tokens that the plan has room for; 0: the model does not fit
     trained: int = 0  # tokens that the checkpoint allows
+    num_gpus: int = 0  # of the machine
 
 
 class FitChecks:
@@ -196,21 +197,21 @@ def check_fit(
             said = verdict(looked.download_bytes, estimates, speed)
             context = chosen.plan.max_model_len if chosen.plan is not None else 0
             found = _fit_result(looked, said, table(estimates), spec, None)
-            return replace(found, context=context, trained=spec.max_position)
+            return replace(found, context=context, trained=spec.max_position, num_gpus=len(hardware.gpus))
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
 
 
-def load_options(name: str, fit: FitResult, config: EngineConfig, num_gpus: int, *, is_loaded: bool) -> LoadOptions:
+def load_options(name: str, fit: FitResult, config: EngineConfig, *, is_loaded: bool) -> LoadOptions:
     """Return the form for loading a model that fits."""
     options = [
         LoadOption("max_model_len", CHOSEN["max_model_len"], str(fit.context), high=max(fit.trained, fit.context)),
         LoadOption("kv_cache_dtype", CHOSEN["kv_cache_dtype"], config.kv_cache_dtype, KV_TYPES),
         LoadOption("max_num_seqs", CHOSEN["max_num_seqs"], str(config.max_num_seqs), high=4096),
     ]
-    if num_gpus > 1:
+    if fit.num_gpus > 1:
         size = str(config.tensor_parallel_size or "auto")
-        sizes = ("auto", *map(str, range(1, num_gpus + 1)))
+        sizes = ("auto", *map(str, range(1, fit.num_gpus + 1)))
         options.append(LoadOption("tensor_parallel_size", CHOSEN["tensor_parallel_size"], size, sizes))
     return LoadOptions(name, tuple(options), load_estimate(fit), is_loaded)
 

@@ -141,9 +141,8 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
     variants = await _variants(library, found) if row is None and needed is not None and not offline else ()
     load = None
     if row is not None and found.context and row.state in ("unloaded", "ready", "failed", "sleeping"):
-        num_gpus = len((await library.fits.hardware()).gpus)
         config, is_loaded = library.fits.config(row.name), row.state in ("ready", "sleeping")
-        load = load_options(row.name, found, config, num_gpus, is_loaded=is_loaded)
+        load = load_options(row.name, found, config, is_loaded=is_loaded)
     page = ModelPage(
         shell=shell(request, name, "none"),
         tabs=library.tabs("none"),
