@@ -18,7 +18,7 @@ LOOKS = {
     "text": {"normal": "Normal text", "large": "Large text", "larger": "Larger text"},
     "column": {"normal": "Normal column", "wide": "Wide column"},
 }
-"""What a browser chooses of the pages' looks: the values of each choice with their names. The first is the default."""
+"""The looks that a browser chooses: the values of each with their names. The first one is the default."""
 
 Kind = TypeVar("Kind", bound="View")
 
