@@ -102,7 +102,7 @@ class LoadOptions(View):
 CHOSEN = {
     "max_model_len": "Context, tokens",
     "kv_cache_dtype": "KV cache",
-    "max_num_seqs": "Requests at a time, at most",
+    "max_num_seqs": "Concurrent requests",
     "tensor_parallel_size": "GPUs",
 }
 """The settings that the page of a model offers for a load, with their labels."""
