@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
-import zlib
-from collections import defaultdict
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,35 +14,30 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401  before any kernel is defined: without a GPU kernels/launch.py would not import it
 
 from tests.draws import DAY
+from tests.rotation import COSTS, KIND, CostRecorder, left_for_other_days
 from tests.tiny import make_tiny_model
 
 freeze, thaw = gc.freeze, gc.unfreeze
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--costs", action="store_true", help="run every case, and write what they cost to tests/costs.json"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--costs"):
+        config.pluginmanager.register(CostRecorder())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is marked `rotates(days)`, run the cases whose turn it is, at least one of each test. A test that
-    is marked `one_day_in(days)` runs on the days that its name chooses."""
-    if not DAY:
+    """Leave to other days what is not this day's turn."""
+    if not DAY or config.getoption("--costs"):
         return
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("rotates"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    left = {id(item) for each in cases.values() for item in left_for_other_days(each, int(DAY))}
-    for item in items:
-        marker = item.get_closest_marker("one_day_in")
-        if marker is not None and (zlib.crc32(item.nodeid.encode()) + int(DAY)) % marker.args[0]:
-            left.add(id(item))
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
-    items[:] = [item for item in items if id(item) not in left]
-
-
-def left_for_other_days(cases: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """Return the cases of one test that do not run on this day."""
-    marker = cases[0].get_closest_marker("rotates")
-    assert marker is not None
-    days = min(marker.args[0], len(cases))
-    return [item for number, item in enumerate(cases) if (number + day) % days]
+    left = left_for_other_days([item.nodeid for item in items], int(DAY), json.loads(COSTS.read_text())[KIND])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -329,7 +329,6 @@ def test_a_key_is_passed_on_only_where_it_is_needed(tmp_path: Path, server: Thre
         del os.environ["LOCALLLM_API_KEY"]
 
 
-@pytest.mark.one_day_in(3)
 def test_without_a_server_one_is_started_and_stopped(tmp_path: Path) -> None:
     ask = "import urllib.request; u = os.environ['OPENAI_BASE_URL'] + '/models'; "
     out = stand_in(tmp_path, "qwen", ask + "sys.exit('demo' not in urllib.request.urlopen(u).read().decode())")

@@ -48,7 +48,6 @@ def test_in_this_process(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "4 of 4 requests, 2 with an error" in capsys.readouterr().err
 
 
-@pytest.mark.one_day_in(3)
 def test_through_a_server_from_standard_input(
     source: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

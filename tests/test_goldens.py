@@ -50,7 +50,6 @@ WAYS = {
 }
 
 
-@pytest.mark.rotates(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_equal_those_of_transformers(tiny_model_path, family, way):

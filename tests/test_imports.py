@@ -125,7 +125,6 @@ def test_a_server_without_a_model_serves_its_pages_without_torch_and_loads_on_re
             assert "libtorch" in mapped.read_text()
 
 
-@pytest.mark.one_day_in(3)
 def test_the_demo_answers_where_triton_is_not_installed_and_torch_is_imported_in_its_phase(tmp_path: Path) -> None:
     hidden = "sys.modules['triton'] = sys.modules['triton.language'] = None"
     with serving(tmp_path, "demo", "--max-model-len", "256", before=hidden) as (_, events):

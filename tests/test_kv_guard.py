@@ -68,7 +68,6 @@ def test_the_engines_of_the_comparison_keep_nothing_outside_of_the_cache(outlier
         model.close()
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("kv", ["k8v4", "int4"])
 def test_the_demo_is_served_with_four_bits(kv: str, tmp_path: Path) -> None:
     """And its blocks are found on disk after a restart."""

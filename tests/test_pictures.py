@@ -30,7 +30,6 @@ NUM_TOKENS = 4
 SIZES = ((50, 70), (70, 33))
 TARGETS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 QUICK = ("qwen2_5_vl", "gemma3")
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.rotates(4)) for name in SEEING]
 
 
 class Case:
@@ -83,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("seeing")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", SEEING)
 def test_pictures_whole_in_odd_chunks_and_from_the_cache(name: str, folder: Path) -> None:
     case = case_of(folder, name)
     engine = case.engine()

@@ -82,7 +82,6 @@ def _run_example(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-@pytest.mark.one_day_in(3)
 def test_a_second_signal_ends_running_answers(tiny_llama_path: Path, tmp_path: Path) -> None:
     body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with Server(tmp_path, "serve", str(tiny_llama_path)) as server:
@@ -315,7 +314,6 @@ def test_log_has_one_line_per_event(caplog: pytest.LogCaptureFixture) -> None:
     assert "ready url=http://h:1 model=tiny[1] seconds=1.5" in caplog.text
 
 
-@pytest.mark.one_day_in(3)
 def test_up_at_a_terminal_shows_bars_and_leaves_it_as_it_was(tiny_llama_path: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environ = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "TERM": "xterm"}

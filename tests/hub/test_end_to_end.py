@@ -71,7 +71,6 @@ def states(url: str) -> dict[str, str]:
     return {model["name"]: model["state"] for model in models}
 
 
-@pytest.mark.one_day_in(3)
 def test_the_life_of_a_model(hub: LocalHub, environ: dict[str, str], tiny_llama_path: Path, tmp_path: Path) -> None:
     ggufs = tmp_path / "ggufs"
     ggufs.mkdir()

@@ -97,7 +97,6 @@ def terminal(*words: str) -> Iterator[Terminal]:
         opened.close()
 
 
-@pytest.mark.one_day_in(3)
 def test_a_yes_downloads_the_model_and_starts_a_chat(suggested: LocalHub) -> None:
     with terminal("run", "--temperature", "0", "--max-tokens", "4") as shown:
         shown.wait_for("[y/n]")
@@ -160,7 +159,6 @@ def test_a_network_that_fails_after_the_yes_names_a_file(suggested: LocalHub, mo
         assert "localllm run /path/to/file.gguf" in shown.text
 
 
-@pytest.mark.one_day_in(3)
 def test_a_model_of_the_config_file_is_run_without_a_question(
     suggested: LocalHub, tiny_llama_path: Path, tmp_path: Path
 ) -> None:

@@ -20,16 +20,6 @@ from localllm.kernels.cpu.native.library import native, why_none
 from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
 from tests.kernels.harness import poison
 
-INTERPRETER_DAYS = 3  # after which scripts/check has run every case in the interpreter
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the interpreter, scripts/check runs a third of each test's cases a day: on a CPU all run every day."""
-    for item in items:
-        if INTERPRETED:
-            item.add_marker(pytest.mark.rotates(INTERPRETER_DAYS))
-
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

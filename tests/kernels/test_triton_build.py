@@ -62,7 +62,6 @@ def build(stub: Path, cache: Path, *, path: str, zig: str = "") -> subprocess.Co
     return subprocess.run([sys.executable, "-c", BUILD], env=environ, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.one_day_in(3)
 def test_with_a_compiler_triton_builds_as_ever(stub: Path, tmp_path: Path) -> None:
     ended = build(stub, tmp_path, path=os.environ["PATH"])
     assert "hook None" in ended.stdout
@@ -70,7 +69,6 @@ def test_with_a_compiler_triton_builds_as_ever(stub: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(find_spec("ziglang") is not None, reason="ziglang is installed")
-@pytest.mark.one_day_in(3)
 def test_without_any_compiler_the_error_says_so(stub: Path, tmp_path: Path) -> None:
     ended = build(stub, tmp_path, path="/nonexistent")
     assert "hook build_with_zig" in ended.stdout

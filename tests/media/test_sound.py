@@ -48,7 +48,6 @@ WAVS = [(rate, channels, bits, is_float)
         for channels, bits, is_float in ((1, 16, False), (2, 24, False), (8, 32, True))]  # fmt: skip
 
 
-@pytest.mark.rotates(3)
 @pytest.mark.parametrize(("rate", "channels", "bits", "is_float"), WAVS)
 def test_wav_of_every_rate_depth_and_channel_count_is_the_same_sound(
     rate: int, channels: int, bits: int, is_float: bool
@@ -95,7 +94,6 @@ def test_what_16_khz_cannot_hold_is_filtered_out() -> None:
 
 
 @needs_soundfile
-@pytest.mark.rotates(3)
 @pytest.mark.parametrize(
     ("kind", "subtype", "rate"),
     [("FLAC", "PCM_16", 44_100), ("OGG", "VORBIS", 44_100), ("OGG", "OPUS", 48_000),
@@ -111,7 +109,6 @@ def test_formats_of_libsndfile_are_read(kind: str, subtype: str, rate: int) -> N
 
 
 @needs_av
-@pytest.mark.rotates(3)
 @pytest.mark.parametrize(
     ("kind", "codec", "rate"), [("mp4", "aac", 16_000), ("webm", "libopus", 48_000), ("adts", "aac", 44_100)]
 )

@@ -54,7 +54,6 @@ def test_hybrids_run_through_their_classes(model_type: str) -> None:
     assert outcome.kind == "transformers", outcome.detail
 
 
-@pytest.mark.rotates(3)
 @pytest.mark.parametrize("model_type", COMPOSITES)
 def test_a_model_that_no_family_lists_runs_by_its_text_part(model_type: str) -> None:
     outcome = try_class(model_type)

@@ -9,7 +9,7 @@ from tests.models.encode_memory import make_wide, planned_and_measured
 from tests.models.seeing import SEEING
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rotates(4)) for name in SEEING])
+@pytest.mark.parametrize("name", SEEING)
 def test_the_plan_of_a_picture_is_what_its_tensors_hold(name: str, tmp_path: Path) -> None:
     spec = make_wide(tmp_path, name)
     for dtype in (torch.float32, torch.bfloat16):

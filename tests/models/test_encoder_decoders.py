@@ -72,7 +72,6 @@ def reference_logits(reference: Any, source: list[int], answer: list[int]) -> to
     return logits
 
 
-@pytest.mark.rotates(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_answers_in_chunks_beside_each_other(family: str, path_of: PathOf) -> None:
     path = path_of(family)
@@ -93,7 +92,6 @@ def test_logits_of_answers_in_chunks_beside_each_other(family: str, path_of: Pat
     assert sorted(harness.pool._free) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.rotates(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_answers_as_transformers(family: str, path_of: PathOf) -> None:
     reference = load_reference(path_of(family))

@@ -71,7 +71,6 @@ def fit(
     return run
 
 
-@pytest.mark.one_day_in(3)
 def test_a_hybrid_of_27b(fit: Any) -> None:
     """48 layers with states and 16 with K and V, each at its own cost: 149.6 MiB a request where convolutions keep
     fp32, as llama.cpp prints for this model and as the native library computes, and 64 KiB a token in 16 bits."""
@@ -147,7 +146,6 @@ def test_a_model_with_one_kind_of_layers_needs_no_such_rows(fit: Any) -> None:
     assert "one request of" not in told
 
 
-@pytest.mark.one_day_in(3)
 def test_a_hybrid_that_does_not_fit_names_its_states(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "read_hardware", lambda: NO_GPU)
     code, told = fit("qwen3_5", QWEN_27B)

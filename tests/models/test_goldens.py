@@ -59,7 +59,6 @@ class TestThoroughly:
         _, logits = Harness(path).prefill(tokens, chunk)
         assert_close(logits, reference_logits(reference(path), tokens))
 
-    @pytest.mark.rotates(2)
     def test_greedy_with_unlike_neighbours(self, family: str, tiny_model_path: PathOf) -> None:
         path = tiny_model_path(family)
         prompts = [prompt(length, seed=length) for length in (1, 8, 9, 75)]

@@ -26,9 +26,6 @@ from tests.golden_engine import Engine
 from tests.mmproj_files import TYPES, write_projector, write_text_part
 from tests.models.seeing import PAD, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans
 
-QUICK = ("qwen3_vl", "gemma3")
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.rotates(4)) for name in TYPES]
-
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -52,8 +49,7 @@ def rows_of(path: Path, spec: ModelSpec) -> tuple[Processed, Tensor]:
     return processed, load_tower(path, spec.vision, torch.device("cpu"), torch.float32).encode(processed.pixels())
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.rotates(2)
+@pytest.mark.parametrize("name", TYPES)
 def test_rows_are_those_of_the_safetensors_model(name: str, pairs: dict[str, Path], tmp_path: Path) -> None:
     folder = pair(pairs, name)
     origin, spec = folder / "safetensors", read_spec(folder / "model.gguf")

@@ -17,11 +17,9 @@ from localllm.models.vision.tower import load_tower
 from tests.models.seeing import SEEING, make_seeing, opened, picture
 
 SIZES = ((1, 1), (4, 200), (200, 4), (33, 35), (97, 61))
-QUICK = ("gemma4", "llava_next")
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.rotates(4)) for name in SEEING]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", SEEING)
 def test_the_rows_of_a_size_are_those_of_the_tower(name: str, tmp_path: Path) -> None:
     make_seeing(tmp_path, name)
     spec = read_spec(tmp_path)
@@ -64,7 +62,7 @@ USUAL = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image
          "vision_feature_select_strategy": "default"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rotates(4)) for name in PROCESSORS])
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_tensors_and_text_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     make_seeing(tmp_path, name)
     processor = opened(tmp_path, read_spec(tmp_path))

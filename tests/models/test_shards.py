@@ -80,7 +80,6 @@ def uneven(path: Path, size: int) -> dict[str, Any]:
 # ---- equal logits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_shards_of_every_family(family: str, tiny_model_path: PathOf) -> None:
     """Unlike sizes of feed-forward, vocabulary and experts; bytes as predicted, and all tensors used."""

@@ -118,7 +118,6 @@ def check_drain(pod: Pod) -> None:
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.one_day_in(3)
 def test_a_signal_during_the_download_ends_the_process_soon(stalled_hub: LocalHub, tmp_path: Path) -> None:
     with Pod(tmp_path, **of_hub(stalled_hub)) as pod:
         wait_until_stalled(stalled_hub, 90)
@@ -126,7 +125,6 @@ def test_a_signal_during_the_download_ends_the_process_soon(stalled_hub: LocalHu
         assert pod.terminate() == 130, pod.log
 
 
-@pytest.mark.one_day_in(3)
 def test_a_first_load_that_fails_ends_by_itself_and_says_why(tiny_llama_path: Path, tmp_path: Path) -> None:
     """The kubelet shows the last lines; only the back-off of restarts repeats the load."""
     broken = tmp_path / "broken"
@@ -152,7 +150,6 @@ def test_a_missing_key_is_refused_with_the_variable_to_set(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not MAY_MOUNT, reason="this machine does not let a test mount a file system of its own")
-@pytest.mark.one_day_in(3)
 def test_a_full_volume_stops_neither_the_server_nor_its_probes(
     stalled_hub: LocalHub, tiny_llama_path: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +167,6 @@ def test_a_full_volume_stops_neither_the_server_nor_its_probes(
         assert pod.terminate() == 0
 
 
-@pytest.mark.one_day_in(3)
 def test_a_lost_gpu_ends_its_streams_and_the_process(tiny_llama_path: Path, tmp_path: Path) -> None:
     """The kubelet and `restart: unless-stopped` start a new process, and only a new process can use the GPU again."""
     broken = tmp_path / "break"

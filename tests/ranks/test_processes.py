@@ -68,7 +68,6 @@ def _adapter(path: str) -> tuple[object, ...]:
     ],
     ids=lambda value: value.what if isinstance(value, Fault) else "",
 )
-@pytest.mark.rotates(2)
 def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.ranks.supervisor.TERM_S", 0.3)  # a stopped process needs SIGKILL
     with nothing_left():

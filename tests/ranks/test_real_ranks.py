@@ -12,7 +12,6 @@ from localllm.ranks.executor import RankExecutor
 from tests.ranks.real import HARDWARE, assert_closed_to_others, config_for, executor_of, plan_for, tokens_of
 
 
-@pytest.mark.one_day_in(2)
 def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: tuple[Runner, MemoryPlan]) -> None:
     config = config_for(tensor_parallel_size=2)
     executor, plan = executor_of(checkpoint, config)
@@ -35,7 +34,6 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: t
         executor.close()
 
 
-@pytest.mark.one_day_in(2)
 def test_two_stages_of_two_shards_generate_the_tokens_of_one_process(
     checkpoint: Path, alone: tuple[Runner, MemoryPlan]
 ) -> None:

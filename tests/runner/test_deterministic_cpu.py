@@ -112,7 +112,6 @@ def alone(kind: str, number: int) -> tuple[Any, ...]:
     budget=st.sampled_from([CHUNK + MAX_SEQS, 40, 64]),
     caching=st.sampled_from([True, True, False]),
 )
-@pytest.mark.rotates(3)
 def test_every_bit_is_the_one_of_a_lone_request(
     kind: str, seed: int, num_blocks: int, budget: int, caching: bool
 ) -> None:

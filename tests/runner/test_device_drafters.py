@@ -53,7 +53,6 @@ def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
 
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(("way", "num_blocks", "depth"), WAYS_OF_A_GPU)
-@pytest.mark.rotates(3)
 def test_a_drafter_that_is_the_model_is_always_right(
     model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], way: str, num_blocks: int, depth: int
 ) -> None:
@@ -71,7 +70,6 @@ def test_a_drafter_that_is_the_model_is_always_right(
     assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
 
 
-@pytest.mark.one_day_in(3)
 def test_a_smaller_model_of_fewer_tokens_and_a_shorter_context_drafts(
     model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,6 @@ def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
     return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in asked()}
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("way", "num_blocks", "errors", "depth"),
     [

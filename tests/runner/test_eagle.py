@@ -126,7 +126,6 @@ def often_right_on_device(texts: list[list[int]], share: float) -> Callable[...,
     return record
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(
     ("way", "num_blocks", "depth"),
@@ -215,7 +214,6 @@ def hybrid_requests() -> tuple[list[Request], list[Request]]:
     ]
 
 
-@pytest.mark.rotates(1)
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("way", ["staged"], indirect=True)
 @pytest.mark.parametrize("method", METHODS)

@@ -43,7 +43,6 @@ class Load(Bench):
         return self.shapes
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("workload", "max_num_seqs", "at_once"),
     [

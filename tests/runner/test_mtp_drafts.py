@@ -128,7 +128,6 @@ def knows_at_times(knows: Callable[[HostDrafts, int, int], Any]) -> Callable[[Ho
 
 
 @pytest.mark.parametrize(("num_blocks", "depth", "step"), [(200, 2, 20), (16, 1, 64)])
-@pytest.mark.rotates(2)
 def test_texts_stay_and_drafts_are_the_layers(
     served: Served, num_blocks: int, depth: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

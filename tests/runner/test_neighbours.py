@@ -195,7 +195,6 @@ ADAPTED_SLOW = [
 ]
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("own", [None, "one"])
 @pytest.mark.parametrize(
     ("family", "weights"), [*ADAPTED, *(pytest.param(*each, marks=pytest.mark.slow) for each in ADAPTED_SLOW)]

@@ -63,7 +63,6 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("depth", "num_blocks", "step", "way", "num_places"),
     [(1, 200, 64, "host", 30), (2, 18, 20, "replayed", 7)],
@@ -189,7 +188,6 @@ def undrafted(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
         ("replayed", 18, 0.3, 2),
     ],
 )  # fmt: skip
-@pytest.mark.rotates(3)
 def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, depth):
     """S2: a state comes after the accepted tokens alone. Preemptions and hits read states that drafts were near."""
     model, spec = hybrid
@@ -222,7 +220,6 @@ def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, de
 
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("way", ["host", "staged", "replayed"])
-@pytest.mark.rotates(3)
 def test_a_draft_model_drafts_for_a_hybrid(tmp_path, monkeypatch, way):
     """Its keys and values have no hole behind a prefix hit, where no token of the hybrid runs again."""
     model, spec = load("lfm2", tmp_path / "target")

@@ -92,7 +92,6 @@ def mixed_rows(desk: Desk) -> tuple[list[list[int]], list[list[RowResult]]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.rotates(2)
 def test_tokens_and_logprobs_are_those_of_the_whole_model(
     way: str, size: int, sharded: dict[int, ShardedModel], model: DecoderModel, spec: ModelSpec
 ) -> None:
@@ -395,7 +394,6 @@ def undrafted(model: DecoderModel, spec: ModelSpec) -> dict[str, list[EngineOutp
     return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in few_drafts()}
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("way", "num_stages"), [("host", 1), ("replayed", 1), ("host", 2), ("staged", 2)])
 def test_drafts_of_shards_and_stages_change_no_token(
     way: str, num_stages: int, sharded: dict[int, ShardedModel], tiny_llama_path: Path, spec: ModelSpec,
@@ -480,7 +478,6 @@ def eagles(tiny_llama_path: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.usefixtures("without_lookup")
-@pytest.mark.rotates(6)
 @pytest.mark.parametrize(
     ("method", "way", "size", "num_stages"),
     [("draft_model", "host", 2, 1), ("eagle3", "host", 2, 1), ("eagle", "host", 2, 2), ("eagle", "replayed", 2, 1),

@@ -123,7 +123,6 @@ def drafted() -> list[Request]:
     ]
 
 
-@pytest.mark.rotates(4)
 @pytest.mark.parametrize("way", ["staged", "replayed"])
 @pytest.mark.parametrize("source", ["lookup", "right and wrong"])
 def test_drafts_through_the_kernels(
@@ -149,7 +148,6 @@ def test_drafts_through_the_kernels(
 
 
 @pytest.mark.timeout(300)  # the interpreter takes two minutes on a slow machine
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("kind", "way"), [("draft_model", "replayed"), ("eagle3", "staged")])
 def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S13: the texts are those of the twins, and so is what the drafter keeps of named blocks. No key of the first
@@ -190,7 +188,6 @@ def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monk
             )
 
 
-@pytest.mark.one_day_in(3)
 def test_a_latent_prediction_layer_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pairs of a text and one draft behind them, over one cache for keys and values: hidden states, logits and the
     cache are those of the twins. No key of the first token is read: it is NaN."""

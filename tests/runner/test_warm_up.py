@@ -62,7 +62,6 @@ def steps_of(served: Served) -> list[Step]:
 @pytest.mark.parametrize(
     "served", [pytest.param(each, id=each.name, marks=[] if each.often else pytest.mark.slow) for each in SERVED]
 )
-@pytest.mark.rotates(2)
 def test_nothing_compiles_late(served: Served, graphs: bool) -> None:
     """Without graphs no step is padded to a shape that was recorded: each size meets the kernels as it is."""
     with pretend_gpu(served.arch) as compiled:

@@ -61,7 +61,6 @@ def bits_of(outputs: list[EngineOutput]) -> list[tuple[float, ...]]:
     return [tuple(entry.logprobs) for output in outputs for entry in output.logprobs]
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("depth", "num_blocks", "step", "way"),
     [
@@ -84,7 +83,6 @@ def test_output_is_that_of_a_cache_that_keeps_every_token(
         assert got[request.request_id][-1].finish_reason == wanted[-1].finish_reason
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("way", ["host", "staged"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "float8_e4m3fn"])
 def test_the_same_steps_have_the_same_bits(served: tuple[Any, ModelSpec], way: str, kv_dtype: str) -> None:

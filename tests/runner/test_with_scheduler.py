@@ -17,7 +17,6 @@ from localllm.runner import runner as runner_module
 from tests.runner.harness import make_requests, serve
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("depth", "num_blocks", "step", "way"),
     [
@@ -112,7 +111,6 @@ class Follows:
         return False
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("way", "depth"), [("host", 2), ("staged", 2), ("replayed", 3)])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_refused_tokens_are_drawn_again(model: Any, spec: ModelSpec, way: str, depth: int, speculates: bool) -> None:

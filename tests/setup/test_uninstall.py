@@ -68,7 +68,6 @@ def environ_of(kind: InstallKind) -> dict[str, str]:
     return CONTAINER if kind is InstallKind.CONTAINER else {}
 
 
-@pytest.mark.rotates(4)
 @pytest.mark.parametrize(("kind", "own_root"), CASES, ids=lambda value: str(value))
 def test_nothing_is_left_that_the_person_did_not_make(tmp_path: Path, kind: InstallKind, own_root: bool) -> None:
     home = tmp_path / "home"

@@ -327,7 +327,6 @@ def test_without_an_update_there_is_nothing_to_go_back_to(tool: Path, capsys: Ca
 # ---- real environments -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_day_in(3)
 def test_an_update_and_its_undo_without_a_network(tmp_path: Path, index: tuple[str, type[Index]]) -> None:
     """pip itself installs, from the index; going back needs nothing but the environment."""
     python = make_prefix(tmp_path, InstallKind.PIP)

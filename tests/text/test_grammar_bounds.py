@@ -38,7 +38,6 @@ thread.start(), thread.join()
 """
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_long_chain_ends_no_process(name: str) -> None:
     ended = subprocess.run([sys.executable, "-c", COMPILE, name], capture_output=True, text=True, timeout=120)

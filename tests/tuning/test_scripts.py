@@ -44,7 +44,6 @@ def test_bench_engine_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     assert "schedule" in capsys.readouterr().out
 
 
-@pytest.mark.one_day_in(3)
 def test_a_random_model_is_whole_and_the_same_for_the_same_seed(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

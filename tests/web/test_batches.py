@@ -303,7 +303,6 @@ def test_lines_of_one_model_run_together(tmp_path: Path) -> None:
     assert index_of(path, 10).order == [0, 2, 4, 1, 3, 5]
 
 
-@pytest.mark.one_day_in(3)
 def test_a_killed_server_loses_no_line_and_answers_none_twice(tmp_path: Path) -> None:
     server = ChildServer(tmp_path, with_bystander=False)
     lines = [chat_line(f"{i}", 40) | {"body": chat_line(f"{i}", 40)["body"] | {"model": "demo"}} for i in range(120)]

@@ -45,7 +45,6 @@ def check(report: Report, fault: Fault, longest_health_s: float = LONGEST_HEALTH
     assert report.kept_bytes < fault.most_kept_bytes
 
 
-@pytest.mark.rotates(4)
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
 def test_a_fault_is_answered_or_ended_and_disturbs_nobody(server: ChildServer, fault: Fault) -> None:
     check(one_by_one(server, fault, 2, 0), fault, LOADED_HEALTH_S)

@@ -91,7 +91,6 @@ def by_wiped_chat(server: LiveServer, secret: str) -> None:
     assert not cached_html._html
 
 
-@pytest.mark.one_day_in(3)
 def test_no_object_of_the_process_holds_what_a_request_brought(pages: LiveServer) -> None:
     """The secrets are kept backwards here, so that none of the test's own objects is found."""
     kept = [secrets.token_hex(12) for _ in range(5)]
@@ -147,7 +146,6 @@ def test_litestar_has_no_cache_that_requests_fill(pages: LiveServer) -> None:
     assert names <= {"normalize_headers"}
 
 
-@pytest.mark.one_day_in(3)
 def test_hundreds_of_requests_leave_no_memory_behind(pages: LiveServer) -> None:
     """Each brings something new of 15 KiB, which Litestar's own caches would keep as some 600 KiB."""
     pairs = "; ".join(f"{i:x}=" for i in range(2_000))

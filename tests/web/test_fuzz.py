@@ -21,7 +21,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, L
         yield servers
 
 
-@pytest.mark.one_day_in(3)
 def test_answers_are_as_the_document_says(servers: Mapping[str, LiveServer]) -> None:
     counts = {}
     for operation in operations(servers["generate"]):

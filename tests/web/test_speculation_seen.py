@@ -51,7 +51,6 @@ def words_of(server: ChildServer, path: str) -> str:
 
 
 @pytest.mark.skipif(native() is None, reason="this machine has no native library")
-@pytest.mark.one_day_in(3)
 def test_a_text_repeated_with_a_small_change_takes_fewer_steps_and_the_pages_say_so(
     server: ChildServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,8 +219,6 @@ def test_a_model_that_is_loaded_for_text_alone_says_why(given: dict[str, Any], w
     assert any(note.startswith("Text only: pictures are") and why in note for note in plan.notes)
 
 
-@pytest.mark.one_day_in(3)
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_ranks_see_what_one_process_sees(division: str, tmp_path: Path) -> None:
     """Pictures with rows for further layers, and positions with rows and columns; the second from the prefix cache."""

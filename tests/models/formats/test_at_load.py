@@ -152,7 +152,6 @@ def test_a_quantised_checkpoint_is_not_quantised_anew(source: Path, tmp_path: Pa
         load_model(path, read_spec(path), CPU, torch.float32, quantization="int8")
 
 
-@pytest.mark.one_day_in(3)
 def test_counting_bytes_does_not_import_the_compiler(tiny_model_path: Callable[[str], Path]) -> None:
     """torch does so for some arithmetic on `meta`: seconds of each start, for nothing."""
     program = (

@@ -38,7 +38,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
-@pytest.mark.one_day_in(3)
 def test_no_compiler_is_imported(checkpoints: list[Path]) -> None:
     command = [sys.executable, "-c", PROGRAM, *map(str, checkpoints)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

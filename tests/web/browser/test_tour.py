@@ -58,7 +58,7 @@ def server(
     [
         pytest.param("-small", 360, Finger(), {"has_touch": True, "is_mobile": True}, id="finger-360", marks=SLOW),
         pytest.param("-dark", 768, Mouse(), {"color_scheme": "dark"}, id="mouse-768", marks=SLOW),
-        pytest.param("", 1280, Keyboard(), {}, id="keyboard-1280", marks=pytest.mark.one_day_in(2)),
+        pytest.param("", 1280, Keyboard(), {}, id="keyboard-1280"),
     ],
 )
 def test_a_way_through_all_pages(

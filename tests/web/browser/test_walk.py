@@ -18,7 +18,6 @@ WIDTHS = (320, 360, 768, 1280)
 PAGES = [page.entry.url for page in REGISTERED] + ["/dev/patterns", "/c/unknown"]
 
 
-@pytest.mark.rotates(6)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", PAGES)
 def test_page_is_for_everybody(open_page: Callable[..., Page], path: str, scheme: str) -> None:
