@@ -22,6 +22,8 @@ def test_a_model_says_what_it_can(hermes: LiveServer) -> None:
     assert model["capabilities"] == ["completion", "tools", "reasoning"]
     assert (model["context_length"], model["max_model_len"]) == (MAX_MODEL_LEN, MAX_MODEL_LEN)
     assert hermes.get("/v1/models/tiny").json() == model
+    without_pages = hermes.http.get("/models", headers={"accept": "text/html"})
+    assert without_pages.json()["data"] == [model]
 
 
 def test_codex_reads_the_context_and_the_tools(hermes: LiveServer) -> None:

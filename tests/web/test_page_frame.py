@@ -128,6 +128,17 @@ def test_programs_get_the_error_of_the_api(server: LiveServer) -> None:
     assert server.get("/v1/nonsense", headers=BROWSER).json()["error"]["code"] == "unknown_url"
 
 
+def test_a_browser_is_led_from_the_list_of_models_to_their_page(server: LiveServer) -> None:
+    answer = server.http.get("/models", headers={"accept": "text/html,*/*;q=0.8"}, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/library")
+
+
+def test_a_browser_gets_the_icon_that_it_asks_for_by_itself(server: LiveServer) -> None:
+    icon = server.http.get("/favicon.ico")
+    assert icon.status_code == 200
+    assert icon.headers["content-type"].startswith("image/svg+xml")
+
+
 def test_a_host_that_is_not_ours_gets_no_frame(server: LiveServer) -> None:
     refused = server.get("/nonsense", headers={**BROWSER, "host": "evil.example"})
     assert refused.status_code == 403

@@ -266,6 +266,19 @@ def test_everything_exported_is_the_same_after_an_import(browser: httpx.Client) 
     assert {chat.title: branch(chat) for chat in imported(again)} == before
 
 
+def test_what_is_here_already_is_not_imported_again(browser: httpx.Client) -> None:
+    untimed = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    browser.post("/chats/import", files=files(("1.json", chatgpt()), ("2.json", open_webui()), ("3.json", untimed)))
+    url = browser.post("/chats/import", files=files(("3.json", untimed)), headers=SCRIPTED).headers["hx-redirect"]
+    assert len(titles(browser)) == 4, "messages without times may be another chat"
+    exported = browser.get("/chats/export").content
+    browser.post(f"{url}/delete", headers=SCRIPTED)
+    answer = browser.post("/chats/import", files=files(("all.zip", exported)), headers=SCRIPTED)
+    assert "all.zip: 3 chats of this file are here already." in answer.text
+    assert "One chat is imported." in answer.text
+    assert len(titles(browser)) == 4
+
+
 def test_an_export_of_all_is_of_the_caller_alone_and_empty_without_chats(browser: httpx.Client) -> None:
     with zipfile.ZipFile(io.BytesIO(browser.get("/chats/export").content)) as archive:
         assert archive.namelist() == []

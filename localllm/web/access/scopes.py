@@ -16,7 +16,7 @@ from litestar.utils import normalize_path
 from localllm.web.access.keys import Scope
 
 PROBES = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
-OPEN_PATHS = PROBES | {"/login", "/logout"}
+OPEN_PATHS = PROBES | {"/login", "/logout", "/favicon.ico"}
 """Paths that need no key; neither do the files under /static/."""
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from litestar import get
 from litestar.response.base import ASGIResponse
+from litestar.response.redirect import ASGIRedirectResponse
 from litestar.types import ControllerRouterHandler
 
 from localllm.errors import ModelNotFound
@@ -54,8 +55,12 @@ class LmStudioModels(Shape):
 async def list_models(request: ApiRequest) -> ASGIResponse:
     """List the models that are loaded or can be loaded by a request, with what each can do.
 
-    Clients of Anthropic's API, which send the header `anthropic-version`, get the list in its shape.
+    Clients of Anthropic's API, which send the header `anthropic-version`, get the list in its shape. A person who types
+    /models into a browser is sent to the page.
     """
+    has_page = request.scope["path"] == "/models" and request.app.state.settings.server.ui
+    if has_page and "text/html" in request.headers.get("accept", ""):
+        return ASGIRedirectResponse("/library", status_code=303)
     facts = await _all(request)
     if "anthropic-version" in request.headers:
         return json_response(anthropic_list([each for each in facts if each.generates]))

@@ -79,6 +79,34 @@ def test_live_requests_fit_a_phone_and_are_cancelled_together(chromium: Browser,
             page.locator("#tile-live-requests tbody tr").first.wait_for(state="detached")
 
 
+def test_rows_stay_under_the_pointer_when_a_request_above_them_ends(chromium: Browser, tmp_path: Path) -> None:
+    pace = PacedRunner()
+    pace.step_s = 0.05
+    with (
+        LiveServer(fake_model(tmp_path, pace), settings(ui=True)) as live,
+        opened(chromium, 1280, 900) as page,
+        asking(live, 3),
+    ):
+        page.goto(live.url + "/dashboard")
+        rows = page.locator("#tile-live-requests tbody tr")
+        rows.nth(2).wait_for()
+        names = [row.get_attribute("id") for row in rows.all()]
+        last = rows.nth(2).locator("button")
+        last.hover()
+        place = last.bounding_box()
+        rows.nth(0).locator("form").evaluate("form => fetch(form.action, { method: 'POST' })")
+        page.locator(f"#{names[0]}.requests__ended button:disabled").wait_for()
+        page.wait_for_timeout(600)
+        assert [row.get_attribute("id") for row in rows.all()] == names
+        assert last.bounding_box() == place
+        page.mouse.move(5, 5)
+        page.locator(f"#{names[0]}").wait_for(state="detached")
+        assert rows.count() == 2
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.click("#cancel-all")
+        rows.first.wait_for(state="detached")
+
+
 def test_an_unload_is_taken_back_and_a_wrong_path_is_marked(
     chromium: Browser, hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,11 @@ RULES = RouteRules(infer=Paths("/look", "/dev/patterns", "/static/*", "/live/sta
 FOREVER = "public, max-age=31536000, immutable"
 
 
-@get("/static/{path:path}", sync_to_thread=False)
+@get(["/static/{path:path}", "/favicon.ico"], sync_to_thread=False)
 def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return a file of a page. With its version in the URL it may be cached for ever."""
-    path = str(request.path_params["path"]).lstrip("/")
+    """Return a file of a page. With its version in the URL it may be cached for ever. Browsers ask for /favicon.ico
+    beside answers that are no pages of ours."""
+    path = str(request.path_params.get("path", "favicon.svg")).lstrip("/")
     file = static_files().get(path)
     if file is None:
         raise NotFoundException(f"There is no file {path}.")

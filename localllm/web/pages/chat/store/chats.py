@@ -201,6 +201,25 @@ class Chats(Consents, FilePassages, PictureFiles, SavedPrompts, Selections):
         with self._whole():
             return self._fill(owner, self.create(owner, title, settings), messages, leaf)
 
+    def newest(self) -> int:
+        """Return a number that every chat of today has at most, and every later one exceeds."""
+        [number] = self._db.execute("SELECT ifnull(max(number), 0) FROM chat").fetchone()
+        return int(number)
+
+    def holds(self, owner: str, newest: int, messages: Sequence[StoredMessage]) -> bool:
+        """Return whether one chat of the owner, up to the chat `newest`, has all these messages with their times."""
+        wanted = {(each.role, each.text, each.created_s) for each in messages if each.created_s}
+        if len(wanted) < len(messages) or not wanted:
+            return False
+        role, text, created_s = min(wanted, key=lambda each: each[2])
+        found = self._db.execute(
+            "SELECT chat_id FROM message JOIN chat ON chat.id = chat_id WHERE owner = ? AND chat.number <= ?"
+            " AND chat.deletion IS NULL AND created_s = ? AND role = ? AND text = ?",
+            (owner, newest, created_s, role, text),
+        ).fetchall()
+        has = "SELECT role, text, created_s FROM message WHERE chat_id = ? AND deletion IS NULL"
+        return any(wanted <= set(self._db.execute(has, chat_id)) for chat_id in found)
+
     def fork(self, owner: str, chat_id: str, message_id: str) -> Chat:
         """Copy the messages that lead to one message, itself included, into a new chat of the same settings and
         project.

@@ -38,6 +38,12 @@ MAX_PROBLEMS = 10
 """Most files whose errors are shown."""
 
 
+class AlreadyHere(RequestError):
+    """The messages of a file are in chats of this server."""
+
+    code = "already_here"
+
+
 @get("/chats/manage")
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import chats and to export all."""
@@ -99,9 +105,10 @@ async def import_chats(request: Request[Any, Any, Any]) -> Response[Any]:
     state, owner = chat_state(request), owner_of(request)
     files = [each for each in (await request.form()).getall("file", []) if isinstance(each, UploadFile)]
     imported, problems = list[Chat](), list[tuple[str, LocalLLMError]]()
+    newest = await state.store.call(Chats.newest)
     for file in files:
         with _noted(problems, file.filename):
-            await _import_file(state, owner, file, imported)
+            await _import_file(state, owner, file, imported, newest)
     if not files:
         problems.append(("", MissingParameter("No file was chosen.", hint="Choose a file.", param="file")))
     if problems:
@@ -121,11 +128,15 @@ def _noted(problems: list[tuple[str, LocalLLMError]], name: str) -> Iterator[Non
         problems.append((name, error))
 
 
-async def _import_file(state: ChatState, owner: str, file: UploadFile, imported: list[Chat]) -> None:
-    """Import a file's chats, one by one; those before a broken one stay."""
-    chats, before = chats_of(file.file), len(imported)
+async def _import_file(state: ChatState, owner: str, file: UploadFile, imported: list[Chat], newest: int) -> None:
+    """Import a file's chats, one by one; those before a broken one stay. What a chat up to `newest` holds already is
+    left out."""
+    chats, before, held = chats_of(file.file), len(imported), 0
     try:
         while (found := await anyio.to_thread.run_sync(next, chats, None)) is not None:
+            if await state.store.call(Chats.holds, owner, newest, found.messages):
+                held += 1
+                continue
             imported.append(
                 await state.store.call(Chats.add_all, owner, found.title, found.settings, found.messages, found.leaf)
             )
@@ -133,6 +144,8 @@ async def _import_file(state: ChatState, owner: str, file: UploadFile, imported:
         if count := len(imported) - before:
             error.hint = f"{_chats(count)} before it {'are' if count > 1 else 'is'} imported."
         raise
+    if held:
+        raise AlreadyHere(f"{_chats(held)} of this file {'are' if held > 1 else 'is'} here already.")
 
 
 async def _refused(
