@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.web.pages.chat.markdown import render
-from localllm.web.pages.chat.markdown.render import BlockSplitter, code_block, render_markdown
+from localllm.web.pages.chat.markdown.render import BlockSplitter, LastHeading, code_block, render_markdown
 from localllm.web.pages.chat.markdown.stream import text_html, user_html
 from tests.web.pages_stub import HOSTILE, REPLY
 
@@ -39,6 +39,13 @@ def split(text: str, sizes: list[int]) -> list[str]:
 
 def tags(html: str) -> set[str]:
     return {name.lower() for name in re.findall(r"<\s*/?\s*([a-zA-Z][\w:-]*)", html)}
+
+
+def test_headings_leave_out_no_level_and_a_text_in_pieces_has_the_levels_of_the_whole() -> None:
+    text = "### Steps\n\n##### Details\n\n# Title\n\n> ###### Deep\n\n## Part\n\n"
+    assert re.findall(r"<h(\d)>", render_markdown(text)) == ["3", "4", "3", "4", "4"]
+    last = LastHeading()
+    assert "".join(render_markdown(block, last) for block in split(text, [3])) == render_markdown(text)
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join), st.lists(st.integers(1, 9), min_size=1, max_size=5))

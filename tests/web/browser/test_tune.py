@@ -37,7 +37,7 @@ def page(chromium: Browser, tuned: TunedServer) -> Iterator[Page]:
 
 def grave(page: Page) -> list[Any]:
     found = axe.Axe().run(page).response["violations"]
-    return [each["id"] for each in found if each["impact"] in ("serious", "critical")]
+    return [each["id"] for each in found if each["impact"] in ("moderate", "serious", "critical")]
 
 
 def test_a_run_is_watched_to_its_plot(page: Page, tuned: TunedServer) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from html import escape
 from typing import Any, Literal
@@ -205,9 +206,20 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^\n]*(?:\n|$)")
 _CLOSED_BY_BLANK_LINE = ("paragraph_open", "table_open", "blockquote_open", "heading_open")
 
 
-def render_markdown(text: str) -> str:
-    """Return the safe HTML of a whole text."""
-    return str(_renderer().render(text))
+ABOVE = 2
+"""Level of the heading that a reply is below: the name of its author."""
+
+
+@dataclass(slots=True)
+class LastHeading:
+    """The last heading of a text that is drawn piece by piece."""
+
+    level: int = ABOVE
+
+
+def render_markdown(text: str, last: LastHeading | None = None) -> str:
+    """Return the safe HTML of a whole text, or of a piece whose last heading before it is given and noted."""
+    return str(_renderer().render(text, {"last": last or LastHeading()}))
 
 
 @cache
@@ -348,18 +360,15 @@ def _coloured_names() -> frozenset[str]:
 def _heading_open(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    return f"<h{_level(tokens[idx])}>"
+    # Never more than one level below the heading before it, so that no level is left out.
+    env["last"].level = min(6, int(tokens[idx].tag[1]) + ABOVE, env["last"].level + 1)
+    return f"<h{env['last'].level}>"
 
 
 def _heading_close(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    return f"</h{_level(tokens[idx])}>\n"
-
-
-def _level(token: Token) -> int:
-    """Return the level of a heading; headings of a reply are below the page's own h1 and h2."""
-    return min(6, int(token.tag[1]) + 2)
+    return f"</h{env['last'].level}>\n"
 
 
 def _table_open(

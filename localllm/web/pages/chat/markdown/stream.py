@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from localllm.web.pages.chat.markdown.render import MAX_PENDING_CHARS, BlockSplitter, fenced_code, render_markdown
+from localllm.web.pages.chat.markdown.render import (
+    MAX_PENDING_CHARS,
+    BlockSplitter,
+    LastHeading,
+    fenced_code,
+    render_markdown,
+)
 
 MAX_DRAWN_CHARS = 200_000
 
@@ -60,6 +66,7 @@ class MarkdownStream:
         )  # closed blocks and the open one, as followers see them
         self._splitter = BlockSplitter()
         self._drawn_chars = 0
+        self._last_heading = LastHeading()
 
     @property
     def html(self) -> str:
@@ -95,7 +102,7 @@ class MarkdownStream:
 
     def _render(self, closed: str) -> str:
         self._drawn_chars += len(closed)
-        return render_markdown(closed) if self._drawn_chars <= MAX_DRAWN_CHARS else plain(closed)
+        return render_markdown(closed, self._last_heading) if self._drawn_chars <= MAX_DRAWN_CHARS else plain(closed)
 
 
 def text_html(text: str) -> str:
