@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,13 +57,52 @@ def test_an_edited_reply_is_a_version_that_says_so_and_that_the_next_turn_reads(
     asked.send("next")
     assert said(served) == "user: question\nassistant: My **own** answer.\nuser: next"
     body = asked.browser.get(f"{asked.path}/export/json").content
-    copy = ChatPage(asked.browser)
-    copy.post("/chats/import", files={"file": body})
-    assert copy.shows("edited by you")
     first.do("select")
     assert not asked.shows("edited by you")
     assert_refused(first.do("edit", message=" ", scripted=True), 400, "The message is empty.")
     assert asked.urls == urls
+    asked.browser.post("/chats/wipe", data={"sure": "1"})
+    copy = ChatPage(asked.browser)
+    copy.post("/chats/import", files={"file": body})
+    assert copy.shows("edited by you")
+
+
+def test_a_rated_answer_is_exported_with_what_the_model_had_read(served: Pages, asked: ChatPage) -> None:
+    assert asked.browser.get("/chats/ratings").content == b""
+    form = asked.browser.get(f"{asked.reply.url}/rating", headers=SCRIPTED).text
+    assert '<option value="good" selected>' in form
+    asked.reply.do("rating", rating="bad", note=" It has no <b>unit</b>. ")
+    assert asked.reply.says("Rated bad…")
+    assert "It has no &lt;b&gt;unit&lt;/b&gt;." in asked.browser.get(f"{asked.reply.url}/rating").text
+    asked.send("next")
+    exported = asked.browser.get("/chats/ratings")
+    assert re.search(r'filename="localllm-ratings-[\d-]+\.jsonl"', exported.headers["content-disposition"])
+    (line,) = map(json.loads, exported.text.splitlines())
+    assert line.pop("at_s") == pytest.approx(time.time(), abs=60)
+    assert line == {
+        "rating": "bad",
+        "note": "It has no <b>unit</b>.",
+        "model": "demo",
+        "chat": "question",
+        "messages": [{"role": "user", "content": "question"}],
+        "answer": served.model.client.reply,
+    }
+    rated = asked.messages[1]
+    rated.do("rating", rating="")
+    assert asked.browser.get("/chats/ratings").content == b""
+
+
+def test_a_rating_that_cannot_be_kept_is_refused(served: Pages, asked: ChatPage) -> None:
+    assert_refused(asked.reply.do("rating", rating="so-so", scripted=True), 400, "not rated 'so-so'")
+    assert_refused(
+        asked.reply.do("rating", rating="bad", note="x" * 2001, scripted=True), 400, "It has 2,001 characters"
+    )
+    assert_refused(asked.question.do("rating", rating="bad", scripted=True), 400, "Only answers that are complete")
+    served.model.client.gate = asyncio.Event()
+    running = asked.send("go", scripted=True).reply
+    assert_refused(running.do("rating", rating="good", scripted=True), 400, "Only answers that are complete")
+    _open(served.model.client.gate)
+    assert asked.browser.get("/chats/ratings").content == b""
 
 
 def test_an_edited_reply_can_be_continued_and_stays_marked(served: Pages, asked: ChatPage) -> None:

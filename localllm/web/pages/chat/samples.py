@@ -201,6 +201,7 @@ def ways(reply: m.ChatMessage, writing: m.ChatMessage) -> list[views.View]:
         m.OtherModel("/c/sample/m/2", names, "org/big"),
         m.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
         m.OtherModel("/c/sample/m/2", names[:1], ""),
+        m.RatingForm("/c/sample/m/2", "bad", "It forgot the unit."),
         m.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
         m.Outline(()),
     ]

@@ -87,6 +87,29 @@ class PictureFiles(Tables):
         return {**details, "pictures": kept}
 
 
+class Ratings(Tables):
+    """What people think of replies: good or bad, with a note."""
+
+    def rate(self, message_id: str, rating: str, note: str) -> None:
+        """Keep the rating of a reply; an empty one takes it back."""
+        if rating:
+            kept = as_json({"rating": rating, "note": note, "at_s": time.time()})
+            change, values = "json_set(details, '$.rating', json(?))", (kept, message_id)
+        else:
+            change, values = "json_remove(details, '$.rating')", (message_id,)
+        self._db.execute(f"UPDATE message SET details = {change} WHERE id = ?", values)
+
+    def rated(self, owner: str) -> list[tuple[str, str]]:
+        """Return chat and id of each reply of an owner that has a rating, the oldest first."""
+        rows = self._db.execute(
+            "SELECT chat_id, message.id FROM message JOIN chat ON chat.id = chat_id WHERE owner = ?"
+            " AND message.deletion IS NULL AND chat.deletion IS NULL AND json_extract(details, '$.rating') IS NOT NULL"
+            " ORDER BY message.number",
+            (owner,),
+        )
+        return rows.fetchall()
+
+
 class Consents(Tables):
     """Decisions of owners about tools of servers: always, or never. One for each owner, server and tool."""
 
@@ -108,7 +131,7 @@ class Consents(Tables):
         self._db.execute("DELETE FROM tool_consent WHERE owner = ? AND server = ? AND tool = ?", where)
 
 
-class Chats(Consents, FilePassages, PictureFiles, SavedPrompts, Selections):
+class Chats(Consents, Ratings, FilePassages, PictureFiles, SavedPrompts, Selections):
     """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------

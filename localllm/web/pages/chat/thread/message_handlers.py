@@ -140,6 +140,8 @@ async def stop_others(state: ChatState, chat: Chat, message: StoredMessage) -> b
     return True
 
 
+RATINGS = ("good", "bad")
+MAX_NOTE_CHARS = 2000
 ONE = "/c/{conversation_id:str}/m/{message_id:str}"
 Ask = Callable[[ChatState, str, Chat, StoredMessage, Mapping[str, str]], Awaitable[Turn]]
 
@@ -218,6 +220,32 @@ async def answer_with_other(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _answered(request, answer_with)
 
 
+@get(f"{ONE}/rating")
+async def rating_form(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Show the form that rates a reply."""
+    chat, message = await requested_message(request)
+    kept = message.details.get("rating", {})
+    form = m.RatingForm(f"/c/{chat.id}/m/{message.id}", kept.get("rating", "good"), kept.get("note", ""))
+    return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
+
+
+@post(f"{ONE}/rating", status_code=200)
+async def rate_message(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Keep what a person thinks of a reply, or take it back."""
+    chat, message = await requested_message(request)
+    form = await fields_of(request)
+    rating, note = form.get("rating", ""), form.get("note", "").strip()
+    if message.role != "assistant" or not chat_state(request).replies.current(message).details.get("finish_reason"):
+        raise InvalidParameter("Only answers that are complete can be rated.", param="rating")
+    if rating not in ("", *RATINGS):
+        raise InvalidParameter(f"An answer is not rated {rating[:20]!r}.", hint="Choose good or bad.", param="rating")
+    if len(note) > MAX_NOTE_CHARS:
+        why = f"It has {len(note):,} characters; a note has at most {MAX_NOTE_CHARS:,}."
+        raise InvalidParameter("The note is too long.", why, "Shorten it.", param="note")
+    await chat_state(request).store.call(Chats.rate, message.id, rating, note)
+    return await _updated_page(request, chat, f"Rated {rating}" if rating else "Rating removed", f"#m-{message.id}")
+
+
 @post(f"{ONE}/select", status_code=200)
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message. Of replies that are compared, it is the one that is kept."""
@@ -293,6 +321,8 @@ HANDLERS = (
     send_results,
     other_models,
     answer_with_other,
+    rating_form,
+    rate_message,
     select_version,
     fork_chat,
     delete_message,

@@ -100,6 +100,7 @@ class MessageActions(View):
     previous_url: str = ""
     next_url: str = ""
     edits: bool = True
+    rating: Literal["", "good", "bad"] = ""
 
 
 @view("chat/_edit_form.html")
@@ -159,6 +160,15 @@ class OtherModel(View):
     model: str
     beside: str = ""
     error: ErrorNotice | None = None
+
+
+@view("chat/_rating_form.html")
+class RatingForm(View):
+    """The form that says what a person thinks of a reply."""
+
+    url: str  # of the message
+    rating: Literal["", "good", "bad"] = ""
+    note: str = ""
 
 
 @view("chat/_outline.html")
@@ -446,6 +456,7 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
         versions=max(1, len(select)),
         previous_url=select[at - 1] if at > 0 else "",
         next_url=select[at + 1] if at + 1 < len(select) else "",
+        rating=message.details.get("rating", {}).get("rating", ""),
     )
 
 

@@ -84,6 +84,20 @@ def _whole(message: StoredMessage) -> str:
     return names + with_files(message.text, files_of(message.details))
 
 
+def as_rating(chat: Chat, messages: Sequence[StoredMessage]) -> bytes:
+    """Return the line of a rated reply: the rating, and the branch up to the reply as OpenAI's messages."""
+    *read, reply = messages
+    system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
+    line = {
+        **reply.details["rating"],
+        "model": reply.details.get("model"),
+        "chat": chat.title,
+        "messages": system + [{"role": message.role, "content": _whole(message)} for message in read],
+        "answer": reply.text,
+    }
+    return msgspec.json.encode(line) + b"\n"
+
+
 def file_name(chat: Chat) -> str:
     """Return the title, reduced to characters that every system allows."""
     return re.sub(r"[^A-Za-z0-9]+", "-", chat.title).strip("-")[:60].lower() or "chat"

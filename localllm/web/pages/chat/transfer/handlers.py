@@ -95,6 +95,26 @@ async def _archive(state: ChatState, owner: str, ids: list[str]) -> AsyncIterato
     yield archive.close()
 
 
+@get("/chats/ratings")
+async def export_ratings(request: Request[Any, Any, Any]) -> Stream:
+    """Export the ratings of the caller as JSON lines, sent while they are read."""
+    state, owner = chat_state(request), owner_of(request)
+    rated = await state.store.call(Chats.rated, owner)
+    name = time.strftime("localllm-ratings-%Y-%m-%d.jsonl")
+    return Stream(_ratings(state, owner, rated), media_type="application/x-ndjson", headers=_as_file(name))
+
+
+async def _ratings(state: ChatState, owner: str, rated: list[tuple[str, str]]) -> AsyncIterator[bytes]:
+    for chat_id, message_id in rated:
+        try:
+            chat = await state.store.call(Chats.get, owner, chat_id)
+            branch = await state.store.call(Chats.branch, chat_id, message_id)
+        except RequestError:  # deleted since the export began
+            continue
+        if branch.messages and "rating" in branch.messages[-1].details:
+            yield export.as_rating(chat, branch.messages)
+
+
 def _as_file(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}
 
@@ -192,4 +212,4 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     return redirect
 
 
-HANDLERS = (manage_chats, export_chat, export_all, import_chats, wipe_chats)
+HANDLERS = (manage_chats, export_chat, export_all, export_ratings, import_chats, wipe_chats)
