@@ -61,9 +61,8 @@ class CostRecorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self.seconds[name_of(report.nodeid)] += [
-                seconds for name, seconds in report.user_properties if name == "cost"
-            ]
+            found = [value for name, value in report.user_properties if name == "cost"]
+            self.seconds[name_of(report.nodeid)] += [float(str(seconds)) for seconds in found]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):

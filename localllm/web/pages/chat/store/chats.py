@@ -92,12 +92,11 @@ class Ratings(Tables):
 
     def rate(self, message_id: str, rating: str, note: str) -> None:
         """Keep the rating of a reply; an empty one takes it back."""
-        if rating:
-            kept = as_json({"rating": rating, "note": note, "at_s": time.time()})
-            change, values = "json_set(details, '$.rating', json(?))", (kept, message_id)
-        else:
-            change, values = "json_remove(details, '$.rating')", (message_id,)
-        self._db.execute(f"UPDATE message SET details = {change} WHERE id = ?", values)
+        kept = as_json({"rating": rating, "note": note, "at_s": time.time()}) if rating else "null"
+        self._db.execute(
+            "UPDATE message SET details = json_patch(details, json_object('rating', json(?))) WHERE id = ?",
+            (kept, message_id),
+        )
 
     def rated(self, owner: str) -> list[tuple[str, str]]:
         """Return chat and id of each reply of an owner that has a rating, the oldest first."""
