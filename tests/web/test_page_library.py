@@ -235,7 +235,7 @@ def test_a_download_is_paused_goes_on_and_is_loaded(browser: httpx.Client, hub: 
     assert hub.bytes_sent(WEIGHTS) == (checkpoint / WEIGHTS).stat().st_size, "no byte came twice"
     assert "org/name" in browser.get("/library").text
     browser.post("/library/downloads/1", data={"verb": "forget"})
-    assert "There are no downloads." in browser.get("/library/downloads").text
+    assert "No model is being downloaded." in browser.get("/library/downloads").text
 
 
 def test_a_cancelled_download_leaves_nothing(browser: httpx.Client, hub: LocalHub, checkpoint: Path) -> None:

@@ -115,7 +115,9 @@ def test_prompts_go_out_and_come_back(browser: httpx.Client) -> None:
     changed = body.replace(b"Be {{how}}", b"Other")
     assert "Exact (2)" in browser.post("/prompts/import", files={"file": changed}).text
     browser.post("/chats/wipe", data={"sure": "1"})
-    assert "You have no prompts yet." in browser.get("/prompts").text
+    page = browser.get("/prompts").text
+    assert "No prompt yet." in page
+    assert page.count("Take the prompt") == 3
     browser.post("/prompts/import", files={"file": body})
     assert json.loads(browser.get("/prompts/export").content) == json.loads(body)
 

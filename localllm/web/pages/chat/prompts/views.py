@@ -41,12 +41,21 @@ class PromptRow:
     asks: bool = False  # it has placeholders
 
 
+EXAMPLES = (
+    ("Explain", "Explain {{subject}} to someone who has never heard of it, with one example."),
+    ("Review", "Review this code. Name bugs first, then what is hard to read, each with its line:"),
+    ("Translate", "Translate into {{language}}, and keep names and numbers as they are:"),
+)
+"""Name and text of prompts to begin with."""
+
+
 @view("chat/_prompt_library.html")
 class PromptLibrary(View):
     """The page of all prompts: change, delete, import, export."""
 
     rows: tuple[PromptRow, ...] = ()
     error: ErrorNotice | None = None
+    examples: tuple[tuple[str, str], ...] = EXAMPLES
 
 
 @view("chat/_prompt_form.html")
