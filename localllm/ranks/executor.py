@@ -31,8 +31,17 @@ from localllm.models.weights.source import Progress
 from localllm.ranks.handshake import checkpoint_fingerprint
 from localllm.ranks.links import Links, OnReport
 from localllm.ranks.machines import MachineSupervisor
-from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
-from localllm.ranks.openings import Open, Opened, OpenRunner
+from localllm.ranks.messages import (
+    Connect,
+    Connected,
+    Loaded,
+    Measured,
+    Open,
+    Opened,
+    OpenRunner,
+    PutAdapter,
+    Report,
+)  # fmt: skip
 from localllm.ranks.peers import peer_environment
 from localllm.ranks.placement import placement_of
 from localllm.ranks.progress import RankProgress

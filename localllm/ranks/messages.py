@@ -1,6 +1,6 @@
 """The fields of the records besides steps, and of their answers.
 
-Does not know: how records travel, models and their plans (openings.py).
+Does not know: how records travel, what is done with them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import traceback
 import msgspec
 
 from localllm import errors
-from localllm.engine.step import RunnerStats
+from localllm.config.settings import EngineConfig
+from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.errors import LocalLLMError
+from localllm.models.fit import MemoryPlan
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 
 
 class Connect(msgspec.Struct, frozen=True):
@@ -32,6 +36,16 @@ class Connected(msgspec.Struct, frozen=True):
     transport: str  # what carries it: gloo, or NCCL with its version and settings
 
 
+class Open(msgspec.Struct, frozen=True):
+    """OPEN: load this rank's share. Answered with `Loaded`."""
+
+    path: str
+    spec: ModelSpec
+    config: EngineConfig
+    plan: MemoryPlan
+    shard: Shard
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """Bytes of a rank's weights: without rotary tables, and those tables per token of the context."""
 
@@ -47,6 +61,24 @@ class Measured(msgspec.Struct, frozen=True):
     weights_bytes: int | None = None
     activation_bytes: int = 0
     comm_bytes: int | None = None
+
+
+class OpenRunner(msgspec.Struct, frozen=True):
+    """OPEN_RUNNER: answer with `Measured`. ALLOCATE follows with a plan, and the second answer is `Opened`."""
+
+    config: EngineConfig
+    plan: MemoryPlan
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """An open runner: its sizes, the plan it was built with, and the drafts that its steps may have."""
+
+    plan: MemoryPlan
+    num_blocks: tuple[int, ...]
+    block_size: int
+    vocab_size: int
+    drafts: DraftSupport
+    block_bytes: tuple[int, ...] = ()  # of one block of each KV group; (): its blocks do not move
 
 
 class PutAdapter(msgspec.Struct, frozen=True):

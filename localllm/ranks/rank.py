@@ -74,7 +74,7 @@ class Share(Protocol):
     `answers_later`: whether results come after a launch, so that a thread waits for them. `waited_ns`: the time that
     launches have waited for other stages.
 
-    It decodes the records that open the model and its runner (openings.py), and returns the latter's answer."""
+    It decodes the records that open the model and its runner, and returns the latter's answer."""
 
     samples: bool
     answers_later: bool

@@ -27,7 +27,7 @@ PAUSE_S = 0.001  # that an arriving request may have to wait meanwhile
 
 
 class RunnerSizes(Protocol):
-    """The sizes of an open runner, and its drafts (`openings.Opened`)."""
+    """The sizes of an open runner, and its drafts (`messages.Opened`)."""
 
     @property
     def num_blocks(self) -> tuple[int, ...]: ...

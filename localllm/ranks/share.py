@@ -22,8 +22,17 @@ from localllm.models.spec.shard import local_spec
 from localllm.models.weights.lora import open_lora
 from localllm.ranks.group import World
 from localllm.ranks.handshake import checkpoint_fingerprint
-from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
-from localllm.ranks.openings import Open, Opened, OpenRunner
+from localllm.ranks.messages import (
+    Connect,
+    Connected,
+    Loaded,
+    Measured,
+    Open,
+    Opened,
+    OpenRunner,
+    PutAdapter,
+    Report,
+)  # fmt: skip
 from localllm.ranks.rank import Agree, Tell
 from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
