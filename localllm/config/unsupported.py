@@ -50,7 +50,7 @@ UNSUPPORTED: dict[str, str] = {
     "node_rank": _LATER,
     "master_addr": _LATER,
     "master_port": _LATER,
-    "disable_custom_all_reduce": _LATER,
+    "disable_custom_all_reduce": "With NCCL_P2P_DISABLE=1 in the environment NCCL adds up everything.",
     "kv_transfer_config": _LATER,
     # adapters, drafts, grammars
     "max_cpu_loras": "Use max_loras: all loaded adapters are on the device.",

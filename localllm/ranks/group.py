@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,29 +33,42 @@ WAYS = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_SHM_DISAB
 """Settings of NCCL that decide how GPUs of one machine reach each other: directly, in the switch, over host memory."""
 
 
+class SmallSum(Protocol):
+    """A quicker sum over the shards, of tensors that it takes."""
+
+    def takes(self, x: Tensor) -> bool: ...
+    def sum_(self, x: Tensor) -> Tensor:
+        """Add up x over all shards, in place. Every shard gets the same bits."""
+        ...
+
+
 class ProcessGroup:
     """The shards of one stage, one in each process. Implements `models.layers.group.Group`.
 
     is_deterministic: add up in the order of shards in fp32, whatever the size of the tensor. is_rehearsing: exchange
-    nothing, and return tensors of the right shapes: only the kernels that are launched matter.
+    nothing, and return tensors of the right shapes: only the kernels that are launched matter. small: adds up what it
+    takes; None: the backend adds up everything.
     """
 
     def __init__(self, group: Any, ids: Any, size: int, index: int) -> None:
         """ids: a second group of the same shards, whose collectives do not queue behind the first one's."""
         self.size, self.index = size, index
-        self._group, self._ids = group, ids
+        self.connection, self._ids = group, ids
         self.is_deterministic = self.is_rehearsing = False
+        self.small: SmallSum | None = None
 
     def reconnect(self, other: ProcessGroup) -> None:
         """Use the connections of another object for the same shards."""
-        self._group, self._ids = other._group, other._ids
+        self.connection, self._ids, self.small = other.connection, other._ids, None
 
     def sum_(self, x: Tensor) -> Tensor:
         if self.is_rehearsing:
             return x
         if self.is_deterministic:
             return x.copy_(torch.stack(self._all(x)).float().sum(0))
-        dist.all_reduce(x, group=self._group)
+        if self.small is not None and self.small.takes(x):
+            return self.small.sum_(x)
+        dist.all_reduce(x, group=self.connection)
         return x
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -67,9 +80,9 @@ class ProcessGroup:
     def gather_to_first(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
         if self.is_rehearsing:
             return self.gather(x, sizes) if self.index == 0 else None
-        own, home = _sendable(_padded(x, max(sizes)), self._group), x.device
+        own, home = _sendable(_padded(x, max(sizes)), self.connection), x.device
         parts = [torch.empty_like(own) for _ in sizes] if self.index == 0 else None
-        dist.gather(own, parts, group=self._group, group_dst=0)
+        dist.gather(own, parts, group=self.connection, group_dst=0)
         if parts is None:
             return None
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1).to(home)
@@ -81,9 +94,9 @@ class ProcessGroup:
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """Return every shard's x, in order."""
-        home, own = x.device, _sendable(x, self._group)
+        home, own = x.device, _sendable(x, self.connection)
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self._group)
+        dist.all_gather(parts, own, group=self.connection)
         return [part.to(home) for part in parts]
 
 
@@ -131,18 +144,33 @@ class World:
     """All ranks of a model, and this one's place among them: rank = stage x shards + shard."""
 
     def __init__(self, rank: int, asked: Connect, device: torch.device) -> None:
+        self.asked, self.device = asked, device
         self._rank, self._shards, self.num_stages = rank, asked.shards, asked.stages
-        self._device, self._timeout = device, timedelta(seconds=asked.timeout_s)
+        self._timeout = timedelta(seconds=asked.timeout_s)
         self._backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
         size = asked.shards * asked.stages
         self._store = _store_of(asked.store, size, self._timeout)
-        self._times = 0
+        self._times = self._told = 0
         self._stage, self._shard = divmod(rank, asked.shards)
         self.group, self.everyone, self.pipe = self._connect()
 
     @property
     def is_last_stage(self) -> bool:
         return self._stage + 1 == self.num_stages
+
+    @property
+    def stage_devices(self) -> list[str]:
+        """Return the devices of the shards of this rank's stage, in order."""
+        return self.asked.devices[self._stage * self._shards : (self._stage + 1) * self._shards]
+
+    def first_told(self, text: str) -> str:
+        """Return the text of the first rank whose text is not empty. All ranks call this at once; it needs no device,
+        so a rank whose GPU hangs can say so."""
+        self._told += 1
+        self._store.set(f"told {self._told} by {self._rank}", text)
+        ranks = range(self._shards * self.num_stages)
+        texts = [self._store.get(f"told {self._told} by {rank}").decode() for rank in ranks]
+        return next(filter(None, texts), "")
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -155,12 +183,12 @@ class World:
 
     def measure_s(self) -> float:
         """Return the seconds of one small all-reduce among the shards, after one that connects them."""
-        x = torch.ones(1024, device=self._device)
+        x = torch.ones(1024, device=self.device)
         self.group.sum_(x)
-        _wait_for(self._device)
+        _wait_for(self.device)
         begun = time.monotonic()
         self.group.sum_(x)
-        _wait_for(self._device)
+        _wait_for(self.device)
         return time.monotonic() - begun
 
     @property

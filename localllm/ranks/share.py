@@ -6,6 +6,7 @@ Does not know: records, other ranks' sizes, how a model is divided.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -33,6 +34,7 @@ from localllm.ranks.messages import (
     PutAdapter,
     Report,
 )  # fmt: skip
+from localllm.ranks.one_shot import choose_sums
 from localllm.ranks.rank import Agree, Tell
 from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
@@ -49,6 +51,7 @@ from localllm.runner.opening import (
     with_cache,
 )
 from localllm.runner.runner import TorchRunner
+from localllm.runner.self_check import fall_backs_of, known_choice
 
 PROBES = 1024, 2048  # context lengths that show the bytes of the tables per token
 
@@ -137,6 +140,9 @@ class TorchShare:
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[TorchRunner, Opened]:
         request = decode(asked, OpenRunner)
         self._executor.serve_context(request.plan.max_model_len)
+        sums = choose_sums(
+            self._world, request.config, getattr(torch, request.plan.dtype), self._spec.hidden_size
+        )  # fmt: skip
         with self._world.rehearsing():
             compile_for_rank(
                 self._stage, self._spec, request.config, request.plan, self._parallel, lambda text: tell(Report(text)),
@@ -149,8 +155,12 @@ class TorchShare:
             kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel,
             drafter=drafter, encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, plan),
         )  # fmt: skip
+        known = known_choice(request.config, self._device, launch_options_of(request.config, self._device))
+        fall_backs = tuple(filter(None, (*fall_backs_of(known), sums.fall_back)))
+        runner.tell_of_kernels(fall_backs, sums.note)
+        notes = *plan.notes, *(each.text for each in fall_backs), *filter(None, [sums.note])
         sizes = runner.num_blocks, runner.block_size, runner.vocab_size
-        return runner, Opened(plan, *sizes, runner.drafts, runner.block_bytes)
+        return runner, Opened(replace(plan, notes=notes), *sizes, runner.drafts, runner.block_bytes)
 
     def _measured(self, request: OpenRunner, tell: Tell) -> Measured:
         """Run the largest steps on a GPU; all ranks do so at once."""

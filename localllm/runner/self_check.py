@@ -80,11 +80,13 @@ def read_record(device: torch.device) -> CheckRecord:
     return CheckRecord.read(folder_of(device), RecordKey.here())
 
 
-def known_choice(config: EngineConfig, device: torch.device, base: LaunchOptions = DEFAULTS) -> KernelChoice:
+def known_choice(
+    config: EngineConfig, device: torch.device, base: LaunchOptions = DEFAULTS, table: Sequence[CheckedKernel] = TABLE
+) -> KernelChoice:  # fmt: skip
     """Return the best variants that have not failed on this GPU, without any comparison."""
     if not is_checked(config, device):
         return KernelChoice()
-    return without_failed(read_record(device), Subject(device).arch, base)
+    return without_failed(read_record(device), Subject(device).arch, base, table)
 
 
 def check_device(

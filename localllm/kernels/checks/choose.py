@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 LIMIT_S = 20.0
 COMPILE_S = 120.0
-
+REPORT = "Please report: localllm doctor --gpu --report"
 
 Wait = Callable[[threading.Event, float], bool]
 """Waits for a thread's event. Returns False if the seconds have passed."""
@@ -46,7 +46,7 @@ class FallBack:
     def __str__(self) -> str:
         failed = "; ".join(f"{each.variant}: {each.why}" for each in self.failures)
         cost = f" {self.variant.cost[0].upper()}{self.variant.cost[1:]}." if self.variant.cost else ""
-        return f"{self.kernel}: {self.variant.name} ({failed}).{cost} Please report: localllm doctor --gpu --report"
+        return f"{self.kernel}: {self.variant.name} ({failed}).{cost} {REPORT}"
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,14 @@ TABLE: tuple[CheckedKernel, ...] = (
     _kernel_or_twin("adapters", "adapters", SLOW, _no_cases, "lora"),
 )
 
+SUMS = CheckedKernel(
+    "sums over ranks",
+    (KernelVariant("one shot"), KernelVariant("NCCL", cost="up to 20 % slower at one request")),
+    _no_cases,
+    needs_model=True,
+)
+"""What ranks compare among each other (ranks/one_shot.py): a model on one GPU has no sums."""
+
 
 def kernel_of(error: BaseException, table: tuple[CheckedKernel, ...] = TABLE) -> CheckedKernel | None:
     """Return the kernel whose launch or compilation raised an error, by the innermost frame of the kernels' package."""
