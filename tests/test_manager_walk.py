@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMError, ModelNotFound
+from localllm.errors import ConfigError, CorruptModel, DoesNotFit, EngineCrashed, LocalLLMError, ModelNotFound
 from localllm.models.library.catalog import ResolvedModel
 from localllm.serving import lending, loading, transitions
 from localllm.serving.entry import ModelLoading, ModelsBusy
@@ -99,6 +99,8 @@ class FakeMemory:
         self.failing: set[str] = set()
         self.on_close: Callable[[FakeServed], None] = lambda served: None
         self.builds: list[str] = []
+        self.on_cpu: list[str] = []  # names of models that the GPU has no room for
+        self.devices: list[str] = []
 
     @property
     def used(self) -> int:
@@ -115,6 +117,9 @@ class FakeMemory:
 
     def build(self, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> FakeServed:
         name = settings.engine.model
+        self.devices.append(settings.engine.device)
+        if name in self.on_cpu and settings.engine.device != "cpu":
+            raise DoesNotFit(f"{name} does not fit.", "The GPU is full.")
         on_phase(Phase("find"))
         self._require(name, SIZES[name])
         on_phase(Phase("weights"))
@@ -448,6 +453,70 @@ def test_models_max() -> None:
             await manager.acquire("small")
 
     play(story, models_max=1)
+
+
+@pytest.fixture
+def all_transcribe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.models.encoders.recipe.task_of", lambda path: "transcribe")
+
+
+@pytest.mark.usefixtures("all_transcribe")
+def test_the_speech_model_is_loaded_at_its_first_use_beside_the_others_and_is_never_the_default() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        assert states(manager) == {"one": "ready", "two": "unloaded"}
+        speech = manager.register.speech
+        assert speech is not None
+        assert speech.name == "two"
+        clock.now_s += 1
+        (await manager.acquire(None, "transcribe")).release()
+        assert states(manager) == {"one": "ready", "two": "ready"}  # although --models-max is 1
+        assert manager.current is not None
+        assert manager.current.name == "one"
+        clock.now_s += 599
+        await manager.tick()
+        assert states(manager)["two"] == "ready"
+        clock.now_s += 1
+        await manager.tick()
+        assert states(manager)["two"] == "unloaded"
+
+    play(story, models_max=1, speech_model="two")
+
+
+@pytest.mark.usefixtures("all_transcribe")
+def test_no_model_is_evicted_for_the_speech_model_which_takes_the_cpu_where_a_gpu_is_full() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        with pytest.raises(DoesNotFit, match="It needs 6, 5 are free"):
+            await manager.acquire("big")
+        assert states(manager) == {"one": "ready", "big": "failed"}
+        clock.now_s += RETRY_S
+        memory.held.clear()
+        memory.devices, memory.on_cpu = [], ["big"]
+        await use(manager, clock, "big")
+        await manager.unload("big")
+        await use(manager, clock, "big")
+        assert memory.devices == ["auto", "cpu", "auto", "cpu"]
+
+    play(story, speech_model="big")
+
+
+def test_a_speech_model_that_does_not_transcribe_is_refused_at_the_start() -> None:
+    async def story(*rest: Any) -> None:
+        """The start fails."""
+
+    with pytest.raises(ConfigError, match=r"--speech-model two does not transcribe speech\. It generates text\."):
+        play(story, speech_model="two")
+    with pytest.raises(ModelNotFound, match="There is no five"):
+        play(story, speech_model="five")
+
+
+def test_without_a_speech_model_a_sound_is_refused() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        assert manager.register.speech is None
+        with pytest.raises(ModelNotFound, match="No model here transcribes speech") as refused:
+            await manager.acquire(None, "transcribe")
+        assert "--speech-model" in refused.value.hint
+
+    play(story, speech_model="none")
 
 
 def test_keep_alive() -> None:

@@ -444,7 +444,12 @@ class ServerConfig:
     on_demand: bool = setting(
         True, SEVERAL_MODELS, "load another installed model when a request names it")
     models_max: int | None = setting(
-        None, SEVERAL_MODELS, "most models loaded at the same time", unit="models", low=1, unset="as many as fit")
+        None, SEVERAL_MODELS, "most models loaded at the same time", unit="models", low=1, unset="as many as fit",
+        note="the speech model does not count")
+    speech_model: str | None = setting(
+        None, SEVERAL_MODELS, "model that transcribes what is said on the pages, loaded at its first use",
+        allowed_text="ORG/NAME, a folder, a name that `localllm list` shows, or none",
+        unset="a loaded model that transcribes, if there is one", environment="LOCALLLM_SPEECH_MODEL")
     keep_alive: float | None = setting(
         None, SEVERAL_MODELS, "how long a model stays loaded without a request", unit="seconds",
         allowed_text="a time such as 5m, 90s or 300; -1: for ever; 0: unload at once",

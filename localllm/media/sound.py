@@ -97,7 +97,8 @@ def kind_of(head: bytes) -> str:
         return "AIFF"
     if head[4:8] == b"ftyp":
         return "M4A"
-    starts = {b"fLaC": "FLAC", b"OggS": "OGG", b"ID3": "MP3", b"\x1aE\xdf\xa3": "WebM"}
+    starts = {b"fLaC": "FLAC", b"OggS": "OGG", b"\x1aE\xdf\xa3": "WebM"}
+    starts |= {b"ID3%c" % version: "MP3" for version in (2, 3, 4)}
     if found := next((kind for start, kind in starts.items() if head.startswith(start)), ""):
         return found
     if len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:

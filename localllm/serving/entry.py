@@ -82,6 +82,7 @@ class ModelEntry:
     names: frozenset[str]
     path: Path | None = None  # None: not resolved yet
     pinned: bool = False
+    is_beside: bool = False  # it is loaded beside the others: none is evicted for it, and it is never the default
     keep_alive_s: float = math.inf  # idle time until it is unloaded
     state: State = "unloaded"
     served: ServedModel | None = None
@@ -107,6 +108,10 @@ class ModelEntry:
         if self.state != "ready" or self.served is None:
             return False
         return self.settings is None or self.served.loop.is_running
+
+    @property
+    def transcribes(self) -> bool:
+        return self.is_beside or (self.card is not None and self.card.spec.task == "transcribe")
 
     @property
     def has_replicas(self) -> bool:

@@ -23,6 +23,8 @@ def ready(models: Sequence[ModelEntry]) -> list[ServedModel]:
 
 def candidates(entry: ModelEntry, models: Sequence[ModelEntry]) -> list[ModelEntry]:
     """Return the models that could be evicted for `entry`, in order: those without requests first, then by LRU."""
+    if entry.is_beside:
+        return []
     others = [each for each in models if each is not entry and not each.pinned and each.settings is not None]
     wanted = _wanted_devices(entry, models)
     awake = [

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from localllm.config.settings import Settings
 from localllm.errors import DoesNotFit, EngineStopped, LocalLLMError, RanksLost
 from localllm.serving.compute import clear_tracebacks
 from localllm.serving.entry import LoadCancelled, ModelEntry, ModelLoading, ModelsBusy
@@ -131,8 +133,9 @@ class ModelLoads:
 
     async def _evict_and_load(self, entry: ModelEntry, evicted: list[ModelEntry]) -> ServedModel:
         assert entry.settings is not None
-        limit = entry.settings.server.models_max
-        while limit is not None and len(ready(self._register.entries)) >= limit:
+        limit, device = entry.settings.server.models_max, ""
+        counted = [each for each in self._register.entries if not each.is_beside]
+        while limit is not None and not entry.is_beside and len(ready(counted)) >= limit:
             await self._evict_one(
                 entry, evicted, ModelsBusy(f"There is no room for {entry.name}.", f"--models-max is {limit}.")
             )
@@ -141,9 +144,14 @@ class ModelLoads:
             reserved = reserved_bytes(self._register.entries, self.transitions.baseline_bytes)
             limits = LoadLimits(reserved, COMFORTABLE_CONTEXT if idle else 0)
             try:
-                return await load_in_thread(self.transitions.loader, entry, limits)
+                engine = replace(entry.settings.engine, device=device or entry.settings.engine.device)
+                settings = replace(entry.settings, engine=engine)
+                return await load_in_thread(self.transitions.loader, entry, limits, settings)
             except DoesNotFit as error:
-                await self._evict_one(entry, evicted, error)
+                if entry.is_beside and engine.device != "cpu":  # the GPU is another model's
+                    device = "cpu"
+                else:
+                    await self._evict_one(entry, evicted, error)
             except RanksLost as error:
                 asleep, entry.asleep = entry.asleep, None
                 if asleep is None:
@@ -221,10 +229,8 @@ class ModelLoads:
                 await self.cancel(entry)
 
 
-async def load_in_thread(loader: Loader, entry: ModelEntry, limits: LoadLimits) -> ServedModel:
+async def load_in_thread(loader: Loader, entry: ModelEntry, limits: LoadLimits, settings: Settings) -> ServedModel:
     """Build the model, or wake it if it sleeps. When cancelled, wait for the thread, which stops at its next report."""
-    settings = entry.settings
-    assert settings is not None
     event_loop, given_up = asyncio.get_running_loop(), threading.Event()
 
     def report(phase: Phase) -> None:

@@ -221,6 +221,8 @@ class ModelManager:
         self.register.settings, self.transitions.closing = settings, False
         own = settings.of_first_model()
         entry = self.register.add(own, settings.engine.model, keep_alive_s=math.inf)
+        if (speech := settings.server.speech_model) not in (None, "none"):
+            await self.register.add_speech_model(speech)
         self._spawn(self._tick_forever())
         if not settings.server.load_at_start:
             return None

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
-from localllm.config.settings import Settings, Task
-from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.config.settings import EngineConfig, Settings, Task
+from localllm.errors import ConfigError, CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.serving.entry import ModelEntry, ModelLoading, ModelNotLoaded, ModelUnusable
-from localllm.serving.served import expected_name, short_name
+from localllm.serving.served import DOES, expected_name, short_name
 from localllm.serving.transitions import Loader
 
 KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
+SPEECH_KEEP_ALIVE_S = 600.0  # for the speech model
+SPEECH_HINT = "localllm pull nvidia/parakeet-tdt-0.6b-v3, then start with --speech-model nvidia/parakeet-tdt-0.6b-v3."
 
 LONGEST_NAME = 300
 """Most characters of a requested model name. A repository's name has at most 193; operators' paths are exempt."""
@@ -30,8 +33,42 @@ class Register:
 
     @property
     def default(self) -> ModelEntry | None:
-        """The model for a request without a name: the last used ready model, else the last used of all models."""
-        return _used_last(self.entries)
+        """The model for a request without a name: the last used ready model, else the last used of all models. One that
+        transcribes is taken only if there is no other.
+        """
+        return _used_last([entry for entry in self.entries if not entry.transcribes]) or _used_last(self.entries)
+
+    @property
+    def speech(self) -> ModelEntry | None:
+        """The model that transcribes what is said on the pages: that of --speech-model, else a loaded one; None: there
+        is none.
+        """
+        if self.settings is not None and self.settings.server.speech_model == "none":
+            return None
+        own = next((entry for entry in self.entries if entry.is_beside), None)
+        return own or _used_last([entry for entry in self.entries if entry.transcribes and entry.state == "ready"])
+
+    async def add_speech_model(self, name: str) -> None:
+        """Register the model of --speech-model, which the first sound loads. It takes the device of the model that is
+        named at start and no other setting of it. Raises `ModelNotFound`, `ConfigError` if it does not transcribe.
+        """
+        from localllm.models.encoders.recipe import task_of
+
+        assert self.settings is not None
+        settings, table = self.settings, self.settings.table(name)
+        own = {"model": name, "device": settings.engine.device, "offline": True, **(table.engine if table else {})}
+        found = await asyncio.to_thread(self._loader.resolve, own["model"], True)
+        if (task := task_of(found.path)) != "transcribe":
+            what, why = f"--speech-model {name} does not transcribe speech.", f"It {DOES[task][0]}."
+            raise ConfigError(
+                what, why, "Parakeet and Whisper transcribe: docs/guides/speech.md.", param="speech_model"
+            )
+        server = replace(settings.server, served_model_name=table.names if table else ())
+        entry = self.add(
+            replace(settings, engine=EngineConfig(**own), server=server), name, keep_alive_s=SPEECH_KEEP_ALIVE_S
+        )
+        entry.names |= {name, found.name}
+        entry.path, entry.is_beside = found.path, True
 
     async def installed(self) -> dict[str, ModelEntry | None]:
         """Return the names that requests could use besides the names in `entries`.
@@ -130,7 +167,11 @@ class Register:
 
     def _default_for(self, task: Task) -> ModelEntry | None:
         """Return the last used model that does `task`; if none is known to, the default, which raises its own error."""
+        if task == "transcribe" and (speech := self.speech) is not None:
+            return speech
         able = [entry for entry in self.entries if entry.card is not None and entry.card.spec.task == task]
+        if task == "transcribe" and not able and self.default is not None and self.default.card is not None:
+            raise ModelNotFound("No model here transcribes speech.", self._served_names(), SPEECH_HINT, param="model")
         return _used_last(able) or self.default
 
     def find(self, name: str | None) -> ModelEntry | None:

@@ -188,7 +188,9 @@ def inputs_of(samples: Samples, found: Sequence[Window], decoding: Decoding | No
     return [WindowInput(samples.values[each.start : each.stop], decoding) for each in found]
 
 
-def transcript_of(samples: Samples, heard: Sequence[Heard], *, translate: bool, warnings: Sequence[str]) -> Transcript:
+def transcript_of(
+    samples: Samples, heard: Sequence[Heard], *, translate: bool, warnings: Sequence[str] = ()
+) -> Transcript:
     """Return the text of a whole sound from what was heard in its windows, in order."""
     words = [word for each in heard for word in each.words]
     segments = [segment for each in heard for segment in each.segments] or segments_of(words)

@@ -98,6 +98,13 @@ class Transcript:
         """The words with their times; none from a model without times for words."""
         return [word for segment in self.segments for word in segment.words]
 
+    @property
+    def timed_text(self) -> str:
+        """The text with a line for each segment, which begins with the time: [1:02:03]."""
+        starts = [divmod(int(segment.start_s), 60) for segment in self.segments]
+        clocks = [f"{m // 60}:{m % 60:02}:{s:02}" if m >= 60 else f"{m}:{s:02}" for m, s in starts]
+        return "\n".join(f"[{at}] {segment.text}" for at, segment in zip(clocks, self.segments, strict=True))
+
 
 def joined(texts: Iterable[str], language: str) -> str:
     """Return texts as one, with spaces between them if the language has spaces."""

@@ -156,6 +156,9 @@ class LiveServer:
         if self.model is not None:
             await self.model.client.start()
             self.manager.adopt(self.model)
+        if (speech := self.settings.server.speech_model) not in (None, "none"):
+            self.manager.register.settings = self.settings
+            await self.manager.register.add_speech_model(speech)
         await self.server.serve([self._socket])
         await self.manager.close()
 

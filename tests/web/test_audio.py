@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +21,12 @@ from localllm.errors import LocalLLMError
 from localllm.llm import LLM
 from localllm.serving.build import build_engine
 from localllm.text.transcript import TimedToken, TranscriptSegment, Word, cues_of, segments_of, srt, vtt, words_of
+from localllm.web.api.openai import audio
 from tests.media.sounds import sounds, tone, wav
 from tests.models.speech_models import save_parakeet, save_whisper
+from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer, settings
+from tests.web.pages_stub import StubModel
 
 PATH = "/v1/audio/transcriptions"
 
@@ -201,6 +205,52 @@ def test_a_wrong_command_is_refused_before_a_model_is_loaded(
         Path(name).write_bytes(b"")
     assert main(["transcribe", *words, "--model", "nowhere"]) != 0
     assert what in capsys.readouterr().err
+
+
+# The pages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def desk(folder: Path) -> Iterator[LiveServer]:
+    """A server that chats, with a speech model beside it."""
+    model: Any = StubModel()
+    with LiveServer(model, settings(ui=True, chat_history=False, speech_model=str(folder))) as server:
+        yield server
+
+
+def test_the_pages_transcribe_with_the_speech_model(desk: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "VadOptions", lambda: None)
+    with browser_of(desk) as browser:
+        page = browser.get("/")
+        assert 'id="dictate"' in page.text
+        assert "microphone=(self)" in page.headers["permissions-policy"]
+        said = browser.post("/chats/dictate", files={"sound": noise()})
+        assert (said.status_code, said.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+        attached = browser.post("/chats/attach", files={"file": ("talk.mp3", noise())})
+        assert "3.0 s of speech by" in attached.text
+        told = browser.post("/playground/transcribe", files={"file": ("talk.wav", noise())})
+        [text] = re.findall('href="data:text/plain;charset=utf-8;base64,([^"]*)" download="talk.txt"', told.text)
+        assert b64decode(text).decode() == said.text + "\n"
+        assert "talk.srt" in told.text
+        assert "language has no effect" in browser.post(
+            "/playground/transcribe", data={"language": "de"}, files={"file": ("talk.wav", noise())}
+        ).text  # fmt: skip
+        for path, files in (("/chats/dictate", {"sound": b"%PDF-1.7"}), ("/playground/transcribe", {"file": b"{}"})):
+            refused = browser.post(path, files=files)
+            assert (refused.status_code, "is not sound that is read here" in refused.text) == (415, True)
+    assert httpx.post(f"{desk.url}{PATH}", files={"file": noise()}).status_code == 200  # without a model's name
+
+
+def test_a_server_without_a_speech_model_has_no_microphone_and_says_what_to_do() -> None:
+    model: Any = StubModel()
+    with LiveServer(model, settings(ui=True, chat_history=False)) as server, browser_of(server) as browser:
+        assert 'id="dictate"' not in browser.get("/").text
+        assert "transcribe" not in browser.get("/playground").text
+        refused = browser.post("/chats/attach", files={"file": ("talk.wav", noise())}).text
+        assert "talk.wav is sound, and no model here transcribes speech." in refused
+        assert "--speech-model" in refused
+        asked = httpx.post(f"{server.url}{PATH}", files={"file": noise()})
+        assert (asked.status_code, "No model here transcribes speech." in asked.text) == (404, True)
 
 
 # Whisper --------------------------------------------------------------------------------------------------------------

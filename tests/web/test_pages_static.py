@@ -46,12 +46,16 @@ def test_texts_of_own_scripts_end_on_their_line() -> None:
             assert "/*" not in path.read_text(), path
 
 
+ASKED = LAZY | {"dictation.js"}
+"""Scripts that the first page has only where a model transcribes."""
+
+
 def test_first_page_weighs_less_than_60_kb() -> None:
     page = next(render(sample) for sample in samples(PAGES) if isinstance(sample, ChatPage) and sample.composer)
     files = [
-        file for name, file in static_files().items() if name.endswith((".js", ".css", ".svg")) and name not in LAZY
+        file for name, file in static_files().items() if name.endswith((".js", ".css", ".svg")) and name not in ASKED
     ]
-    assert not any(name in page and f'src="/static/{name}' in page for name in LAZY)
+    assert not any(name in page and f'src="/static/{name}' in page for name in ASKED)
     assert len(gzip.compress(page.encode())) + sum(len(file.gzipped) for file in files) < 60_000
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from typing import IO, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, cast
 
 import anyio.to_thread
 import msgspec
@@ -14,6 +14,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.media.speech import VadOptions
 from localllm.serving.transcription import Heard, SpeechOptions, transcriber_of, transcript_of, warnings_of
 from localllm.text.transcript import Transcript, TranscriptSegment, compression_ratio, joined, srt, vtt
 from localllm.web.api.disconnect import EventStream, unless_disconnected
@@ -22,6 +23,9 @@ from localllm.web.api.fields import FieldRules, Refused
 from localllm.web.api.openai import shapes
 from localllm.web.api.openapi import FORM, OF_MODELS, Operation, RequestBody
 from localllm.web.errors import InvalidType, MissingParameter, UnsupportedMediaType, as_local_error, openai_error
+
+if TYPE_CHECKING:
+    from localllm.media.sound import Samples
 
 FORM_BYTES = 64 * 1024
 """Room for the other fields of a form and for the borders between them."""
@@ -115,8 +119,6 @@ async def _form(request: ApiRequest) -> Any:
 
 
 async def _transcribe(request: ApiRequest, config: ServerConfig, *, translate: bool = False) -> ASGIResponse:
-    from localllm.media.sound import SoundLimits, decode
-
     form = await _form(request)
     asked, granularities, warnings = _read(form)
     model = await served_model(request, asked["model"], "transcribe")
@@ -128,28 +130,54 @@ async def _transcribe(request: ApiRequest, config: ServerConfig, *, translate: b
     if not isinstance(file, UploadFile):
         raise MissingParameter("Missing required parameter: 'file'.", param="file")
     vad = _vad(form)
-    limits = SoundLimits(num_bytes=config.largest_audio_bytes, most_s=config.max_audio_seconds)
-    opened, allow_damaged = cast("IO[bytes]", file.file), _flag(form, "allow_damaged", default=False)
-    samples = await anyio.to_thread.run_sync(
-        lambda: decode(opened, "file", limits, allow_damaged=allow_damaged)  # type: ignore[arg-type]
-    )
+    samples = await _samples(file, "file", config, allow_damaged=_flag(form, "allow_damaged", default=False))
     heard = client.transcribe(samples, vad, decoding, is_background=model.is_background)
     if asked["stream"]:
         return EventStream(
-            _events(request, heard, samples.seconds), _nothing, warning_headers([*warnings, *warnings_of(samples)])
+            _events(request, heard, samples.seconds),
+            nothing_to_close,
+            warning_headers([*warnings, *warnings_of(samples)]),
         )
 
-    async def all_windows() -> list[Heard]:
-        return [each async for each in heard]
-
-    windows = await unless_disconnected(request.receive, all_windows())
+    windows = await unless_disconnected(request.receive, _all(heard))
     transcript = transcript_of(samples, windows, translate=translate, warnings=warnings)
     body = written(transcript, asked["format"], granularities)
     headers = warning_headers(transcript.warnings)
     return ASGIResponse(body=body, media_type=TYPES[asked["format"]], headers=headers)
 
 
-async def _nothing() -> None:
+async def _samples(file: UploadFile, where: str, config: ServerConfig, *, allow_damaged: bool = False) -> Samples:
+    from localllm.media.sound import SoundLimits, decode
+
+    limits, opened = SoundLimits(config.largest_audio_bytes, config.max_audio_seconds), cast("BinaryIO", file.file)
+    return await anyio.to_thread.run_sync(lambda: decode(opened, where, limits, allow_damaged=allow_damaged))
+
+
+async def _all(heard: AsyncIterator[Heard]) -> list[Heard]:
+    return [each async for each in heard]
+
+
+async def hear(
+    request: ApiRequest, file: UploadFile, where: str, options: SpeechOptions
+) -> tuple[str, Samples, AsyncIterator[Heard], list[str]]:
+    """Return the speech model's name, the sound of a file that a page sent, damaged or not, the texts of its windows,
+    and warnings. where: the file's name in errors. Raises like a request of the API.
+    """
+    model = await served_model(request, None, "transcribe")
+    client = transcriber_of(model)
+    decoding, warnings = client.decoding(options, model.name)
+    samples = await _samples(file, where, request.app.state["settings"].server, allow_damaged=True)
+    return model.name, samples, client.transcribe(samples, VadOptions(), decoding), warnings
+
+
+async def transcript_of_page(request: ApiRequest, file: UploadFile, where: str) -> tuple[str, Transcript]:
+    """Return the speech model's name and the text of a file that a page sent. Raises like `hear`."""
+    name, samples, heard, warnings = await hear(request, file, where, SpeechOptions())
+    windows = await unless_disconnected(request.receive, _all(heard))
+    return name, transcript_of(samples, windows, translate=False, warnings=warnings)
+
+
+async def nothing_to_close() -> None:
     """The generator of events has no source that must be closed."""
 
 
@@ -248,10 +276,8 @@ def _options(form: Any, *, translate: bool, words: bool) -> SpeechOptions:
     )
 
 
-def _vad(form: Any) -> Any:
+def _vad(form: Any) -> VadOptions | None:
     """Return how speech is told from silence, or None: nothing is left out."""
-    from localllm.media.speech import VadOptions
-
     asked = _text(form, "chunking_strategy")
     if not _flag(form, "vad_filter", default=True):
         return None

@@ -101,6 +101,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             w.Sampling(),
             stop,
             models=picker.ModelChoices(choices()),
+            speech="whisper-base",
         ),
         picker.ModelChoices(),
         *beside_the_text(),

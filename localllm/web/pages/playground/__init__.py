@@ -10,5 +10,5 @@ from localllm.web.pages.playground import handlers
 PAGE = Page(
     NavEntry("playground", "Playground", "/playground", "M6.5 5.5 2.5 10l4 4.5m7-9 4 4.5-4 4.5M11.5 4l-3 12"),
     handlers=handlers.HANDLERS,
-    rules=RouteRules(infer=Paths("/playground"), linked=Paths("/playground")),
+    rules=RouteRules(infer=Paths("/playground", "/playground/transcribe"), linked=Paths("/playground")),
 )

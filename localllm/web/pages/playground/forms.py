@@ -20,6 +20,7 @@ from localllm.web.pages.playground.views import Editor, MessageRow, NumberField,
 
 ROLES = ("system", "user", "assistant")
 MOST_MESSAGES = 100
+HEARS = (("transcribe", "Transcribe"),)
 GENERATES, EMBEDS = (("chat", "Chat"), ("completions", "Completions")), (("embeddings", "Embeddings"),)
 BOTH = (("tokenize", "Tokenize"),)
 STREAMED = frozenset(name for name, _ in GENERATES)
@@ -173,6 +174,20 @@ def snippets(tab: str, body: Mapping[str, Any], base_url: str, *, locked: bool) 
         Snippet("python", "Python", _python(tab, f"{base_url}/v1", body, locked)),
         Snippet("javascript", "JavaScript", _javascript(url, body, locked)),
     )
+
+
+def sound_snippets(fields: Mapping[str, str], base_url: str, *, locked: bool) -> tuple[Snippet, ...]:
+    """Return a transcription as code. fields: of the form, without the file."""
+    kind = "translations" if fields.get("translate") else "transcriptions"
+    sent = {name: fields[name] for name in ("model", "language", "prompt") if fields.get(name)}
+    key = f"  -H 'authorization: Bearer {KEY}' \\\n" if locked else ""
+    parts = "".join(f" \\\n  -F {shlex.quote(f'{name}={value}')}" for name, value in sent.items())
+    client = f'OpenAI(base_url="{base_url}/v1", api_key="{KEY if locked else "none"}")'
+    arguments = "".join(f"{name}={value!r}, " for name, value in sent.items())
+    python = f'from openai import OpenAI\n\nclient = {client}\nwith open("talk.mp3", "rb") as file:\n'
+    python += f"    answer = client.audio.{kind}.create({arguments}file=file)\nprint(answer.text)"
+    curl = f"curl -s {shlex.quote(f'{base_url}/v1/audio/{kind}')} \\\n{key}  -F file=@talk.mp3{parts}"
+    return Snippet("curl", "curl", curl), Snippet("python", "Python", python)
 
 
 def _curl(url: str, body: Mapping[str, Any], locked: bool) -> str:

@@ -13,19 +13,25 @@ from typing import Any
 
 import msgspec
 from litestar import Request, get, post
+from litestar.datastructures import UploadFile
 from litestar.response import Response
 from litestar.response.base import ASGIResponse
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, LocalLLMError, UnsupportedOption
+from localllm.serving.transcription import Heard, SpeechOptions, transcript_of
 from localllm.web.access.caller import set_source
 from localllm.web.api.disconnect import EventStream
+from localllm.web.api.documents import plain_name
+from localllm.web.api.openai.audio import hear, nothing_to_close
 from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
 from localllm.web.api.remote import PIN
+from localllm.web.errors import as_local_error
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
@@ -78,8 +84,8 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     known, status = Result(), 200
     try:
         tab, body = page.editor.tab, forms.body(page.editor)
-        base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
-        known = replace(known, snippets=snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked))
+        base_url, locked = _address(request)
+        known = replace(known, snippets=snippets(tab, body, base_url, locked=locked))
         prompt = None if page.servers else await _prompt(request, tab, body)
         if do == "prompt":
             _require_own(page)
@@ -97,6 +103,51 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(result if is_scripted(request) else replace(page, result=result), status)
 
 
+@post("/playground/transcribe", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+async def transcribe_file(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Transcribe a file with the speech model; the text is streamed if the browser can show it."""
+    form = await request.form()
+    fields, file = await fields_of(request), form.get("file")
+    set_source(request, "playground")
+    known, status = Result(), 200
+    try:
+        if not isinstance(file, UploadFile) or not file.filename:
+            raise InvalidParameter("No file is chosen.", hint="Choose a sound file.", param="file")
+        name, translate = plain_name(file.filename), bool(fields.get("translate"))
+        options = SpeechOptions(fields.get("language") or None, fields.get("prompt", ""), translate=translate)
+        model, samples, heard, warnings = await hear(request, file, name, options)
+        base_url, locked = _address(request)
+        code = forms.sound_snippets({**fields, "model": model}, base_url, locked=locked)
+
+        async def results() -> AsyncGenerator[Result, None]:
+            told = list[Heard]()
+            async for each in heard:
+                told.append(each)
+                yield Result(text=transcript_of(samples, told, translate=translate).text, finish_reason="writing")
+            whole = transcript_of(samples, told, translate=translate, warnings=warnings)
+            yield replace(views.transcript_result(whole, name), snippets=code)
+
+        if is_scripted(request):
+            return EventStreamResponse(EventStream(_drawn(request, results()), nothing_to_close))
+        *_, result = [each async for each in results()]
+    except LocalLLMError as error:
+        result, status = replace(known, error=notice(error)), error.status
+    return html(result if is_scripted(request) else _page(request, "transcribe", {}, result), status)
+
+
+async def _drawn(request: Request[Any, Any, Any], results: AsyncGenerator[Result, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for each in results:
+            yield sse(render(each))
+    except Exception as error:
+        yield sse(render(Result(error=notice(as_local_error(error, request.scope)))))
+
+
+def _address(request: Request[Any, Any, Any]) -> tuple[str, bool]:
+    """Return this server's URL as the browser knows it, and whether requests need a key."""
+    return f"{request.url.scheme}://{request.headers.get('host', '')}", request.app.state.key_ring.is_locked
+
+
 def _page(
     request: Request[Any, Any, Any], tab: str, form: Mapping[str, Sequence[str]], result: Result | None
 ) -> PlaygroundPage:
@@ -112,7 +163,11 @@ def _page(
     task = card.spec.task if card is not None else ""
     tabs = (*(forms.GENERATES if task in ("generate", "") else ()), *(forms.BOTH if task else ()))
     tabs += forms.EMBEDS if task in ("embed", "") else ()
+    if (speech := state.manager.register.speech) is not None:
+        tabs = (*forms.HEARS, *tabs) if task == "transcribe" else (*tabs, *forms.HEARS)
     tab = tab or tabs[0][0]
+    if tab == "transcribe" and speech is not None:
+        return PlaygroundPage(shell, tabs, forms.editor(tab, form, {}, speech.name), result, views.EMPTY[tab])
     if tab not in dict(tabs):
         raise InvalidParameter(
             f"Unknown tab {tab[:40]!r}.", f"Known for {model}: {', '.join(dict(tabs))}.", param="tab"
@@ -177,4 +232,4 @@ async def _prompt(request: Request[Any, Any, Any], tab: str, body: Mapping[str, 
     return None
 
 
-HANDLERS = (playground_page, run_request)
+HANDLERS = (playground_page, run_request, transcribe_file)

@@ -34,6 +34,8 @@ def samples(shell: views.Shell) -> list[views.View]:
         replace(editor, tab="completions", text="Once"),
         replace(editor, tab="tokenize", special=False),
         replace(editor, tab="embeddings"),
+        replace(editor, tab="transcribe", model="whisper-base"),
+        v.Result(text="[0:00] Hello.", finish_reason="stop", downloads=(("talk.srt", "data:text/plain;base64,MQ=="),)),
         answer,
         refused,
         v.Result(prompt=tokens),

@@ -5,16 +5,20 @@ Does not know: HTTP, how an answer is generated.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
 
+from localllm.text.transcript import Transcript
 from localllm.units import format_count, format_rate, format_seconds
+from localllm.web.api.openai.audio import TYPES, written
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Loading, Shell, View, view
 
 
@@ -121,6 +125,7 @@ class Result(View):
     raw: str = ""  # the response as it was received
     snippets: tuple[Snippet, ...] = ()
     raw_title: str = "JSON"
+    downloads: tuple[tuple[str, str], ...] = ()  # files of a transcript: name, and data: URL
 
 
 @view("playground/page.html")
@@ -211,6 +216,7 @@ EMPTY = {
     "chat": _ANSWER,
     "completions": _ANSWER,
     "tokenize": "The tokens appear here, each with its id.",
+    "transcribe": "The text appears here while it is written, then its files with times (SRT, VTT).",
     "embeddings": "The vectors appear here: their number, their dimensions and how similar the texts are.",
 }
 """Tab -> the words where the result will appear."""
@@ -243,6 +249,27 @@ def result(tab: str, response: dict[str, Any], warning: str, server: str = "") -
         warning=warning,
         raw=raw,
     )
+
+
+def transcript_result(transcript: Transcript, name: str) -> Result:
+    """Return the result of a transcription. name: of the sound's file."""
+    stem = PurePath(name).stem
+
+    def download(kind: str, suffix: str) -> tuple[str, str]:
+        data = base64.b64encode(written(transcript, kind)).decode()
+        return f"{stem}.{suffix}", f"data:{TYPES[kind].replace(' ', '')};base64,{data}"
+
+    facts = [
+        Fact("Sound", format_seconds(transcript.seconds)),
+        Fact("Segments", format_count(len(transcript.segments))),
+    ]
+    if transcript.language:
+        facts.append(Fact("Language", transcript.language))
+    return Result(
+        text=transcript.timed_text, finish_reason="stop", facts=tuple(facts), warning="; ".join(transcript.warnings),
+        raw=_bounded(written(transcript, "verbose_json").decode()),
+        downloads=(download("text", "txt"), download("srt", "srt"), download("vtt", "vtt")),
+    )  # fmt: skip
 
 
 def partial_result(answer_so_far: StreamedAnswer) -> Result:

@@ -66,7 +66,7 @@ class ModelPicker:
         notes = {
             entry.name: _note(_STATES.get(entry.state, entry.state), _size(entry, sizes))
             for entry in manager.entries
-            if entry.card is None or entry.card.spec.task == "generate"
+            if not entry.is_beside and (entry.card is None or entry.card.spec.task == "generate")
         }
         for name in await manager.register.installed():
             notes.setdefault(name, _note("not loaded", sizes.get(name, 0)))

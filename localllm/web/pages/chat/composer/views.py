@@ -202,6 +202,7 @@ class Composer(View):
     context_tokens: int = 0  # of the model; 0: not known
     project_id: str = ""  # of a new chat
     begins: str = ""  # the id that a new chat will have, so that two quick messages begin one chat
+    speech: str = ""  # the model that transcribes; empty: there is none
 
     @property
     def stop_url(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from litestar import Request, get, post
@@ -16,9 +17,13 @@ from litestar.response import Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
+from localllm.media.sound import kind_of
 from localllm.serving.answers.off_loop import off_loop
+from localllm.serving.register import SPEECH_HINT
+from localllm.units import format_seconds
 from localllm.web.access.caller import owner_of
-from localllm.web.api.documents import FileText, UnreadableFile, plain_name, read_file
+from localllm.web.api.documents import IMAGE_SUFFIXES, FileText, UnreadableFile, plain_name, read_file
+from localllm.web.api.openai.audio import transcript_of_page
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided
@@ -47,7 +52,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     removed, error, files = request.query_params.get("detach", ""), None, list[Attachment]()
     try:
         files = await _on_tray(state, owner, form, removed)
-        await _add_uploads(state, owner, form, files)
+        await _add_uploads(request, form, files)
     except RequestError as problem:
         error = notice(problem)
     files = divided(files, await free_tokens(state, owner, form))
@@ -65,7 +70,7 @@ async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
     """Return the files of the message that is being sent. Raises `RequestError`."""
     state, owner, form = chat_state(request), owner_of(request), await request.form()
     files = await _on_tray(state, owner, form)
-    await _add_uploads(state, owner, form, files)
+    await _add_uploads(request, form, files)
     return divided(files, await free_tokens(state, owner, form)) if files else []
 
 
@@ -82,14 +87,17 @@ async def _on_tray(state: ChatState, owner: str, form: Any, removed: str = "") -
     return files
 
 
-async def _add_uploads(state: ChatState, owner: str, form: Any, files: list[Attachment]) -> None:
+async def _add_uploads(request: Request[Any, Any, Any], form: Any, files: list[Attachment]) -> None:
     """Read the chosen files and add them to `files`."""
+    state, owner = chat_state(request), owner_of(request)
     for upload in uploads(form):
         state.attachments.require_count(len(files) + 1)
         body, served = await upload.read(), served_for(state, _model(form))
         sees = served is None or served.sight is not None
         if is_picture(body):
             found = [await _picture(state, plain_name(upload.filename), body, _model(form))]
+        elif kind_of(body[:16]) and PurePath(upload.filename).suffix.lower() not in IMAGE_SUFFIXES:  # HEIC is like M4A
+            found = [await _sound(request, upload, _model(form))]
         else:
             file = await read_file(upload.filename, body, scans=sees)
             found = await _read(state, file, body, _model(form), sees=sees)
@@ -114,6 +122,31 @@ async def _read(
         num_tokens, is_estimate = await _num_tokens(state, file, settings)
         found.insert(0, Attachment(file, len(file.text.encode()), num_tokens, is_estimate, note=note))
     return found
+
+
+async def _sound(request: Request[Any, Any, Any], upload: UploadFile, settings: Mapping[str, str]) -> Attachment:
+    """Return what is said in a sound file, with times. Raises `UnreadableFile` if nothing transcribes or is said."""
+    state, name = chat_state(request), plain_name(upload.filename)
+    if state.pages.manager.register.speech is None:
+        what = f"{name} is sound, and no model here transcribes speech."
+        raise UnreadableFile(what, "Sound is read as its text.", SPEECH_HINT)
+    model, found = await transcript_of_page(request, upload, name)
+    if not found.segments:
+        raise UnreadableFile(f"{name} has no text.", f"{'; '.join(found.warnings)}.", "Attach another file.")
+    file = FileText(name, found.timed_text)
+    num_tokens, is_estimate = await _num_tokens(state, file, settings)
+    note = "; ".join((f"{format_seconds(found.seconds)} of speech by {model}", *found.warnings))
+    return Attachment(file, len(file.text.encode()), num_tokens, is_estimate, note=note)
+
+
+@post("/chats/dictate", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+async def dictate(request: Request[Any, Any, Any]) -> Response[str]:
+    """Return what is said in a recording of the composer's microphone."""
+    sound = (await request.form()).get("sound")
+    if not isinstance(sound, UploadFile):
+        raise UnreadableFile("No sound was sent.", "The field 'sound' is missing.", "Use the button of the chat page.")
+    _, found = await transcript_of_page(request, sound, "The recording")
+    return Response(found.text, media_type="text/plain", headers={"Cache-Control": "no-store"})
 
 
 async def _picture(state: ChatState, name: str, body: bytes, settings: Mapping[str, str]) -> Attachment:
@@ -171,4 +204,4 @@ async def _num_tokens(state: ChatState, file: FileText, settings: Mapping[str, s
     return counted * len(file.text) // MAX_COUNTED_CHARS, True
 
 
-HANDLERS = (attach, stored_picture)
+HANDLERS = (attach, dictate, stored_picture)

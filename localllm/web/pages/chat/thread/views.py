@@ -167,14 +167,13 @@ async def chat_page(
         action = composer_action(state.replies, chat.id) if chat else ComposerAction()
         sampling = await drawer(state, owner, card, settings, is_open=shows_behaviour)
         composer = Composer(
-            chat.id if chat else "",
-            sampling,
-            action,
+            *(chat.id if chat else "", sampling, action),
             models=await state.picker.choices(settings),
             thinking=thinking_choice(state, settings),
             context_tokens=card.plan.max_model_len if card is not None else 0,
             project_id=project.id if project is not None else "",
             begins=begins,
+            speech=speech.name if (speech := state.pages.manager.register.speech) is not None else "",
         )
         if chat is None and elsewhere:
             names, size = ", ".join(others.servers_of(elsewhere)), others.context_of(elsewhere)

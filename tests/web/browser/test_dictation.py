@@ -1,0 +1,194 @@
+"""Dictation in Chromium with a microphone that plays a file, a tiny speech model, and each way in which it fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from localllm.config.settings import Settings
+from localllm.errors import QueueFull
+from localllm.web.api.openai import audio
+from localllm.web.pages.chat.files import handlers
+from tests.media.sounds import sounds, wav
+from tests.models.speech_models import save_parakeet
+from tests.web.browser.conftest import CHROMIUM
+from tests.web.browser.looks import overflow, small_targets
+from tests.web.live_server import LiveServer, settings
+from tests.web.pages_stub import StubModel
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+FAKE = "--use-fake-device-for-media-stream"
+
+
+@pytest.fixture(scope="module")
+def server_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = save_parakeet(tmp_path_factory.mktemp("models") / "parakeet", "tdt")
+    return settings(ui=True, speech_model=str(folder), allowed_hosts=("desk.test",))
+
+
+@pytest.fixture(scope="module")
+def server(model: StubModel, server_settings: Settings) -> Iterator[LiveServer]:
+    with LiveServer(model, server_settings) as live:  # type: ignore[arg-type]
+        yield live
+
+
+@pytest.fixture
+def opened(chromium: Browser, server: LiveServer, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Opens the chat in a browser with these arguments; the test fails when the page complained in the console."""
+    browsers, complaints = list[Any](), list[str]()
+
+    def open_chat(*arguments: str, width: int = 1280, allows: bool = True, host: str = "") -> Page:
+        browser = chromium.browser_type.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--no-first-run", *arguments]
+        )
+        browsers.append(browser)
+        context = browser.new_context(viewport={"width": width, "height": 740})
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+        page.set_default_timeout(10_000)
+        url = server.url.replace("127.0.0.1", host or "127.0.0.1")
+        if allows and not host:
+            context.grant_permissions(["microphone"], origin=url)
+        page.goto(url)
+        return page
+
+    yield open_chat
+    for browser in browsers:
+        browser.close()
+    expected = ("Failed to load resource", "The Cross-Origin-Opener-Policy header has been ignored")
+    assert [each for each in complaints if not each.startswith(expected)] == []
+
+
+def microphone(tmp_path: Path, values: np.ndarray) -> str:
+    path = tmp_path / "said.wav"
+    path.write_bytes(wav(values))
+    return f"--use-file-for-fake-audio-capture={path}%noloop"
+
+
+def idle(page: Page) -> None:
+    page.locator("#dictate[data-dictate=idle]").wait_for(timeout=60_000)
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_what_is_said_lands_at_the_caret_and_undo_takes_it_back(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(audio, "VadOptions", lambda: None)  # the network that finds speech knows noise from speech
+    page = opened(FAKE, microphone(tmp_path, sounds(20)[0] / 32767), width=width)
+    text = page.locator("#composer-message")
+    text.fill("Dear you")
+    text.evaluate("field => field.setSelectionRange(4, 4)")
+    page.get_by_role("button", name="Dictate").click()
+    page.locator("#dictate:has-text('0:02')").wait_for()
+    assert overflow(page) == 0
+    assert small_targets(page) == []
+    page.screenshot(path=tmp_path / f"recording-{width}.png")
+    page.get_by_role("button", name="Stop and transcribe").click()
+    idle(page)
+    found = re.fullmatch(r"Dear (\S.*) you", text.input_value(), re.DOTALL)
+    assert found, text.input_value()
+    assert text.evaluate("field => field === document.activeElement")
+    page.keyboard.press("Control+z")
+    assert text.input_value() == "Dear you"
+    page.screenshot(path=tmp_path / f"done-{width}.png")
+
+
+def test_silence_is_told_and_a_cancelled_recording_is_not_sent(
+    opened: Callable[..., Page], server: LiveServer, tmp_path: Path
+) -> None:
+    page = opened(FAKE, microphone(tmp_path, np.zeros(160_000)))
+    sent = list[str]()
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/dictate") else None)
+    page.locator("#dictate").click()
+    page.locator("#dictate:has-text('0:00')").wait_for()
+    page.keyboard.press("Escape")
+    idle(page)
+    assert sent == []
+    page.locator("#dictate").click()
+    page.locator("#dictate:has-text('0:01')").wait_for()
+    page.locator("#dictate").click()
+    page.get_by_text("No speech was heard.").wait_for()
+    assert page.locator("#composer-message").input_value() == ""
+    assert len(sent) == 1
+
+
+def test_each_reason_for_no_sound_has_its_words(opened: Callable[..., Page], server: LiveServer) -> None:
+    for arguments, options, words in (
+        ((FAKE, "--deny-permission-prompts"), {"allows": False}, "The browser has refused the microphone."),
+        ((), {}, "No microphone was found."),
+        (("--host-resolver-rules=MAP desk.test 127.0.0.1",), {"host": "desk.test"}, "over HTTPS"),
+    ):
+        page = opened(*arguments, **options)
+        page.locator("#dictate").click()
+        page.get_by_text(words).wait_for()
+        idle(page)
+
+
+def test_a_server_that_goes_away_or_refuses_says_so(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = opened(FAKE, microphone(tmp_path, sounds(20)[0] / 32767))
+
+    def dictate() -> None:
+        page.locator("#dictate").click()
+        page.locator("#dictate:has-text('0:01')").wait_for()
+        page.locator("#dictate").click()
+
+    page.route("**/chats/dictate", lambda route: route.abort("connectionrefused"))
+    dictate()
+    page.get_by_text("Not transcribed: the server is away.").wait_for()
+    page.unroute("**/chats/dictate")
+
+    async def full(*rest: Any) -> Any:
+        raise QueueFull("9 requests are waiting already.", "At most 8 may wait.", "Retry in a moment.")
+
+    monkeypatch.setattr(handlers, "transcript_of_page", full)
+    dictate()
+    page.get_by_text("9 requests are waiting already.").wait_for()
+
+
+def test_a_sound_file_is_attached_as_its_text(
+    opened: Callable[..., Page], model: StubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audio, "VadOptions", lambda: None)
+    (tmp_path / "talk.wav").write_bytes(wav(sounds(8)[0] / 32767))
+    page = opened(width=360)
+    page.set_input_files("#composer-file", tmp_path / "talk.wav")
+    page.get_by_text("8.0 s of speech by parakeet").wait_for(timeout=60_000)
+    assert overflow(page) == 0
+    page.screenshot(path=tmp_path / "attached-360.png")
+    page.get_by_label("Message", exact=True).fill("What is said?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.wait_for_selector(".figures")
+    page.locator(".file--sent summary").click()
+    assert page.locator(".file__text").inner_text().startswith("[0:0")
+    assert "talk.wav" in "".join(map(chr, model.client.asked[-1].prompt_token_ids))
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_playground_writes_a_transcript_and_its_files(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(audio, "VadOptions", lambda: None)
+    (tmp_path / "talk.wav").write_bytes(wav(sounds(40)[0] / 32767))
+    page = opened(width=width)
+    page.goto(f"{page.url}playground?tab=transcribe")
+    page.set_input_files("#sound", tmp_path / "talk.wav")
+    page.get_by_role("button", name="Run").click()
+    page.get_by_role("link", name="talk.srt").wait_for(timeout=60_000)
+    assert "[0:3" in page.locator(".answer").inner_text()
+    assert overflow(page) == 0
+    assert small_targets(page) == []
+    page.screenshot(path=tmp_path / f"playground-{width}.png")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="talk.srt").click()
+    assert download.value.suggested_filename == "talk.srt"
+    assert "-->" in Path(download.value.path()).read_text()
