@@ -13,8 +13,7 @@ from pathlib import Path
 from localllm.config.flags import ADAPTER_FLAGS, add_engine_flags, settings_from
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, LocalLLMError
-
-FORMATS = ("text", "json", "srt", "vtt", "verbose_json")
+from localllm.text.transcript import FORMATS
 
 
 def transcribe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.pooling import BatchRunner, serve_in_batches
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.text.transcript import (
+    UNSPACED,
     TimedToken,
     Transcript,
     TranscriptSegment,
@@ -34,7 +35,7 @@ from localllm.units import format_bytes
 if TYPE_CHECKING:
     from localllm.media.sound import Samples
     from localllm.media.speech import VadOptions, Window
-    from localllm.models.encoders.whisper import Decoding, SpokenText
+    from localllm.models.encoders.whisper import Decoding, SpokenSegment, SpokenText
     from localllm.models.library.catalog import ResolvedModel
     from localllm.text.tokenizer import Tokenizer
 
@@ -42,6 +43,8 @@ WINDOW_S = 30.0
 """Longest window."""
 FRAMES_PER_S = 100
 """Frames of features a second of sound, in which a batch is counted."""
+_CONTINUED = frozenset(bytes((byte,)) for byte in range(0x80, 0xC0))
+"""Bytes within a character in UTF-8."""
 SILENT_SHARE = 1 / 3
 """A sound of one window is cut at its pauses only if more of it than this is silence."""
 
@@ -105,9 +108,6 @@ class TranscriptionClient(BatchClient):
             default = SpeechOptions()
             names = ("language", "prompt", "temperature", "seed")
             return None, [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
-        if asked.words:
-            what, why = f"{name} has no times for words.", "Its timestamps are those of segments."
-            raise UnsupportedParameter(what, why, "segment, or Parakeet", param="timestamp_granularities")
         if not 0 <= asked.temperature <= 1:
             raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
         from localllm.models.encoders.whisper import TEMPERATURES, Decoding
@@ -120,7 +120,7 @@ class TranscriptionClient(BatchClient):
             warnings.append(f"prompt has {len(prompt)} tokens; its last {facts.most_prompt} are used")
         temperatures = (asked.temperature, *(each for each in TEMPERATURES if each > asked.temperature))
         language = self._language(asked.language, name, facts)
-        return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed), warnings
+        return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words), warnings
 
     def _language(self, asked: str | None, name: str, facts: WhisperFacts) -> str | None:
         """Return the code of a language. Raises `InvalidParameter` with the languages that the model knows."""
@@ -159,12 +159,25 @@ class TranscriptionClient(BatchClient):
         text: SpokenText = result
         found = [
             TranscriptSegment(
-                words, start_s + each.start_s, start_s + each.stop_s, each.token_ids, text.avg_logprob, (),
-                text.temperature, text.no_speech_prob,
+                words, start_s + each.start_s, start_s + each.stop_s, each.token_ids, text.avg_logprob,
+                tuple(self._spoken(each, start_s, text.language)), text.temperature, text.no_speech_prob,
             )
             for each in text.segments if (words := self._tokenizer.decode(each.token_ids).strip())
         ]  # fmt: skip
         return Heard(window, [], found, text.language)
+
+    def _spoken(self, segment: SpokenSegment, start_s: float, language: str) -> list[Word]:
+        """Return the words of a segment of a window that starts at `start_s`; none without times of its tokens. A word
+        of a language without spaces is a character, or a token of several."""
+        timed = [
+            TimedToken(token_id, start_s + each.start_s, start_s + each.stop_s, each.probability)
+            for token_id, each in zip(segment.token_ids, segment.tokens, strict=False)
+        ]
+        return words_of(timed, self._tokenizer.decode, self._begins if language in UNSPACED else self._begins_word)
+
+    def _begins(self, token_id: int) -> bool:
+        """Return whether a token begins with the first byte of a character."""
+        return self._tokenizer.token_bytes(token_id)[:1] not in _CONTINUED
 
     def _words(self, tokens: Sequence[Any], start_s: float) -> list[Word]:
         """Return the words of the tokens of a window that starts at `start_s`."""

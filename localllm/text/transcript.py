@@ -23,6 +23,16 @@ LINE_CHARS, CUE_LINES, CUE_S = 42, 2, (1.0, 7.0)
 """Characters of a line, lines of a subtitle, and its shortest and longest time."""
 
 
+FORMATS = {
+    "text": "text/plain; charset=utf-8",
+    "json": "application/json",
+    "srt": "application/x-subrip; charset=utf-8",
+    "vtt": "text/vtt; charset=utf-8",
+    "verbose_json": "application/json",
+}
+"""Formats in which a transcript is written, and their media types."""
+
+
 class TimedToken(NamedTuple):
     token_id: int
     start_s: float

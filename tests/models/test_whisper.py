@@ -15,6 +15,7 @@ from localllm.models.encoders.whisper import (
     Decoding,
     SpecialTokens,
     WhisperModel,
+    align,
     load_whisper,
     repeats,
     restrict,
@@ -175,6 +176,50 @@ def test_the_language_is_found_and_a_prompt_is_read(model: WhisperModel, referen
     assert told[0].language == "fr"
     assert told[0].segments != told[1].segments
     assert model.special.prompt(Decoding(prompt=tuple(range(300))), "en")[1] == 300 - 31  # half of 64 positions
+
+
+def test_paths_are_those_of_transformers_alignment() -> None:
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
+    draw = np.random.default_rng(1)
+    for rows, columns in ((1, 1), (1, 9), (5, 5), (7, 40), (12, 3)):
+        for costs in (draw.standard_normal((rows, columns)), draw.integers(-1, 2, (rows, columns)).astype(float)):
+            texts, times = _dynamic_time_warping(costs)
+            expected = [int(times[list(texts).index(row)]) for row in range(rows)]
+            assert align(costs) == expected, (rows, columns)
+
+
+@torch.inference_mode()
+def test_times_of_tokens_are_found_as_published(model: WhisperModel, reference: Any) -> None:
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
+
+    asked = Decoding("de", temperatures=GREEDY, words=True, prompt=(7, 9))
+    windows = sounds(11, 30, 0.3)
+    found = model.transcribe(windows, [asked] * 3, lambda ids: 1.0)
+    for window, text in zip(windows, found, strict=True):
+        ids = [token for segment in text.segments for token in segment.token_ids]
+        prompt = [*model.special.prompt(asked._replace(prompt=()), "de")]
+        read = torch.tensor([[*prompt, model.special.no_timestamps, *ids]])
+        states = model.features([window])
+        answer = reference(states, decoder_input_ids=read, output_attentions=True)
+        frames = max(1, round(len(window) / 320))
+        heads = torch.stack([answer.cross_attentions[1][0, head, :, :frames] for head in (0, 1)])  # the upper layer
+        heads = heads / heads.sum(dim=-1, keepdim=True)
+        heads = (heads - heads.mean(dim=-2, keepdim=True)) / heads.std(dim=-2, keepdim=True, unbiased=False)
+        matrix = _median_filter(heads[None], 7)[0].mean(dim=0)[len(prompt) :]
+        rows, times = _dynamic_time_warping(-matrix.double().numpy())
+        starts = [times[list(rows).index(row)] * 0.02 for row in range(len(ids) + 1)]
+        chances = answer.logits[0, len(prompt) : -1, : model.special.end].softmax(dim=-1)
+        at = 0
+        for segment in text.segments:
+            assert len(segment.tokens) == len(segment.token_ids)
+            for token in segment.tokens:
+                bounds = np.clip(starts[at : at + 2], segment.start_s, segment.stop_s)
+                assert np.allclose([token.start_s, token.stop_s], bounds, atol=1e-6)
+                assert token.probability == pytest.approx(float(chances[at, ids[at]]), rel=1e-3, abs=1e-7)
+                at += 1
+        assert at
+    assert not model.transcribe(windows[:1], [asked._replace(words=False)], lambda ids: 1.0)[0].segments[0].tokens
 
 
 def test_repeated_tokens_end_an_attempt() -> None:

@@ -120,7 +120,7 @@ def test_hints_without_effect_are_named(server: LiveServer) -> None:
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"response_format": "diarized_json"}, 400, "response_format 'diarized_json' is not supported."),
-    ({"response_format": "docx"}, 400, "Supported: json, text, srt, vtt, verbose_json."),
+    ({"response_format": "docx"}, 400, "Supported: text, json, srt, vtt, verbose_json."),
     ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities does not apply to json."),
     ({"timestamp_granularities[]": "letter", "response_format": "verbose_json"}, 400, "'letter' is not supported"),
     ({"include[]": "logprobs"}, 400, "'include[]' is not supported with this value."),
@@ -295,6 +295,22 @@ def test_whisper_finds_the_language_translates_and_reads_a_prompt(whisper: LiveS
     assert translated["text"] != plain["text"]
 
 
+def test_whisper_has_times_for_words(whisper: LiveServer) -> None:
+    both = ["word", "segment"]
+    fields = {"language": "de", "response_format": "verbose_json", "timestamp_granularities[]": both}
+    answer = post(whisper, noise(33), **fields).json()
+    words, segments = answer["words"], answer["segments"]
+    assert "".join(each["word"] for each in words).split() == "".join(answer["text"].split()).split()
+    assert all(before["start"] <= after["start"] for before, after in pairwise(words))
+    assert words[-1]["start"] > 30  # times of the second window are those of the file
+    for each in words:
+        assert 0 <= each["probability"] <= 1
+        assert any(one["start"] <= each["start"] <= each["end"] <= one["end"] for one in segments)
+    chinese = post(whisper, **{**fields, "language": "zh"}).json()
+    assert "".join(each["word"] for each in chinese["words"]) == "".join(chinese["text"].split())
+    assert len(chinese["words"]) > len(chinese["text"].split())
+
+
 def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none")
     fields: Any = {"model": "whisper", "file": ("a.wav", noise(33)), "language": "de"}
@@ -310,7 +326,6 @@ def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
         ({"language": "Klingon"}, "whisper does not know the language 'Klingon'. It knows de, en, fr, zh."),
         ({"temperature": "1.5"}, "It must be 0 to 1."),
         ({"temperature": "warm"}, "Invalid type for 'temperature'."),
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "whisper has no times for words."),
     ],
 )
 def test_what_whisper_cannot_do_is_refused_by_name(whisper: LiveServer, fields: dict[str, Any], what: str) -> None:

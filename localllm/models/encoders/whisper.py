@@ -48,12 +48,20 @@ class Decoding(NamedTuple):
     prompt: tuple[int, ...] = ()  # tokens of a text before the window: its names, its style
     temperatures: tuple[float, ...] = TEMPERATURES
     seed: int = 0
+    words: bool = False  # with the times of tokens
+
+
+class AlignedToken(NamedTuple):
+    start_s: float  # within its window
+    stop_s: float
+    probability: float
 
 
 class SpokenSegment(NamedTuple):
     token_ids: tuple[int, ...]  # of text, without timestamps
     start_s: float  # within its window
     stop_s: float
+    tokens: tuple[AlignedToken, ...] = ()  # with times within the segment; none: they were not asked for
 
 
 class SpokenText(NamedTuple):
@@ -80,6 +88,9 @@ class SpecialTokens:
     suppressed_first: tuple[int, ...]
     latest_first: int  # steps of the latest first timestamp
     most_prompt: int  # tokens of the text before a window that are read, the last ones; 0: none
+    alignment_heads: tuple[
+        tuple[int, int], ...
+    ] = ()  # (layer, head) that attend to the sound of a token; none: unknown
 
     @property
     def first_time(self) -> int:
@@ -108,6 +119,7 @@ class SpecialTokens:
             tuple(config.get("begin_suppress_tokens") or ()),
             int(config.get("max_initial_timestamp_index") or FIRST_TIME_S / 0.02),
             positions // 2 - 1 if config.get("prev_sot_token_id") is not None else 0,
+            tuple((layer, head) for layer, head in config.get("alignment_heads") or ()),
         )  # fmt: skip
 
     def prompt(self, asked: Decoding, language: str) -> list[int]:
@@ -195,6 +207,32 @@ def segments_of(token_ids: Iterable[int], special: SpecialTokens, step_s: float,
     return [*found, SpokenSegment(tuple(text), start_s, max(start_s, end_s))] if text else found
 
 
+def align(costs: npt.NDArray[np.float64]) -> list[int]:
+    """Return for each row of costs [rows, columns] the column where it starts on the cheapest path from the first cell
+    to the last, which never goes back (dynamic time warping)."""
+    rows, columns = costs.shape
+    steps = np.zeros((rows + 1, columns + 1), np.uint8)  # how a cell is reached: 0 from both, 1 from above, 2 from left
+    steps[0], steps[:, 0] = 2, 1
+    # Cells of an antidiagonal depend on the two before it alone. They are kept by row.
+    older, old = np.full(rows + 1, np.inf, np.float32), np.full(rows + 1, np.inf, np.float32)
+    older[0] = 0
+    for diagonal in range(2, rows + columns + 1):
+        i = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
+        j = diagonal - i
+        both, above, left = older[i - 1], old[i - 1], old[i]
+        steps[i, j] = np.where((both < above) & (both < left), 0, np.where((above < both) & (above < left), 1, 2))
+        new = np.full(rows + 1, np.inf, np.float32)
+        new[i] = costs[i - 1, j - 1] + np.choose(steps[i, j], (both, above, left))
+        older, old = old, new
+    starts, i, j = [0] * rows, rows, columns
+    while i > 0:
+        if j > 0:
+            starts[i - 1] = j - 1
+        step = int(steps[i, j])
+        i, j = i - (step != 2), j - (step != 1)
+    return starts
+
+
 class WhisperModel:
     """Whisper on one device. One call is one batch of windows."""
 
@@ -208,6 +246,11 @@ class WhisperModel:
         self.step_s: float = WINDOW_S / config.max_source_positions
         self._heads, self._most = config.decoder_attention_heads, config.max_target_positions
         filters = mel_filter_bank(1 + FFT // 2, config.num_mel_bins, 0.0, RATE / 2, RATE, "slaney", "slaney")
+        layers = range(config.decoder_layers // 2, config.decoder_layers)
+        all_upper = ((layer, head) for layer in layers for head in range(self._heads))
+        self._aligned: dict[int, list[int]] = {}
+        for layer, head in special.alignment_heads or all_upper:
+            self._aligned.setdefault(layer, []).append(head)
         self._filters = torch.from_numpy(np.ascontiguousarray(filters.T.astype(np.float32))).to(device)  # [mels, bins]
 
     @property
@@ -257,6 +300,11 @@ class WhisperModel:
         for i, window in enumerate(windows):
             found, end_s = best[i], min(WINDOW_S, len(window) / RATE)
             segments = [] if found.is_silent else segments_of(found.token_ids, self.special, self.step_s, end_s)
+            if asked[i].words and segments:
+                own = [(keys[i : i + 1], values[i : i + 1]) for keys, values in sources]
+                segments = self._with_times(
+                    segments, own, self.special.prompt(asked[i]._replace(prompt=()), languages[i]), end_s
+                )
             texts.append(
                 SpokenText(languages[i], tuple(segments), found.temperature, found.avg_logprob, found.no_speech_prob)
             )
@@ -271,6 +319,33 @@ class WhisperModel:
         logits = self._pass(start, 0, self._new_cache(len(asked), 1), sources)[:, -1]
         likeliest = logits[:, list(self.special.languages.values())].argmax(dim=-1).tolist()
         return [language or codes[best] for language, best in zip(asked, likeliest, strict=True)]
+
+    def _with_times(
+        self, segments: Sequence[SpokenSegment], sources: list[tuple[Tensor, Tensor]], prompt: list[int], end_s: float
+    ) -> list[SpokenSegment]:
+        """Return the segments of a window with times of their tokens, by the attention of the alignment heads to the
+        sound while the text is read once more, without timestamps. end_s: of the window."""
+        ids = [token for segment in segments for token in segment.token_ids]
+        tokens = torch.tensor([[*prompt, self.special.no_timestamps, *ids]], device=self.device)
+        frames = min(max(1, round(end_s / self.step_s)), sources[0][0].shape[2])
+        weights = list[Tensor]()
+        cache = self._new_cache(1, tokens.shape[1])
+        logits = self._pass(tokens, 0, cache, sources, lambda each: weights.append(each[0, :, :, :frames].float()))
+        # A row attends to what it predicts. The first rows have read the prompt alone, the last one predicts the end.
+        likely = torch.cat(weights).softmax(dim=-1)  # [heads, rows, frames]
+        spread = likely.std(dim=1, keepdim=True, unbiased=False).clamp(min=1e-9)
+        likely = _median((likely - likely.mean(dim=1, keepdim=True)) / spread, self.module.config.median_filter_width)
+        starts = align(-likely.mean(dim=0)[len(prompt) :].cpu().double().numpy())
+        chances = logits[0, len(prompt) : -1, : self.special.end].softmax(dim=-1)
+        found = chances.gather(1, torch.tensor(ids, device=self.device)[:, None])[:, 0].tolist()
+        times, at, timed = [start * self.step_s for start in starts], 0, list[SpokenSegment]()
+        for segment in segments:
+            stop, low, high = at + len(segment.token_ids), segment.start_s, segment.stop_s
+            inside = [min(max(each, low), high) for each in times[at : stop + 1]]
+            spoken = tuple(map(AlignedToken, inside, inside[1:], found[at:stop]))
+            timed.append(segment._replace(tokens=spoken))
+            at = stop
+        return timed
 
     # ---- the decoder ---------------------------------------------------------------------------------------------
 
@@ -330,14 +405,19 @@ class WhisperModel:
         return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
 
     def _pass(
-        self, tokens: Tensor, first: int, cache: list[tuple[Tensor, Tensor]], sources: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Return logits [B, n, V] fp32 of tokens [B, n] at positions `first` and on; writes their keys and values."""
+        self, tokens: Tensor, first: int, cache: list[tuple[Tensor, Tensor]], sources: list[tuple[Tensor, Tensor]],
+        watch: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return logits [B, n, V] fp32 of tokens [B, n] at positions `first` and on; writes their keys and values.
+
+        watch: called with the scores [B, heads, n, S] of the alignment heads of a layer over the sound.
+        """
         decoder, stop = self.module.model.decoder, first + tokens.shape[1]
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[first:stop]
         is_causal = tokens.shape[1] > 1
         assert not (is_causal and first), "a text of several tokens is the first"
-        for layer, (keys, values), (source_keys, source_values) in zip(decoder.layers, cache, sources, strict=True):
+        for number, (keys, values) in enumerate(cache):
+            layer, (source_keys, source_values) = decoder.layers[number], sources[number]
             own, other = layer.self_attn, layer.encoder_attn
             y = layer.self_attn_layer_norm(x)
             keys[:, :, first:stop] = self._split(own.k_proj(y))
@@ -347,11 +427,22 @@ class WhisperModel:
             )
             x = x + own.out_proj(attended.transpose(1, 2).flatten(2))
             y = layer.encoder_attn_layer_norm(x)
-            attended = F.scaled_dot_product_attention(self._split(other.q_proj(y)), source_keys, source_values)
+            queries = self._split(other.q_proj(y))
+            if watch is not None and (heads := self._aligned.get(number)):
+                watch(queries[:, heads] @ source_keys[:, heads].mT / queries.shape[-1] ** 0.5)
+            attended = F.scaled_dot_product_attention(queries, source_keys, source_values)
             x = x + other.out_proj(attended.transpose(1, 2).flatten(2))
             x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
         logits: Tensor = self.module.proj_out(decoder.layer_norm(x))
         return logits.float()
+
+
+def _median(x: Tensor, width: int) -> Tensor:
+    """Return the median of `width` values around each one along the last dimension; ends are mirrored."""
+    if x.shape[-1] <= width // 2:
+        return x
+    padded = F.pad(x, (width // 2, width // 2), mode="reflect")
+    return padded.unfold(-1, width, 1).sort().values[..., width // 2]
 
 
 def _drawn(logits: Tensor, temperatures: Sequence[float], draws: Sequence[torch.Generator]) -> Tensor:

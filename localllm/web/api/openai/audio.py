@@ -16,7 +16,7 @@ from localllm.config.settings import ServerConfig
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.media.speech import VadOptions
 from localllm.serving.transcription import Heard, SpeechOptions, transcriber_of, transcript_of, warnings_of
-from localllm.text.transcript import Transcript, TranscriptSegment, compression_ratio, joined, srt, vtt
+from localllm.text.transcript import FORMATS, Transcript, TranscriptSegment, compression_ratio, joined, srt, vtt
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, served_model, warning_headers
 from localllm.web.api.fields import FieldRules, Refused
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
 FORM_BYTES = 64 * 1024
 """Room for the other fields of a form and for the borders between them."""
-TYPES = {
-    "json": "application/json",
-    "text": "text/plain; charset=utf-8",
-    "srt": "application/x-subrip; charset=utf-8",
-    "vtt": "text/vtt; charset=utf-8",
-    "verbose_json": "application/json",
-}
-"""Formats of an answer, and their media types."""
 _SPEAKERS = Refused("Speakers are not told apart.")
 RULES = FieldRules(
     refused={
@@ -143,7 +135,7 @@ async def _transcribe(request: ApiRequest, config: ServerConfig, *, translate: b
     transcript = transcript_of(samples, windows, translate=translate, warnings=warnings)
     body = written(transcript, asked["format"], granularities)
     headers = warning_headers(transcript.warnings)
-    return ASGIResponse(body=body, media_type=TYPES[asked["format"]], headers=headers)
+    return ASGIResponse(body=body, media_type=FORMATS[asked["format"]], headers=headers)
 
 
 async def _samples(file: UploadFile, where: str, config: ServerConfig, *, allow_damaged: bool = False) -> Samples:
@@ -239,10 +231,10 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
     fields = {field.encode_name for field in msgspec.structs.fields(TranscriptionForm)}
     warnings = RULES.check(dict(form), {*fields, "timestamp_granularities"})
     kind = _text(form, "response_format") or "json"
-    if kind not in TYPES:
+    if kind not in FORMATS:
         error = UnsupportedParameter if kind == "diarized_json" else InvalidParameter
         raise error(
-            f"response_format {kind[:40]!r} is not supported.", f"Supported: {', '.join(TYPES)}.",
+            f"response_format {kind[:40]!r} is not supported.", f"Supported: {', '.join(FORMATS)}.",
             param="response_format",
         )  # fmt: skip
     granularities = {

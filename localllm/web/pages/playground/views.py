@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from localllm.text.transcript import Transcript
+from localllm.text.transcript import FORMATS, Transcript
 from localllm.units import format_count, format_rate, format_seconds
-from localllm.web.api.openai.audio import TYPES, written
+from localllm.web.api.openai.audio import written
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Loading, Shell, View, view
 
 
@@ -257,7 +257,7 @@ def transcript_result(transcript: Transcript, name: str) -> Result:
 
     def download(kind: str, suffix: str) -> tuple[str, str]:
         data = base64.b64encode(written(transcript, kind)).decode()
-        return f"{stem}.{suffix}", f"data:{TYPES[kind].replace(' ', '')};base64,{data}"
+        return f"{stem}.{suffix}", f"data:{FORMATS[kind].replace(' ', '')};base64,{data}"
 
     facts = [
         Fact("Sound", format_seconds(transcript.seconds)),
