@@ -260,7 +260,7 @@ def test_layouts_by_mode() -> None:
         gguf_linear("IQ4_NL", 48, 256),
     )
     odd = quantize_int4(normal(50, 100), 128)  # 32 does not divide the inputs
-    fast = ["q4" if native() else "int8", "int8", "int8", "int8"]
+    fast = ["q4" if native() else "int8", "int8", "q4" if native() else "int8", "int8"]
     layouts = {mode: [cpu_layout(weight, mode) for weight in (four, eight, table, odd)] for mode in MODES}
     assert layouts == {
         "fast": fast,

@@ -15,6 +15,7 @@ from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
 from localllm.models.fit import kv_bytes_per_token, plan_memory
+from localllm.models.formats import fp4
 from localllm.models.layers import latent_attention
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec, spec_of_config
@@ -47,6 +48,7 @@ def load_as_for_kernels(path: Path, monkeypatch: pytest.MonkeyPatch, quantizatio
     """The model on the CPU, its experts as a GPU's kernels want them."""
     for module in (expert_weights, weights_module):
         monkeypatch.setattr(module, "needs_stacked_experts", lambda device: True)
+    monkeypatch.setattr(fp4, "reads_blocks", lambda block_type: False)
     return load_model(path, read_spec(path), CPU, torch.float32, quantization=quantization)
 
 

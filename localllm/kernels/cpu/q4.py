@@ -1,13 +1,17 @@
 """4-bit weights on a CPU in blocks of 64 outputs and 32 inputs, in one layout for one row and for many.
 
-    CpuQ4Weight    W as KIND_Q4 or KIND_Q4_MIN of native/matrix.h
-    pack_q4        from a planar weight in groups of a multiple of 32
+    CpuQ4Weight    W as one of the 4-bit kinds of native/matrix.h
+    pack_q4        from a planar weight
 
     KIND_Q4        w = (code - 8) * scale            0.56 bytes a weight: GGUF's Q4_0, GPTQ and AWQ without zero points
     KIND_Q4_MIN    w = code * scale - minimum        0.63 bytes a weight: Q4_1, Q4_K, zero points, --quantization int4
+    KIND_MXFP4     w = e2m1(code) * 2^exponent       0.53 bytes a weight: MXFP4 of GGUF and of gpt-oss
+    KIND_NVFP4     w = e2m1(code) * scale            0.63 bytes a weight: NVFP4, a scale for each 16 inputs
+    KIND_IQ4       w = table[code] * scale           0.56 bytes a weight: IQ4_NL, IQ4_XS
 
 Codes are the checkpoint's. Scales and minima are fp16: a checkpoint's fp16 scales are unchanged, groups of 64 and more
-repeat theirs, and products (Q4_K's scales of scales, a zero point times its scale) are rounded once, by 2^-12 at most.
+repeat theirs, and products (the scales of scales of Q4_K and IQ4_XS, a zero point times its scale) are rounded once, by
+2^-12 at most. Exponents are unchanged.
 Needs the native library. Does not know: which weights take this layout (pack.py).
 """
 
@@ -22,11 +26,15 @@ from torch import Tensor
 from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
 from localllm.kernels.cpu.native.structures import GROUP, MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
+from localllm.kernels.gguf_blocks import E2M1_DOUBLED, IQ4_VALUES
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
 from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 CODE_BYTES = OUTPUTS * GROUP // 2
+TABLES: dict[Kind, tuple[float, ...]] = {Kind.MXFP4: E2M1_DOUBLED, Kind.NVFP4: E2M1_DOUBLED, Kind.IQ4: IQ4_VALUES}
+PER_GROUP = {Kind.Q4: 2, Kind.Q4_MIN: 4, Kind.MXFP4: 1, Kind.NVFP4: 4, Kind.IQ4: 2}
+"""Bytes of the scales and minima of an output and 32 inputs."""
 UNPACK_ROWS = 128  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
@@ -35,8 +43,9 @@ PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the 
 class CpuQ4Weight:
     """A 4-bit `QuantizedTable` for a CPU with the native library."""
 
-    blocks: Tensor  # [padded N / 64, K / 32, 1152, or 1280 with minima] uint8
+    blocks: Tensor  # [padded N / 64, K / 32, bytes of 64 outputs and 32 inputs] uint8
     outputs: int
+    kind: Kind
     input_order: Tensor | None = None  # [K] int32: column k multiplies x[:, input_order[k]] (GPTQ)
 
     @property
@@ -46,10 +55,6 @@ class CpuQ4Weight:
     @property
     def nbytes(self) -> int:
         return self.blocks.nbytes + (0 if self.input_order is None else self.input_order.nbytes)
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.Q4 if self.blocks.shape[2] == _block_bytes(Kind.Q4) else Kind.Q4_MIN
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
@@ -73,13 +78,15 @@ class CpuQ4Weight:
         """Return [T, K], the given rows [T] int64 of `dequantize`."""
         block, lane = rows // OUTPUTS, rows % OUTPUTS
         codes = self._codes()[block, :, :, lane].flatten(2)  # [T, K / 32, 16]
-        values = torch.cat((codes & 15, codes >> 4), dim=2).float()
-        scales, minima = self._per_group()
-        scale = scales[block, :, lane].float()[:, :, None]
-        if minima is None:
-            values = (values - 8) * scale
+        codes = torch.cat((codes & 15, codes >> 4), dim=2)
+        scales = self._per_group()[block, :, :, lane]  # [T, K / 32, one or two]
+        if self.kind in TABLES:
+            table = torch.tensor(TABLES[self.kind], dtype=torch.float32, device="cpu")
+            values = table[codes.int()].unflatten(2, (scales.shape[2], -1)) * scales[..., None]
+        elif self.kind == Kind.Q4:
+            values = (codes.float() - 8) * scales
         else:
-            values = values * scale - minima[block, :, lane].float()[:, :, None]
+            values = codes * scales[:, :, :1] - scales[:, :, 1:]
         return self._in_order(values.flatten(1).to(dtype))
 
     def _in_order(self, wide: Tensor) -> Tensor:
@@ -100,16 +107,24 @@ class CpuQ4Weight:
         codes: Tensor = self.blocks[:, :, :CODE_BYTES].unflatten(2, (-1, OUTPUTS, 4))
         return codes
 
-    def _per_group(self) -> tuple[Tensor, Tensor | None]:
-        """Return views [blocks, K / 32, 64] fp16 of the scales and minima."""
+    def _per_group(self) -> Tensor:
+        """Return fp32 [blocks, K / 32, one or two, 64]: scales, or scales and minima."""
+        if self.kind == Kind.MXFP4:  # half of 2^(e - 127), which is subnormal for e below 2
+            exponents = self.blocks[:, :, None, CODE_BYTES:].int()
+            powers: Tensor = (exponents << 23 | (exponents == 0).int() << 22).view(torch.float32)
+            return powers / 2
         halves = self.blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :]
-        return halves[:, :, :OUTPUTS], halves[:, :, OUTPUTS:] if self.kind == Kind.Q4_MIN else None
+        return halves.float().view(*halves.shape[:2], -1, OUTPUTS)
 
 
 def fits_q4(weight: PlanarWeight) -> bool:
-    """Return whether the layout holds the weight: 16 evenly spaced codes, groups that 32 divides. Reads only shapes."""
-    size = min(weight.group, weight.columns)
-    return weight.bits == 4 and weight.table is None and size % GROUP == 0 and weight.columns % GROUP == 0
+    """Return whether a kind holds the weight: 4 bits, inputs that 32 divides, groups that 32 divides unless they are
+    NVFP4's, and codes that are evenly spaced or of one of TABLES. Reads only shapes and types."""
+    if weight.bits != 4 or weight.columns % GROUP:
+        return False
+    if weight.table is None:
+        return min(weight.group, weight.columns) % GROUP == 0
+    return weight.table in TABLES.values() and weight.group == (GROUP // 2 if _kind(weight) == Kind.NVFP4 else GROUP)
 
 
 def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
@@ -134,7 +149,7 @@ def blocks_nbytes(rows: int, columns: int, kind: Kind) -> int:
 def empty_q4(rows: int, columns: int, kind: Kind, input_order: Tensor | None = None) -> CpuQ4Weight:
     """Return a weight whose blocks are not written yet."""
     blocks = torch.empty((-(-rows // OUTPUTS), columns // GROUP, _block_bytes(kind)), dtype=torch.uint8, device="cpu")
-    return CpuQ4Weight(blocks, rows, None if input_order is None else input_order.int())
+    return CpuQ4Weight(blocks, rows, kind, None if input_order is None else input_order.int())
 
 
 def _write(blocks: Tensor, part: PlanarWeight) -> None:
@@ -145,18 +160,26 @@ def _write(blocks: Tensor, part: PlanarWeight) -> None:
     low, high = codes.view(-1, OUTPUTS, columns // GROUP, 2, 4, 4).unbind(3)  # [b, 64, K / 32, 4, 4]
     into = blocks[:, :, :CODE_BYTES].unflatten(2, (4, OUTPUTS, 4))
     into.copy_((low | high << 4).permute(0, 2, 3, 1, 4))
+    repeats = max(1, min(part.group, part.columns) // GROUP)
+    per_block = [F.pad(values, (0, padding)).unflatten(1, (-1, OUTPUTS)).transpose(0, 1)
+                 for values in _scales_and_minima(part)]  # [b, G, 64] each  # fmt: skip
+    if _kind(part) == Kind.MXFP4:
+        powers = per_block[0][:, : columns // GROUP]
+        blocks[:, :, CODE_BYTES:] = torch.where(powers > 0, torch.frexp(powers).exponent + 127, 0)
+        return
     halves = blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :].unflatten(2, (-1, OUTPUTS))
-    repeats = min(part.group, part.columns) // GROUP
-    for index, values in enumerate(_scales_and_minima(part)):
-        per_block = F.pad(values, (0, padding)).unflatten(1, (-1, OUTPUTS)).transpose(0, 1)  # [b, G, 64]
-        halves[:, :, index] = per_block.repeat_interleave(repeats, dim=1)[:, : columns // GROUP]
+    if _kind(part) == Kind.NVFP4:
+        halves.copy_(per_block[0][:, : columns // GROUP * 2].unflatten(1, (-1, 2)))
+        return
+    for index, values in enumerate(per_block):
+        halves[:, :, index] = values.repeat_interleave(repeats, dim=1)[:, : columns // GROUP]
 
 
 def _scales_and_minima(weight: PlanarWeight) -> list[Tensor]:
     """Return the scales [G, N] and, for KIND_Q4_MIN, the minima. Products are computed in fp32 and rounded to fp16."""
     size = min(weight.group, weight.columns)
     scales = _in_fp32(weight.scales, weight.super_scales, size)
-    if _kind(weight) == Kind.Q4:
+    if _kind(weight) != Kind.Q4_MIN:
         return [scales]
     zeros = float(weight.zero) if weight.zeros is None else weight.zeros.float()
     minima = scales * zeros
@@ -171,13 +194,17 @@ def _in_fp32(scales: Tensor, super_scales: Tensor | None, group: int) -> Tensor:
 
 
 def _kind(weight: PlanarWeight) -> Kind:
+    if weight.table == TABLES[Kind.IQ4]:
+        return Kind.IQ4
+    if weight.table is not None:
+        return Kind.MXFP4 if weight.scales.dtype == torch.bfloat16 else Kind.NVFP4  # only powers of two are bf16
     is_plain = weight.zeros is None and weight.zero == 8 and weight.mins is None
     return Kind.Q4 if is_plain else Kind.Q4_MIN
 
 
 def _block_bytes(kind: Kind) -> int:
     """Return the bytes of 64 outputs and 32 inputs."""
-    return CODE_BYTES + OUTPUTS * (2 if kind == Kind.Q4 else 4)
+    return CODE_BYTES + OUTPUTS * PER_GROUP[kind]
 
 
 def _order(weight: PlanarWeight) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Rows of a GGUF file's tensors as in the file, for a CPU with the native library.
 
     GGUFBlocks       W in blocks, in any number of pieces: views of the mapped file, or a copy
-    blocks_q4        pack 4 bits per group of 32 for the native library
+    blocks_q4        pack 4 bits for the native library
     blocks_int8      pack everything else as bytes with one scale an output
 
 The packed weights equal what `pack_q4` and `pack_int8` make of the repacked weight, bit for bit, without the tensors in
@@ -12,7 +12,8 @@ Does not know: files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,11 @@ from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantize import SMALLEST
 
-KINDS = {"Q4_0": Kind.Q4, "Q4_1": Kind.Q4_MIN, "Q4_K": Kind.Q4_MIN}
+KINDS = {
+    "Q4_0": Kind.Q4, "Q4_1": Kind.Q4_MIN, "Q4_K": Kind.Q4_MIN,
+    "MXFP4": Kind.MXFP4, "IQ4_NL": Kind.IQ4, "IQ4_XS": Kind.IQ4,
+}  # fmt: skip
+"""The kind of `blocks_q4`'s result, by block type."""
 ROUNDED_AT_A_TIME = 1 << 20  # weights, so that their codes stay in the cache
 WIDENED_AT_A_TIME = 1 << 19
 
@@ -89,6 +94,11 @@ class GGUFBlocks:
 def reads_blocks(block_type: str) -> bool:
     """Return whether the matrices of a type are kept as `GGUFBlocks` until they are packed for this CPU."""
     return block_type in Stored.__members__ and native() is not None and not INTERPRETED
+
+
+def joined_blocks(weights: Sequence[GGUFBlocks]) -> GGUFBlocks:
+    """Return one matrix of the rows of several, of one type and as many columns, sharing their memory."""
+    return replace(weights[0], pieces=tuple(piece for weight in weights for piece in weight.pieces), is_copy=False)
 
 
 def meta_blocks(weight: GGUFWeight) -> GGUFBlocks:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks, reads_blocks
 from localllm.kernels.gguf_blocks import E2M1_DOUBLED
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.planar.linear import PlanarWeight
@@ -189,7 +190,10 @@ class Mxfp4(MatrixFormat):
         blocks = blocks.to(device)
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)  # [n, groups, 32]
         halves = codes[:, :, : GROUP // 2] | (codes[:, :, GROUP // 2 :] << 4)  # GGUF's order: 16 low, 16 high
-        return repack_gguf(torch.cat((scales.to(device), halves), dim=2).flatten(1), "MXFP4", len(own))
+        rows_of_blocks = torch.cat((scales.to(device), halves), dim=2).flatten(1)
+        if device.type == "cpu" and reads_blocks("MXFP4"):
+            return GGUFBlocks((rows_of_blocks,), "MXFP4", len(own), is_copy=True)
+        return repack_gguf(rows_of_blocks, "MXFP4", len(own))
 
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> GGUFWeight:
         """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks, joined_blocks
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
@@ -136,6 +137,8 @@ def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[StoredPart]) -> 
             " + ".join(part.stem for part in parts),
             lambda: stack_rows([w for w in weights if isinstance(w, PlanarWeight)]),
         )
+    if all(isinstance(weight, GGUFBlocks) for weight in weights):
+        return joined_blocks([w for w in weights if isinstance(w, GGUFBlocks)])
     if all(isinstance(weight, Int8Weight) for weight in weights):
         return _stacked_int8([w for w in weights if isinstance(w, Int8Weight)])
     if all(isinstance(weight, Fp8Weight) for weight in weights):

@@ -11,9 +11,15 @@ from torch import Tensor
 from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
 
 GROUP = 32
-SMALLEST_K = {Kind.F32: 1, Kind.BF16: 1, Kind.F16: 1, Kind.I8: 4, Kind.Q8: GROUP, Kind.Q4: GROUP, Kind.Q4_MIN: GROUP}
+SMALLEST_K = dict.fromkeys(Kind, GROUP) | {Kind.F32: 1, Kind.BF16: 1, Kind.F16: 1, Kind.I8: 4}
 """K is a multiple of this."""
-CODES = {Kind.I8: (-128, 127), Kind.Q8: (0, 255), Kind.Q4: (0, 15), Kind.Q4_MIN: (0, 15)}
+CODES = {Kind.I8: (-128, 127), Kind.Q8: (0, 255), Kind.MXFP4: (7, 15), Kind.NVFP4: (7, 15)}
+"""The codes of the extreme values; of the other kinds 0 and 15."""
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+TABLES = {kind: torch.tensor(E2M1 + [-value for value in E2M1]).double() for kind in (Kind.MXFP4, Kind.NVFP4)}
+TABLES[Kind.IQ4] = torch.tensor(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float64
+)
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,10 @@ def _floats(kind: Kind, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(kind: Kind, shape: tuple[int, int], extreme: bool, rng: torch.Generator) -> Tensor:
-    least, greatest = CODES[kind]
+    least, greatest = CODES.get(kind, (0, 15))
     if extreme:
         return torch.where(torch.rand(shape, generator=rng) < 0.5, least, greatest)
-    return torch.randint(least, greatest + 1, shape, generator=rng)
+    return torch.randint(0 if kind in TABLES else least, greatest + 1, shape, generator=rng)
 
 
 def _fours(codes: Tensor) -> Tensor:
@@ -100,9 +106,20 @@ def _groups(kind: Kind, codes: Tensor, rng: torch.Generator) -> tuple[Tensor, Te
     grouped = codes.view(rows, -1, GROUP)
     scales = (torch.rand(grouped.shape[:2], generator=rng) + 0.1).half()
     minima = torch.rand(grouped.shape[:2], generator=rng).half()
+    tails = [scales, minima] if kind in (Kind.Q4_MIN, Kind.NVFP4) else [scales]
     if kind == Kind.Q8:
         values, size = (grouped - 128) * scales.double()[..., None], GROUP
         body = codes.to(torch.uint8)
+    elif kind in TABLES:
+        size, body = GROUP // 2, (grouped[..., :16] | grouped[..., 16:] << 4).to(torch.uint8)
+        if kind == Kind.MXFP4:
+            exponents = torch.randint(117, 131, grouped.shape[:2], generator=rng)
+            each, tails = torch.exp2(exponents.double() - 127)[..., None], [exponents.to(torch.uint8)]
+        elif kind == Kind.NVFP4:  # the stored scales are those of the doubled values
+            each = torch.stack((scales, minima), dim=2).double().repeat_interleave(16, dim=2) * 2
+        else:
+            each = scales.double()[..., None]
+        values = TABLES[kind][grouped] * each
     else:
         values, size = grouped * scales.double()[..., None] - minima.double()[..., None], GROUP // 2
         if kind == Kind.Q4:
@@ -110,6 +127,5 @@ def _groups(kind: Kind, codes: Tensor, rng: torch.Generator) -> tuple[Tensor, Te
         body = (grouped[..., :16] | grouped[..., 16:] << 4).to(torch.uint8)
     blocks = body.reshape(rows // OUTPUTS, OUTPUTS, -1, size // 4, 4).permute(0, 2, 3, 1, 4)
     parts = [blocks.reshape(rows // OUTPUTS, columns // GROUP, -1)]
-    tails = [scales, minima] if kind == Kind.Q4_MIN else [scales]
     parts += [tail.view(-1, OUTPUTS, tail.shape[1]).transpose(1, 2).contiguous().view(torch.uint8) for tail in tails]
     return torch.cat(parts, dim=2), values.reshape(rows, columns)

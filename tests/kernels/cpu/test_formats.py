@@ -9,9 +9,11 @@ from localllm.kernels.cpu.half import fits_half
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import Kind
 from localllm.kernels.cpu.q4 import CpuQ4Weight, fits_q4, pack_q4, q4_nbytes
+from localllm.kernels.gguf_blocks import E2M1_DOUBLED
 from localllm.kernels.int4_linear import pack_int4, quantize_int4
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import PlanarWeight
+from localllm.models.formats.matrices import table_weight
 from localllm.models.weights.parameters import held_bytes
 from tests.kernels.harness import gguf_linear as gguf
 
@@ -37,10 +39,20 @@ def with_zeros(rows: int, columns: int, group: int, *, ordered: bool = True) -> 
     return pack_int4(codes, scales, zeros, group, g_idx=order)
 
 
+def nvfp4(rows: int, columns: int) -> PlanarWeight:
+    rng = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=rng)
+    return table_weight(codes, torch.rand(rows, columns // 16, generator=rng).half(), 16, E2M1_DOUBLED)
+
+
 FOUR_BITS = {
     "Q4_0": (lambda: gguf("Q4_0", 100, 160), Kind.Q4, 0.0),
     "Q4_1": (lambda: gguf("Q4_1", 64, 96), Kind.Q4_MIN, 0.0),
     "Q4_K": (lambda: gguf("Q4_K", 130, 512), Kind.Q4_MIN, 2.0**-10),
+    "MXFP4": (lambda: gguf("MXFP4", 70, 96), Kind.MXFP4, 0.0),
+    "NVFP4": (lambda: nvfp4(70, 96), Kind.NVFP4, 0.0),
+    "IQ4_NL": (lambda: gguf("IQ4_NL", 33, 160), Kind.IQ4, 0.0),
+    "IQ4_XS": (lambda: gguf("IQ4_XS", 64, 512), Kind.IQ4, 2.0**-10),
     "groups of 64": (lambda: with_zeros(70, 192, 64), Kind.Q4_MIN, 2.0**-10),
     "groups of 128, the last one short": (lambda: quantize_int4(normal(33, 160), 128), Kind.Q4_MIN, 2.0**-10),
     "desc_act": (lambda: with_zeros(48, 256, 128, ordered=False), Kind.Q4_MIN, 2.0**-10),
@@ -75,10 +87,16 @@ def test_four_bits_take_little_more_than_four() -> None:
     plain, minima = gguf("Q4_0", 64, 512), gguf("Q4_K", 64, 512)
     assert q4_nbytes(plain) / (64 * 512) == 0.5625
     assert q4_nbytes(minima) / (64 * 512) == 0.625
+    assert q4_nbytes(gguf("MXFP4", 64, 512)) / (64 * 512) == 0.53125
+    assert q4_nbytes(gguf("IQ4_XS", 64, 512)) / (64 * 512) == 0.5625
+    assert q4_nbytes(nvfp4(64, 512)) / (64 * 512) == 0.625
 
 
-@pytest.mark.parametrize("weight", [gguf("IQ4_NL", 64, 256), gguf("Q3_K", 64, 256), quantize_int4(normal(64, 80), 16)])
-def test_codes_of_a_table_and_short_groups_do_not_fit(weight: PlanarWeight) -> None:
+NF4 = table_weight(torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 4).half(), 64, [i / 15 for i in range(16)])
+
+
+@pytest.mark.parametrize("weight", [NF4, gguf("Q3_K", 64, 256), quantize_int4(normal(64, 80), 16)])
+def test_codes_of_other_tables_and_short_groups_do_not_fit(weight: PlanarWeight) -> None:
     assert not fits_q4(weight)
 
 

@@ -30,7 +30,11 @@ def stored(block_type: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     """Return random blocks [rows, bytes], whose 16-bit scales are ordinary numbers, zeros, or extreme."""
     kind, rng = BLOCK_TYPES[block_type], torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (rows * columns // kind.size, kind.num_bytes), dtype=torch.uint8, generator=rng)
-    places = {"Q6_K": (208,)}.get(block_type, (0, 2) if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,))
+    places = {"Q6_K": (208,), "MXFP4": ()}.get(
+        block_type, (0, 2) if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    )
+    if block_type == "MXFP4":  # an exponent of 255 is not a number
+        data[:, 0] = torch.tensor([0, 1, 2, 120, 125, 130])[torch.randint(0, 6, (len(data),), generator=rng)]
     for place in places:
         scales = torch.randn(len(data), generator=rng) * 0.01
         odd = torch.randint(0, len(HALVES), (len(data),), generator=rng)

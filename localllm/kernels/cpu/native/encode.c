@@ -12,7 +12,7 @@ static const float TINY = 1e-30f;  // a row without larger values counts as zero
 struct Scratch {
   float* x;             // [MAX_ROWS, inputs + 1]
   int8_t* codes;        // [MAX_LINES, padded]
-  int32_t* group_sums;  // [MAX_LINES, padded / GROUP]
+  int32_t* half_sums;   // [MAX_LINES, padded / HALF]
   float steps[MAX_LINES];
   int64_t first_line[MAX_ROWS + 1];
 };
@@ -24,8 +24,8 @@ Scratch* new_scratch(int64_t inputs) {
   if (!s) return NULL;
   s->x = malloc((size_t)(MAX_ROWS * (inputs + 1)) * sizeof *s->x);
   s->codes = malloc((size_t)(MAX_LINES * padded(inputs)));
-  s->group_sums = malloc((size_t)(MAX_LINES * padded(inputs) / GROUP) * sizeof *s->group_sums);
-  if (s->x && s->codes && s->group_sums) return s;
+  s->half_sums = malloc((size_t)(MAX_LINES * padded(inputs) / HALF) * sizeof *s->half_sums);
+  if (s->x && s->codes && s->half_sums) return s;
   free_scratch(s);
   return NULL;
 }
@@ -34,7 +34,7 @@ void free_scratch(Scratch* s) {
   if (!s) return;
   free(s->x);
   free(s->codes);
-  free(s->group_sums);
+  free(s->half_sums);
   free(s);
 }
 
@@ -60,9 +60,9 @@ static inline int32_t nearest(float x) {
   return bits - middle_bits;
 }
 
-static void encode_group_coarse(const float* restrict x, float factor, int8_t* restrict high, int32_t* restrict sum) {
+static void encode_half_coarse(const float* restrict x, float factor, int8_t* restrict high, int32_t* restrict sum) {
   int32_t total = 0;
-  for (int i = 0; i < GROUP; i++) {
+  for (int i = 0; i < HALF; i++) {
     int32_t code = nearest(x[i] * factor);
     high[i] = (int8_t)code;
     total += code;
@@ -70,11 +70,11 @@ static void encode_group_coarse(const float* restrict x, float factor, int8_t* r
   *sum = total;
 }
 
-static void encode_group_fine(
+static void encode_half_fine(
     const float* restrict x, float factor, int8_t* restrict high, int8_t* restrict low, int32_t* restrict high_sum,
     int32_t* restrict low_sum) {
   int32_t highs = 0, lows = 0;
-  for (int i = 0; i < GROUP; i++) {
+  for (int i = 0; i < HALF; i++) {
     int32_t code = nearest(x[i] * factor), h = (code + 128) >> 8, l = code - h * 256;
     l = l < -127 ? -127 : l;  // -128 has no opposite, which a product without VNNI needs
     high[i] = (int8_t)h;
@@ -88,26 +88,26 @@ static void encode_group_fine(
 
 typedef struct {
   int8_t* codes;
-  int32_t* group_sums;
+  int32_t* half_sums;
   int64_t inputs;  // padded
 } Lines;
 
-static void encode_group(const float* x, float factor, int is_fine, int64_t group, const Lines* to) {
-  int8_t* codes = to->codes + group * GROUP;
-  int32_t* sums = to->group_sums + group;
+static void encode_half(const float* x, float factor, int is_fine, int64_t half, const Lines* to) {
+  int8_t* codes = to->codes + half * HALF;
+  int32_t* sums = to->half_sums + half;
   if (is_fine)
-    encode_group_fine(x, factor, codes, codes + to->inputs, sums, sums + to->inputs / GROUP);
+    encode_half_fine(x, factor, codes, codes + to->inputs, sums, sums + to->inputs / HALF);
   else
-    encode_group_coarse(x, factor, codes, sums);
+    encode_half_coarse(x, factor, codes, sums);
 }
 
 static void encode_row(const float* x, int64_t inputs, float factor, int is_fine, const Lines* to) {
-  const int64_t whole = inputs / GROUP;
-  for (int64_t group = 0; group < whole; group++) encode_group(x + group * GROUP, factor, is_fine, group, to);
-  if (whole * GROUP < inputs) {
-    float rest[GROUP] = {0};
-    memcpy(rest, x + whole * GROUP, (size_t)(inputs - whole * GROUP) * sizeof *x);
-    encode_group(rest, factor, is_fine, whole, to);
+  const int64_t whole = inputs / HALF;
+  for (int64_t half = 0; half < whole; half++) encode_half(x + half * HALF, factor, is_fine, half, to);
+  for (int64_t half = whole; half < to->inputs / HALF; half++) {
+    float rest[HALF] = {0};
+    if (half * HALF < inputs) memcpy(rest, x + half * HALF, (size_t)(inputs - half * HALF) * sizeof *x);
+    encode_half(rest, factor, is_fine, half, to);
   }
 }
 
@@ -117,7 +117,7 @@ static int64_t encode_lines(const float* x, int64_t inputs, int is_fine, const L
   const int is_finite = isfinite(peak), is_zero = peak < TINY;
   if (!is_finite || is_zero) {
     memset(to->codes, 0, (size_t)to->inputs);
-    memset(to->group_sums, 0, (size_t)(to->inputs / GROUP) * sizeof *to->group_sums);
+    memset(to->half_sums, 0, (size_t)(to->inputs / HALF) * sizeof *to->half_sums);
     steps[0] = is_finite ? 0 : NAN;
     return 1;
   }
@@ -151,14 +151,14 @@ Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t r
   if (is_pair || matrix->kind == KIND_F32) return out;
   out.padded_inputs = padded(inputs);
   for (int64_t r = 0; r < rows; r++) {
-    Lines to = {s->codes + out.lines * out.padded_inputs, s->group_sums + out.lines * (out.padded_inputs / GROUP),
+    Lines to = {s->codes + out.lines * out.padded_inputs, s->half_sums + out.lines * (out.padded_inputs / HALF),
                 out.padded_inputs};
     s->first_line[r] = out.lines;
     out.lines += encode_lines(x + r * stride, inputs, is_fine, &to, s->steps + out.lines);
   }
   s->first_line[rows] = out.lines;
   out.codes = s->codes;
-  out.group_sums = s->group_sums;
+  out.half_sums = s->half_sums;
   out.steps = s->steps;
   out.first_line = s->first_line;
   return out;

@@ -49,6 +49,33 @@ INLINE Floats load_floats(const void* p) {
   return v;
 }
 
+// LANES numbers of 8 bits without a sign.
+INLINE Ints load_bytes(const uint8_t* p) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void*)p));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void*)p));
+#else
+  return (Ints){p[0], p[1], p[2], p[3]};
+#endif
+}
+
+// The bytes of a table of 16 at the places that the bytes of `places` name, from 0 to 15.
+INLINE Ints look_up(const int8_t* table, Ints places) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void*)table)), (__m512i)places);
+#elif defined(__AVX2__)
+  const __m128i half = _mm_loadu_si128((const void*)table);
+  return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(half), (__m256i)places);
+#elif defined(__aarch64__)
+  return (Ints)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)places);
+#else
+  Ints out;
+  for (int i = 0; i < LANES * 4; i++) ((int8_t*)&out)[i] = table[((const uint8_t*)&places)[i]];
+  return out;
+#endif
+}
+
 INLINE void store_ints(void* p, Ints v) { memcpy(p, &v, sizeof v); }
 INLINE void store_floats(void* p, Floats v) { memcpy(p, &v, sizeof v); }
 
@@ -149,13 +176,32 @@ INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
 
 #endif
 
-// Dot products of weights from 0 to 15. At most eight may be added to sums of zeros before `nibble_sums` is called.
+// Dot products of small weights: sums start at `start_of_nibbles`, at most eight products of weights u from 0 to 24 are
+// added, and `nibble_sums` returns the sums of (u - zero) * x. `codes` are the 16 or 32 activations x that are multiplied,
+// `sum` is their sum, and 16 * 127 * |u - zero| is below 2^15.
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
-INLINE Ints dot_nibbles(Ints sum, Ints w, Ints x) {  // 16-bit sums: 8 * 2 * 15 * 127 = 30,480
+// Sums of 16 bits may overflow on the way, because only the result has to fit. Each of the two in a lane starts at the
+// sum of its own activations.
+INLINE Ints start_of_nibbles(const int8_t* codes, int count, int32_t sum, int zero) {
+  const __m256i ones = _mm256_set1_epi8(1);
+  const __m128i first = _mm_loadu_si128((const void*)codes);
+  const __m128i second = count > 16 ? _mm_loadu_si128((const void*)(codes + 16)) : _mm_setzero_si128();
+  const __m256i pairs = _mm256_maddubs_epi16(ones, _mm256_set_m128i(second, first));
+  __m128i total = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  total = _mm_add_epi16(total, _mm_shuffle_epi32(total, 0x4e));
+  total = _mm_add_epi16(total, _mm_shuffle_epi32(total, 0xb1));
+  (void)sum;
+  return (Ints)_mm256_mullo_epi16(_mm256_broadcastd_epi32(total), _mm256_set1_epi16((int16_t)-zero));
+}
+INLINE Ints dot_nibbles(Ints sum, Ints w, Ints x) {
   return (Ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
 }
 INLINE Ints nibble_sums(Ints sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 #else
+INLINE Ints start_of_nibbles(const int8_t* codes, int count, int32_t sum, int zero) {
+  (void)codes, (void)count;
+  return same_ints(-zero * sum);
+}
 INLINE Ints dot_nibbles(Ints sum, Ints w, Ints x) { return dot_bytes(sum, w, x); }
 INLINE Ints nibble_sums(Ints sum) { return sum; }
 #endif

@@ -43,7 +43,6 @@ from localllm.kernels.cpu.native.structures import (
     NativeStateRows,
     NativeStoredRows,
     Recurrent,
-    Stored,
 )
 
 _RECURRENT: dict[type, str] = {
@@ -147,10 +146,9 @@ class Pool:
         self._functions.localllm_gated_norm(self._pool, norm, tokens)
 
     def pack_q4(self, stored: NativeStoredRows, out: Tensor) -> None:
-        """Write Kind.Q4 for Stored.Q4_0, else Kind.Q4_MIN, to out [padded count / 64, K / 32, bytes] uint8."""
+        """Write the matrix of the type's kind (stored_blocks.py) to out [padded count / 64, K / 32, bytes] uint8."""
         assert out.is_contiguous()
         assert out.shape[:2] == (-(-stored.count // OUTPUTS), stored.inputs // GROUP), out.shape
-        assert out.shape[2] == GROUP * OUTPUTS // 2 + OUTPUTS * (2 if stored.type == Stored.Q4_0 else 4)
         self._functions.localllm_pack_q4(self._pool, stored, out.data_ptr())
 
     def round_rows(self, stored: NativeStoredRows, smallest: float, codes: Tensor, scales: Tensor) -> None:

@@ -14,7 +14,13 @@
 //                                                    w = (code - 8) * scale
 //   KIND_Q4_MIN  [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[64]; fp16 minima[64] }
 //                                                    w = code * scale - minimum
-// In the 4-bit kinds byte [j][n][i] holds input 4 j + i of output n's block of 32 in its low nibble, and input
+//   KIND_MXFP4   [N/64, K/32] of { uint8 codes[4][64][4]; uint8 exponents[64] }
+//                                                    w = E2M1_DOUBLED[code] * 2^(exponent - 128)
+//   KIND_NVFP4   [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[2][64] }
+//                                                    w = E2M1_DOUBLED[code] * scale of each 16 inputs
+//   KIND_IQ4     [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[64] }
+//                                                    w = IQ4_VALUES[code] * scale
+// The tables are in groups.h. In the 4-bit kinds byte [j][n][i] holds input 4 j + i of output n's block of 32 in its low nibble, and input
 // 16 + 4 j + i in its high nibble.
 //
 // N is padded to a multiple of 64 in the weights, scales and bias. Odd K of the 16-bit kinds is padded with a zero
@@ -24,11 +30,23 @@
 
 enum {
   OUTPUTS = 64,             // in a block
-  GROUP = 32,               // inputs with one scale
+  GROUP = 32,               // inputs with one scale, or two
+  HALF = 16,                // inputs with one scale of KIND_NVFP4
   MAX_INT8_INPUTS = 65536,  // whose products of bytes 32 bits can sum
 };
 
-enum Kind { KIND_F32, KIND_BF16, KIND_F16, KIND_I8, KIND_Q8, KIND_Q4, KIND_Q4_MIN };
+enum Kind {
+  KIND_F32,
+  KIND_BF16,
+  KIND_F16,
+  KIND_I8,
+  KIND_Q8,
+  KIND_Q4,
+  KIND_Q4_MIN,
+  KIND_MXFP4,
+  KIND_NVFP4,
+  KIND_IQ4
+};
 
 typedef struct {
   int64_t kind;
@@ -43,9 +61,14 @@ typedef struct {
 // Bytes of the codes of a group of inputs of a block, for kinds that have scales in between.
 static inline int64_t code_bytes(int64_t kind) { return GROUP * OUTPUTS / (kind == KIND_Q8 ? 1 : 2); }
 
-// Bytes of a group of inputs of a block: codes, scales and minima of 16 bits.
+// Bytes of a group of inputs of a block: codes, scales and minima.
 static inline int64_t group_bytes(int64_t kind) {
-  return code_bytes(kind) + OUTPUTS * 2 * (kind == KIND_Q4_MIN ? 2 : 1);
+  switch (kind) {
+    case KIND_MXFP4: return code_bytes(kind) + OUTPUTS;
+    case KIND_Q4_MIN:
+    case KIND_NVFP4: return code_bytes(kind) + OUTPUTS * 4;
+    default: return code_bytes(kind) + OUTPUTS * 2;
+  }
 }
 
 // Bytes of a block.

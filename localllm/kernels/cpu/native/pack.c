@@ -4,8 +4,7 @@
 // tests/kernels/cpu compare every type with kernels/gguf_blocks.py, bit by bit.
 #include "pack.h"
 #include "functions.h"
-#include "lanes.h"
-#include "matrix.h"
+#include "groups.h"
 
 enum { TILE = 256, RUN = 32 };  // inputs that are decoded at a time; bytes of nibbles of two groups of a K type
 
@@ -16,6 +15,7 @@ typedef struct {
 static const BlockSize SIZES[] = {
     [STORED_Q4_0] = {32, 18}, [STORED_Q4_1] = {32, 20},  [STORED_Q5_0] = {32, 22},   [STORED_Q5_1] = {32, 24},
     [STORED_Q8_0] = {32, 34}, [STORED_Q4_K] = {256, 144}, [STORED_Q5_K] = {256, 176}, [STORED_Q6_K] = {256, 210},
+    [STORED_MXFP4] = {32, 17}, [STORED_IQ4_NL] = {32, 18}, [STORED_IQ4_XS] = {256, 136},
 };
 
 static const uint8_t* block_at(const StoredRows* s, int64_t row, int64_t input) {
@@ -121,9 +121,37 @@ static void widen_q6_k(const uint8_t* b, float* out) {
   }
 }
 
+// zero: what the table's bytes are more than their values
+static void widen_table(const uint8_t* nibbles, const int8_t* table, int zero, float scale, float* out) {
+  for (int i = 0; i < 16; i++) {
+    out[i] = (float)(table[nibbles[i] & 15] - zero) * scale;
+    out[16 + i] = (float)(table[nibbles[i] >> 4] - zero) * scale;
+  }
+}
+
+// Half of 2^(e - 127): the tables of e2m1 hold twice the values.
+static void widen_mxfp4(const uint8_t* b, float* out) {
+  widen_table(b + 1, E2M1_DOUBLED, E2M1_ZERO, float_of_bits(b[0] ? b[0] << 23 : 1 << 22) * 0.5f, out);
+}
+
+static void widen_iq4_nl(const uint8_t* b, float* out) { widen_table(b + 2, IQ4_VALUES, 0, half_at(b), out); }
+
+// The scale of a group of IQ4_XS: 6 bits, in two parts.
+static float small_scale(const uint8_t* b, int group) {
+  const int low = b[4 + group / 2] >> (group % 2 * 4) & 15, high = b[2 + group / 4] >> (group % 4 * 2) & 3;
+  return (float)((low | high << 4) - 32) * half_at(b);
+}
+
+static void widen_iq4_xs(const uint8_t* b, float* out) {
+  for (int group = 0; group < 8; group++)
+    widen_table(b + 8 + 16 * group, IQ4_VALUES, 0, small_scale(b, group), out + group * GROUP);
+}
+
 static void (*const WIDEN[])(const uint8_t*, float*) = {
-    [STORED_Q4_0] = widen_q4_0, [STORED_Q4_1] = widen_q4_1, [STORED_Q5_0] = widen_q5_0, [STORED_Q5_1] = widen_q5_1,
-    [STORED_Q8_0] = widen_q8_0, [STORED_Q4_K] = widen_q4_k, [STORED_Q5_K] = widen_q5_k, [STORED_Q6_K] = widen_q6_k,
+    [STORED_Q4_0] = widen_q4_0,     [STORED_Q4_1] = widen_q4_1,     [STORED_Q5_0] = widen_q5_0,
+    [STORED_Q5_1] = widen_q5_1,     [STORED_Q8_0] = widen_q8_0,     [STORED_Q4_K] = widen_q4_k,
+    [STORED_Q5_K] = widen_q5_k,     [STORED_Q6_K] = widen_q6_k,     [STORED_MXFP4] = widen_mxfp4,
+    [STORED_IQ4_NL] = widen_iq4_nl, [STORED_IQ4_XS] = widen_iq4_xs,
 };
 
 // Write the values of up to TILE inputs of a row from `first` on. Returns how many.
@@ -166,7 +194,20 @@ static float round_row(const StoredRows* s, int64_t row, float smallest, int8_t*
 typedef struct {
   uint32_t words[4];
   float scale, minimum;
+  uint8_t exponent;
 } Group;
+
+int64_t packed_kind(int64_t type) {
+  switch (type) {
+    case STORED_Q4_0: return KIND_Q4;
+    case STORED_Q4_1:
+    case STORED_Q4_K: return KIND_Q4_MIN;
+    case STORED_MXFP4: return KIND_MXFP4;
+    case STORED_IQ4_NL:
+    case STORED_IQ4_XS: return KIND_IQ4;
+    default: return -1;
+  }
+}
 
 static void group_of_k(const uint8_t* b, int group, Group* out) {
   const uint8_t* run = b + 16 + group / 2 * RUN;
@@ -181,31 +222,39 @@ static void group_of_k(const uint8_t* b, int group, Group* out) {
 }
 
 static void group_at(const StoredRows* s, int64_t row, int64_t input, Group* out) {
-  const uint8_t* b = block_at(s, row, input);
-  if (s->type == STORED_Q4_K) {
-    group_of_k(b, (int)(input % TILE / GROUP), out);
-    return;
+  const uint8_t *b = block_at(s, row, input), *nibbles = b + SIZES[s->type].bytes - sizeof out->words;
+  const int group = (int)(input % TILE / GROUP);
+  switch (s->type) {
+    case STORED_Q4_K: group_of_k(b, group, out); return;
+    case STORED_IQ4_XS:
+      out->scale = small_scale(b, group);
+      nibbles = b + 8 + 16 * group;
+      break;
+    case STORED_MXFP4: out->exponent = b[0]; break;
+    default: out->scale = half_at(b);
   }
-  memcpy(out->words, b + (s->type == STORED_Q4_0 ? 2 : 4), sizeof out->words);
-  out->scale = half_at(b);
-  out->minimum = s->type == STORED_Q4_0 ? 0 : out->scale * 0 - half_at(b + 2);
+  if (s->type == STORED_Q4_1) out->minimum = out->scale * 0 - half_at(b + 2);
+  memcpy(out->words, nibbles, sizeof out->words);
 }
 
 static void pack_group(const StoredRows* s, int64_t block, int64_t input, uint8_t* to) {
   uint32_t words[4][OUTPUTS];
   float scales[OUTPUTS], minima[OUTPUTS];
+  const int64_t kind = packed_kind(s->type);
   for (int n = 0; n < OUTPUTS; n++) {
     Group group = {0};
     if (block * OUTPUTS + n < s->count) group_at(s, block * OUTPUTS + n, input, &group);
     for (int j = 0; j < 4; j++) words[j][n] = group.words[j];
     scales[n] = group.scale;
     minima[n] = group.minimum;
+    if (kind == KIND_MXFP4) to[sizeof words + (size_t)n] = group.exponent;
   }
   memcpy(to, words, sizeof words);
+  if (kind == KIND_MXFP4) return;
   uint16_t* halves = (uint16_t*)(to + sizeof words);
   for (int n = 0; n < OUTPUTS; n += LANES) {
     store_halves(halves + n, load_floats(scales + n));
-    if (s->type != STORED_Q4_0) store_halves(halves + OUTPUTS + n, load_floats(minima + n));
+    if (kind == KIND_Q4_MIN) store_halves(halves + OUTPUTS + n, load_floats(minima + n));
   }
 }
 
@@ -232,7 +281,7 @@ static int64_t last_row(const Packing* p, int64_t block) {
 
 static void pack_q4_block(void* context, int64_t operation, int64_t block, int64_t thread) {
   const Packing* p = context;
-  const int64_t size = group_bytes(p->stored->type == STORED_Q4_0 ? KIND_Q4 : KIND_Q4_MIN);
+  const int64_t size = group_bytes(packed_kind(p->stored->type));
   uint8_t* to = (uint8_t*)p->out + block * (p->inputs / GROUP) * size;
   (void)operation, (void)thread;
   for (int64_t input = 0; input < p->inputs; input += GROUP, to += size) pack_group(p->stored, block, input, to);

@@ -4,7 +4,19 @@
 #include "pool.h"
 
 // Block types by GGUF's names. The bits are those of ggml's structures.
-enum Stored { STORED_Q4_0, STORED_Q4_1, STORED_Q5_0, STORED_Q5_1, STORED_Q8_0, STORED_Q4_K, STORED_Q5_K, STORED_Q6_K };
+enum Stored {
+  STORED_Q4_0,
+  STORED_Q4_1,
+  STORED_Q5_0,
+  STORED_Q5_1,
+  STORED_Q8_0,
+  STORED_Q4_K,
+  STORED_Q5_K,
+  STORED_Q6_K,
+  STORED_MXFP4,
+  STORED_IQ4_NL,
+  STORED_IQ4_XS
+};
 
 // Some rows of one type. They may come from several tensors, in any order.
 typedef struct {
@@ -14,8 +26,10 @@ typedef struct {
   const uint8_t* const* rows;  // [count]
 } StoredRows;
 
-// Write rows of STORED_Q4_0 as KIND_Q4, of STORED_Q4_1 and STORED_Q4_K as KIND_Q4_MIN. Scales and minima are rounded to
-// fp16 once.
+// The kind of matrix that `localllm_pack_q4` writes for a type of 4 bits; -1 for others.
+int64_t packed_kind(int64_t type);
+
+// Write rows as their `packed_kind`. Scales and minima are rounded to fp16 once; exponents are kept.
 void localllm_pack_q4(Pool*, const StoredRows* stored, uint8_t* blocks);
 
 // Round each row to codes from -127 to 127, with its largest magnitude at 127. codes [count, inputs], scales [count].

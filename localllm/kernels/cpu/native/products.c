@@ -3,7 +3,7 @@
 // A block is read once, GROUP inputs at a time: these are multiplied with all rows while the first level of the cache
 // holds them. Sums stay in memory from one group of inputs to the next. Within a group `ACCUMULATORS` vectors of sums
 // are in registers: a few rows times a few of the block's vectors.
-#include "lanes.h"
+#include "groups.h"
 #include "products.h"
 
 enum { VECTORS = OUTPUTS / LANES, WORDS = GROUP / 4 };
@@ -111,9 +111,14 @@ typedef struct {
 } Lines;
 
 INLINE Lines lines_at(const Rows* rows, int64_t first, int64_t group) {
-  const int64_t groups = rows->padded_inputs / GROUP;
+  const int64_t halves = rows->padded_inputs / HALF;
   return (Lines){rows->codes + first * rows->padded_inputs + group * GROUP, rows->padded_inputs,
-                 rows->group_sums + first * groups + group, groups};
+                 rows->half_sums + first * halves + group * 2, halves};
+}
+
+INLINE int32_t group_sum(const Lines* lines, int line) {
+  const int32_t* halves = lines->sums + line * lines->sums_stride;
+  return halves[0] + halves[1];
 }
 
 INLINE Ints four_codes(const Lines* lines, int line, int64_t word) {
@@ -123,14 +128,13 @@ INLINE Ints four_codes(const Lines* lines, int line, int64_t word) {
 }
 
 // Bytes of 8-bit weights as `dot_bytes` wants them.
-INLINE Ints load_codes(const uint8_t* p, int is_unsigned) {
-  const Ints v = load_ints(p);
-  return is_unsigned == WEIGHTS_ARE_UNSIGNED ? v : v ^ same_ints((int32_t)0x80808080);
+INLINE Ints as_factors(Ints codes, int are_unsigned) {
+  return are_unsigned == WEIGHTS_ARE_UNSIGNED ? codes : codes ^ same_ints((int32_t)0x80808080);
 }
 
 // What `dot_bytes` has added too much: unsigned weights are 128 more than their values.
 INLINE Ints excess(const Lines* lines, int line) {
-  return same_ints(WEIGHTS_ARE_UNSIGNED ? 128 * lines->sums[line * lines->sums_stride] : 0);
+  return same_ints(WEIGHTS_ARE_UNSIGNED ? 128 * group_sum(lines, line) : 0);
 }
 
 INLINE void add_int8(int count, const uint8_t* w, int64_t words, const Lines* lines, Sums* sums) {
@@ -145,7 +149,7 @@ INLINE void add_int8(int count, const uint8_t* w, int64_t words, const Lines* li
       if (v == 0) prefetch(w + j * OUTPUTS * 4, AHEAD);
 #pragma GCC unroll 16
       for (int i = 0; i < count * together; i++) {
-        const Ints codes = load_codes(w + (j * OUTPUTS + (v + i % together) * LANES) * 4, 0);
+        const Ints codes = as_factors(load_ints(w + (j * OUTPUTS + (v + i % together) * LANES) * 4), 0);
         sum[i] = dot_bytes(sum[i], codes, four_codes(lines, i / together, j));
       }
     }
@@ -169,54 +173,67 @@ static void sum_int8(const Matrix* matrix, const Rows* rows, int64_t block, Sums
                                               load_floats(matrix->scales + block * OUTPUTS + v));
 }
 
-INLINE void dot_q8(int count, int together, int v, const uint8_t* w, const Lines* lines, Ints* sum) {
+// Dot products with codes of 8 bits, or with nibbles whose values take 8.
+INLINE void dot_group_bytes(int kind, int count, int together, int v, const uint8_t* w, const Lines* lines, Ints* sum) {
+  const int is_q8 = kind == KIND_Q8;
 #pragma GCC unroll 16
   for (int i = 0; i < count * together; i++) sum[i] = -excess(lines, i / together);
-  for (int j = 0; j < WORDS; j++) {
-    if (v == 0) prefetch(w + j * OUTPUTS * 4, AHEAD);
+#pragma GCC unroll 8
+  for (int p = 0; p < WORDS; p++) {
+    if (v == 0 && (is_q8 || p < WORDS / 2)) prefetch(w + p * OUTPUTS * 4, is_q8 ? AHEAD : AHEAD_4_BIT);
 #pragma GCC unroll 16
     for (int i = 0; i < count * together; i++) {
-      const Ints codes = load_codes(w + (j * OUTPUTS + (v + i % together) * LANES) * 4, 1);
-      sum[i] = dot_bytes(sum[i], codes, four_codes(lines, i / together, j));
+      const Ints codes = as_factors(group_word(kind, w, p, (v + i % together) * LANES), is_q8);
+      sum[i] = dot_bytes(sum[i], codes, four_codes(lines, i / together, p));
     }
   }
 }
 
-INLINE void dot_q4(int count, int together, int v, const uint8_t* w, const Lines* lines, Ints* sum) {
+// Dot products with nibbles whose values are small: of all inputs, or of one half.
+INLINE void dot_nibbles_of(
+    int kind, int count, int together, int v, int half, const uint8_t* w, const Lines* lines, const Ints* start,
+    Ints* sum) {
   const Ints nibble = same_ints(0x0f0f0f0f);
+  const int has_low = kind != KIND_NVFP4 || half == 0, has_high = kind != KIND_NVFP4 || half == 1;
 #pragma GCC unroll 16
-  for (int i = 0; i < count * together; i++) sum[i] = same_ints(0);
+  for (int i = 0; i < count * together; i++) sum[i] = start[i / together];
   for (int j = 0; j < WORDS / 2; j++) {
-    if (v == 0) prefetch(w + j * OUTPUTS * 4, AHEAD_4_BIT);
+    if (v == 0 && half == 0) prefetch(w + j * OUTPUTS * 4, AHEAD_4_BIT);
 #pragma GCC unroll 16
     for (int i = 0; i < count * together; i++) {
       const Ints both = load_ints(w + (j * OUTPUTS + (v + i % together) * LANES) * 4);
-      sum[i] = dot_nibbles(sum[i], both & nibble, four_codes(lines, i / together, j));
-      sum[i] = dot_nibbles(sum[i], (Ints)((Words)both >> 4) & nibble, four_codes(lines, i / together, WORDS / 2 + j));
+      const Ints low = decode_nibbles(kind, both & nibble), high = decode_nibbles(kind, (Ints)((Words)both >> 4) & nibble);
+      if (has_low) sum[i] = dot_nibbles(sum[i], low, four_codes(lines, i / together, j));
+      if (has_high) sum[i] = dot_nibbles(sum[i], high, four_codes(lines, i / together, WORDS / 2 + j));
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < count * together; i++) sum[i] = nibble_sums(sum[i]);
 }
 
-// Add a group's products, with its scales, for `count` lines.
-INLINE void add_group(int kind, int count, const uint8_t* w, const Lines* lines, Sums* sums) {
-  const int together = TOGETHER(count);
-  const uint16_t *scales = (const uint16_t*)(w + code_bytes(kind)), *minima = scales + OUTPUTS;
+// Add the products of a group, or of one half of its inputs, with their scales, for `count` lines.
+INLINE void add_half(int kind, int count, int half, const uint8_t* w, const Lines* lines, Sums* sums) {
+  const int together = TOGETHER(count), is_half = kind == KIND_NVFP4;
+  const int has_bytes = kind == KIND_Q8 || kind == KIND_IQ4;
+  Ints start[4];
+#pragma GCC unroll 4
+  for (int line = 0; line < count && !has_bytes; line++)
+    start[line] = start_of_nibbles(
+        lines->codes + line * lines->stride + half * HALF, is_half ? HALF : GROUP,
+        is_half ? lines->sums[line * lines->sums_stride + half] : group_sum(lines, line), zero_of(kind));
 #pragma GCC unroll 1
   for (int v = 0; v < VECTORS; v += together) {
     Ints sum[ACCUMULATORS];
-    if (kind == KIND_Q8)
-      dot_q8(count, together, v, w, lines, sum);
+    if (has_bytes)
+      dot_group_bytes(kind, count, together, v, w, lines, sum);
     else
-      dot_q4(count, together, v, w, lines, sum);
+      dot_nibbles_of(kind, count, together, v, half, w, lines, start, sum);
 #pragma GCC unroll 16
     for (int i = 0; i < count * together; i++) {
-      const int at = (v + i % together) * LANES, line_sum = lines->sums[i / together * lines->sums_stride];
+      const int at = (v + i % together) * LANES, line_sum = group_sum(lines, i / together);
       float* to = sums[i / together].floats + at;
-      if (kind == KIND_Q4) sum[i] -= same_ints(8 * line_sum);
-      Floats total = multiply_add(to_floats(sum[i]), load_halves(scales + at), load_floats(to));
-      if (kind == KIND_Q4_MIN) total = multiply_add(same_floats((float)-line_sum), load_halves(minima + at), total);
+      Floats total = multiply_add(to_floats(sum[i]), group_scales(kind, w, half, at), load_floats(to));
+      if (kind == KIND_Q4_MIN) total = multiply_add(same_floats((float)-line_sum), group_minima(w, at), total);
       store_floats(to, total);
     }
   }
@@ -227,7 +244,8 @@ INLINE void sum_groups(int kind, const Matrix* matrix, const Rows* rows, int64_t
   const uint8_t* w = (const uint8_t*)matrix->weights + block * groups * group_bytes(kind);
   for (int64_t group = 0; group < groups; group++, w += group_bytes(kind))
     FOR_ROWS(rows->lines, Lines lines = lines_at(rows, first, group);
-             add_group(kind, COUNT, w, &lines, sums + first));
+             add_half(kind, COUNT, 0, w, &lines, sums + first);
+             if (kind == KIND_NVFP4) add_half(kind, COUNT, 1, w, &lines, sums + first));
 }
 
 static void sum_q8(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
@@ -238,6 +256,15 @@ static void sum_q4(const Matrix* m, const Rows* rows, int64_t block, Sums* sums)
 }
 static void sum_q4_min(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
   sum_groups(KIND_Q4_MIN, m, rows, block, sums);
+}
+static void sum_mxfp4(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_groups(KIND_MXFP4, m, rows, block, sums);
+}
+static void sum_nvfp4(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_groups(KIND_NVFP4, m, rows, block, sums);
+}
+static void sum_iq4(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_groups(KIND_IQ4, m, rows, block, sums);
 }
 
 // ---- all kinds --------------------------------------------------------------------------------------------------------
@@ -252,8 +279,9 @@ static Floats row_result(const Rows* rows, const Sums* sums, int64_t row, int at
 
 void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float* y, int64_t stride) {
   static void (*const sum[])(const Matrix*, const Rows*, int64_t, Sums*) = {
-      [KIND_F32] = sum_f32, [KIND_BF16] = sum_bf16, [KIND_F16] = sum_f16,       [KIND_I8] = sum_int8,
-      [KIND_Q8] = sum_q8,   [KIND_Q4] = sum_q4,     [KIND_Q4_MIN] = sum_q4_min,
+      [KIND_F32] = sum_f32,     [KIND_BF16] = sum_bf16,   [KIND_F16] = sum_f16, [KIND_I8] = sum_int8,
+      [KIND_Q8] = sum_q8,       [KIND_Q4] = sum_q4,       [KIND_Q4_MIN] = sum_q4_min,
+      [KIND_MXFP4] = sum_mxfp4, [KIND_NVFP4] = sum_nvfp4, [KIND_IQ4] = sum_iq4,
   };
   Sums sums[MAX_LINES];
   memset(sums, 0, (size_t)(rows->lines ? rows->lines : rows->rows) * sizeof *sums);

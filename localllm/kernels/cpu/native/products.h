@@ -21,7 +21,7 @@ typedef struct {
   int64_t lines;
   const int8_t* codes;        // [lines, padded K], the lines of a row one after the other
   int64_t padded_inputs;      // a multiple of GROUP
-  const int32_t* group_sums;  // [lines, padded K / GROUP] sums of the codes
+  const int32_t* half_sums;   // [lines, padded K / HALF] sums of the codes
   const float* steps;         // [lines]; NaN: the row has NaN or infinity
   const int64_t* first_line;  // [rows + 1]
 } Rows;

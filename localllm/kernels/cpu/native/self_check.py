@@ -22,6 +22,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeStateRows,
     Recurrent,
 )
+from localllm.kernels.gguf_blocks import E2M1_DOUBLED, IQ4_VALUES
 
 INPUTS = 64
 ROWS = 3
@@ -131,17 +132,27 @@ def _floats(kind: Kind, values: Values) -> tuple[Bytes, Values]:
 
 def _blocks(kind: Kind, random: np.random.Generator) -> tuple[Bytes, Values]:
     """Do `_weights` for kinds with blocks of 32 inputs."""
-    blocks = INPUTS // GROUP
+    blocks, tables = INPUTS // GROUP, {Kind.MXFP4: E2M1_DOUBLED, Kind.NVFP4: E2M1_DOUBLED, Kind.IQ4: IQ4_VALUES}
     parts: list[Bytes] = []
     values = np.empty((OUTPUTS, blocks, GROUP), np.float32)
     for block in range(blocks):
         codes = random.integers(0, 256 if kind is Kind.Q8 else 16, (OUTPUTS, GROUP), np.uint8)
         scales, minima = (random.random((2, OUTPUTS)) + 0.5).astype(np.float16)
         packed = codes if kind is Kind.Q8 else codes[:, :16] | codes[:, 16:] << 4
-        parts += [_lanes(packed, 4).view(np.uint8).ravel(), scales.view(np.uint8)]
+        parts.append(_lanes(packed, 4).view(np.uint8).ravel())
         offset = {Kind.Q8: 128, Kind.Q4: 8}.get(kind, 0)
-        values[:, block] = (codes.astype(np.float32) - offset) * scales[:, None].astype(np.float32)
-        if kind is Kind.Q4_MIN:
+        numbers = np.array(tables[kind], np.float32)[codes] if kind in tables else codes.astype(np.float32) - offset
+        if kind is Kind.MXFP4:
+            exponents = random.integers(126, 131, OUTPUTS, np.uint8)
+            parts.append(exponents)
+            values[:, block] = numbers * np.exp2(exponents[:, None].astype(np.float32) - 128)
+            continue
+        parts.append(scales.view(np.uint8))
+        values[:, block] = numbers * scales[:, None].astype(np.float32)
+        if kind in (Kind.Q4_MIN, Kind.NVFP4):
             parts.append(minima.view(np.uint8))
+        if kind is Kind.NVFP4:  # the second scales
+            values[:, block, 16:] = numbers[:, 16:] * minima[:, None].astype(np.float32)
+        elif kind is Kind.Q4_MIN:
             values[:, block] -= minima[:, None].astype(np.float32)
     return np.concatenate(parts), values.reshape(OUTPUTS, INPUTS)

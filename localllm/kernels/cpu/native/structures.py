@@ -12,7 +12,7 @@ from enum import IntEnum
 
 MAX_ROWS = 8  # rows of one step
 OUTPUTS = 64  # in a block of weights
-GROUP = 32  # inputs with one scale
+GROUP = 32  # inputs with one scale, or two
 MAX_INT8_INPUTS = 65536  # of a matrix of Kind.I8
 
 
@@ -26,6 +26,9 @@ class Kind(IntEnum):
     Q8 = 4
     Q4 = 5
     Q4_MIN = 6
+    MXFP4 = 7
+    NVFP4 = 8
+    IQ4 = 9
 
 
 class Stored(IntEnum):
@@ -39,6 +42,9 @@ class Stored(IntEnum):
     Q4_K = 5
     Q5_K = 6
     Q6_K = 7
+    MXFP4 = 8
+    IQ4_NL = 9
+    IQ4_XS = 10
 
 
 class Op(IntEnum):

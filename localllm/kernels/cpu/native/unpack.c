@@ -1,5 +1,5 @@
 // Values of packed weights, GROUP inputs of a block at a time.
-#include "lanes.h"
+#include "groups.h"
 #include "products.h"
 
 typedef float Tile[GROUP][OUTPUTS];
@@ -33,20 +33,17 @@ static void unpack_int8(const Matrix* m, int64_t block, int64_t first, int64_t c
 }
 
 static void unpack_group(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
-  const int is_q8 = m->kind == KIND_Q8, half = GROUP / 2;
+  const int kind = (int)m->kind;
   const int64_t place = block * (m->inputs / GROUP) + first / GROUP;
-  const uint8_t* group = (const uint8_t*)m->weights + place * group_bytes(m->kind);
-  const uint16_t *scales = (const uint16_t*)(group + code_bytes(m->kind)), *minima = scales + OUTPUTS;
-  const Ints zero = same_ints(is_q8 ? 128 : m->kind == KIND_Q4 ? 8 : 0);
-  for (int k = 0; k < count; k++) {
-    const int within = is_q8 ? k : k % half, shift = 8 * (within % 4) + (within < k ? 4 : 0);
+  const uint8_t* group = (const uint8_t*)m->weights + place * group_bytes(kind);
+  const Ints zero = same_ints(zero_of(kind));
+  for (int k = 0; k < count; k++)
     for (int v = 0; v < OUTPUTS; v += LANES) {
-      const Words codes = (Words)load_ints(group + (within / 4 * OUTPUTS + v) * 4) >> shift;
-      const Floats code = to_floats(((Ints)codes & same_ints(is_q8 ? 255 : 15)) - zero);
-      const Floats minimum = m->kind == KIND_Q4_MIN ? load_halves(minima + v) : same_floats(0);
-      store_floats(to[k] + v, multiply_add(code, load_halves(scales + v), -minimum));
+      const Words moved = (Words)group_word(kind, group, k / 4, v) << (24 - 8 * (k % 4));
+      const Ints code = kind == KIND_IQ4 ? (Ints)moved >> 24 : (Ints)(moved >> 24) - zero;
+      const Floats minimum = kind == KIND_Q4_MIN ? group_minima(group, v) : same_floats(0);
+      store_floats(to[k] + v, multiply_add(to_floats(code), group_scales(kind, group, k / HALF, v), -minimum));
     }
-  }
 }
 
 // Write the values of `count` inputs from `first`, a multiple of GROUP, on.
