@@ -21,6 +21,7 @@ from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
 from localllm.kernels.cpu.native.structures import MAX_INT8_INPUTS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.q4 import CpuQ4Weight
+from localllm.kernels.cpu.stored_blocks import CpuStoredWeight
 from localllm.kernels.linear import PACK_MIN_ELEMENTS, StackedWeight, linear
 from localllm.kernels.quantized_weight import QuantizedWeight
 
@@ -37,7 +38,7 @@ class HeldMatrix:
 
 def matrix_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> HeldMatrix | None:
     """Return the matrix of a weight on the CPU, with its bias [N]; None: its layout is not one of matrix.h."""
-    if isinstance(weight, CpuQ4Weight | CpuHalfWeight):
+    if isinstance(weight, CpuQ4Weight | CpuHalfWeight | CpuStoredWeight):
         return _held(weight.matrix(), bias, weight)
     if isinstance(weight, CpuInt8Weight):
         return _int8(weight, bias)

@@ -1,12 +1,14 @@
 """Chooses the layout of a quantised weight on a CPU, and computes its size.
 
-    mode           4 bits, evenly spaced, groups that 32 divides    everything else
-    fast, small    q4, as stored                                    int8
-    exact          as stored, widened to fp32 in every step         likewise
+    mode           4 bits, groups that 32 divides      other blocks of GGUF files       everything else
+    fast, small    q4, as stored                       stored: in the file's bytes      int8
+    exact          as stored, widened to fp32 in       likewise                         likewise
+                   every step
 
-`small` is an older name for what is now also the fastest. q4 needs the native library; without it these weights become
-int8 too. Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
-The mode is the `cpu_weights` of the model's settings: two models of one process may differ in it.
+Q8_0 becomes int8 where torch has a fast product for it: that takes a little less memory, and prompts are faster.
+`small` is an older name for what is now also the fastest. q4 and stored need the native library; without it these
+weights become int8 too. Weights that do not fit a layout (by shape, an old torch, a processor without the instructions)
+run as stored. The mode is the `cpu_weights` of the model's settings: two models of one process may differ in it.
 Does not know: layers, devices other than the CPU.
 """
 
@@ -23,6 +25,7 @@ from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.q4 import blocks_nbytes, fits_q4, pack_q4, q4_nbytes
 from localllm.kernels.cpu.stored_blocks import (
     KINDS,
+    CpuStoredWeight,
     GGUFBlocks,
     blocks_codes,
     blocks_int8,
@@ -38,7 +41,7 @@ from localllm.kernels.linear import StackedWeight
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
 
-Layout = Literal["q4", "int8"]
+Layout = Literal["q4", "stored", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
 
 
@@ -72,6 +75,8 @@ class CpuPacker:
         if layout is None:
             return weight.copied() if isinstance(weight, GGUFBlocks) else weight
         if isinstance(weight, GGUFBlocks):
+            if layout == "stored":
+                return CpuStoredWeight(weight.copied())
             return blocks_q4(weight) if layout == "q4" else blocks_int8(weight, self._examples)
         if layout == "int8":
             return pack_int8(*_codes(weight), self._examples)
@@ -86,6 +91,8 @@ def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
         return as_read(weight).nbytes
     if layout == "int8":
         return int8_nbytes(*weight.shape)
+    if isinstance(weight, GGUFBlocks) and layout == "stored":
+        return weight.nbytes
     if isinstance(weight, GGUFBlocks):
         return blocks_nbytes(*weight.shape, KINDS[weight.block_type])
     assert isinstance(weight, PlanarWeight)
@@ -102,6 +109,8 @@ def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
         return None
     if native() is not None and _fits_q4(weight):
         return "q4"
+    if isinstance(weight, GGUFBlocks) and (weight.block_type != "Q8_0" or not has_int8()):
+        return "stored"
     return "int8" if has_int8() else None
 
 
@@ -130,7 +139,7 @@ def describe_layout(mode: str) -> str:
     """Describe how quantised weights run on this CPU in that mode, for users."""
     if mode == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"
-    four = "4-bit weights as stored" if native() is not None else None
+    four = "4-bit weights as stored, other blocks of GGUF files too" if native() is not None else None
     others = "others" if four else "weights"
     if has_int8():
         eight = f"{others} as 8 bits with one scale an output"

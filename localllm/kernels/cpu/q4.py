@@ -58,17 +58,10 @@ class CpuQ4Weight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        y = self._unpacked(x) if len(x) >= UNPACK_ROWS and has_fast_bf16() else None
+        y = bf16_linear(self.matrix(), x, self.input_order)
         if y is None:
             y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
-
-    def _unpacked(self, x: Tensor) -> Tensor | None:
-        """x [T, K] -> [T, N] fp32 through bf16, which rounds x less than the codes of 8 bits do"""
-        narrow = x.to(torch.bfloat16)
-        return unpacked_linear(
-            self.matrix(), narrow if self.input_order is None else narrow.index_select(1, self.input_order)
-        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""
@@ -115,6 +108,15 @@ class CpuQ4Weight:
             return powers / 2
         halves = self.blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :]
         return halves.float().view(*halves.shape[:2], -1, OUTPUTS)
+
+
+def bf16_linear(matrix: NativeMatrix, x: Tensor, input_order: Tensor | None = None) -> Tensor | None:
+    """x [T, K] -> [T, N] fp32 through bf16, which rounds x less than the codes of 8 bits do. None: few rows, or a
+    processor without such a product."""
+    if len(x) < UNPACK_ROWS or not has_fast_bf16():
+        return None
+    narrow = x.to(torch.bfloat16)
+    return unpacked_linear(matrix, narrow if input_order is None else narrow.index_select(1, input_order))
 
 
 def fits_q4(weight: PlanarWeight) -> bool:

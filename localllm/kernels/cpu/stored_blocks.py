@@ -1,8 +1,9 @@
 """Rows of a GGUF file's tensors as in the file, for a CPU with the native library.
 
     GGUFBlocks       W in blocks, in any number of pieces: views of the mapped file, or a copy
+    CpuStoredWeight  W in the bytes of the file, multiplied by the native library
     blocks_q4        pack 4 bits for the native library
-    blocks_int8      pack everything else as bytes with one scale an output
+    blocks_int8      round to bytes with one scale an output
 
 The packed weights equal what `pack_q4` and `pack_int8` make of the repacked weight, bit for bit, without the tensors in
 between. A copy of the blocks serves tables, and weights that are not packed. Types that pack.c does not know have no
@@ -22,8 +23,17 @@ from torch import Tensor
 from localllm.kernels.cpu.blocks import Examples, new_packed, reorder, write_packed
 from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import Pool, native
-from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeStoredRows, Stored
-from localllm.kernels.cpu.q4 import CpuQ4Weight, empty_q4
+from localllm.kernels.cpu.native.structures import (
+    KIND_STORED,
+    MAX_ROWS,
+    OUTPUTS,
+    Kind,
+    NativeMatrix,
+    NativeStoredRows,
+    Stored,
+)
+from localllm.kernels.cpu.native_product import native_linear
+from localllm.kernels.cpu.q4 import CpuQ4Weight, bf16_linear, empty_q4
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import INTERPRETED
@@ -89,6 +99,44 @@ class GGUFBlocks:
         """Return the address of each row [N] int64, valid as long as the pieces."""
         each = [torch.arange(len(piece), device="cpu") * piece.stride(0) + piece.data_ptr() for piece in self.pieces]
         return each[0] if len(each) == 1 else torch.cat(each)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuStoredWeight:
+    """Rows of a file in one piece, a `QuantizedTable` whose products read the file's bytes."""
+
+    rows: GGUFBlocks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        y = bf16_linear(self.matrix(), x)
+        if y is None:
+            y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return [N, K]."""
+        return self.rows.dequantize(dtype)
+
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, K], the given rows [T] int64 of `dequantize`."""
+        return self.rows.dequantize_rows(rows, dtype)
+
+    def matrix(self) -> NativeMatrix:
+        """Return the matrix for the native library. Valid as long as this weight."""
+        outputs, inputs = self.shape
+        return NativeMatrix(
+            kind=KIND_STORED + Stored[self.rows.block_type], outputs=outputs, inputs=inputs,
+            weights=self.rows.pieces[0].data_ptr(),
+        )  # fmt: skip
 
 
 def reads_blocks(block_type: str) -> bool:

@@ -109,6 +109,6 @@ def as_head(weight: Weight) -> Weight:
 def tied_head(table: QuantizedTable, device: torch.device, cpu_weights: str) -> QuantizedWeight:
     """Return the head that shares its matrix with the embedding: the table itself, or a copy in another layout."""
     is_meta = device.type == "cpu" and not is_on_cpu(table)
-    if not is_meta or cpu_layout(table, cpu_weights) is None:
-        return table  # `Linear` packs it
+    if not is_meta or cpu_layout(table, cpu_weights) in (None, "stored"):
+        return table  # `Linear` packs it, or reads the table's own bytes
     return MetaWeight(table.shape, packed_nbytes(table, cpu_weights))

@@ -120,14 +120,13 @@ static double mixed(const void* bytes, size_t size) {
 // Take rows of every type apart. Each row ends where its memory does.
 static double pack(Pool* pool, int64_t type) {
   enum { ROWS = 70, INPUTS = 512 };
-  static const size_t row_bytes[] = {16 * 18, 16 * 20,  16 * 22, 16 * 24, 16 * 34, 2 * 144,
-                                     2 * 176, 2 * 210, 16 * 17, 16 * 18, 2 * 136};
+  const size_t row_bytes = (size_t)stored_row_bytes(type, INPUTS);
   uint8_t* rows[ROWS];
   for (int r = 0; r < ROWS; r++) {
-    rows[r] = malloc(row_bytes[type]);
-    for (size_t i = 0; i < row_bytes[type]; i++) rows[r][i] = (uint8_t)(i * 37 + (size_t)r * 11 + (i * i >> 3));
+    rows[r] = malloc(row_bytes);
+    for (size_t i = 0; i < row_bytes; i++) rows[r][i] = (uint8_t)(i * 37 + (size_t)r * 11 + (i * i >> 3));
   }
-  const StoredRows stored = {type, ROWS, INPUTS, (const uint8_t* const*)rows};
+  const StoredRows stored = {type, ROWS, INPUTS, (const uint8_t* const*)rows, NULL};
   const size_t q4_bytes = 2 * INPUTS / GROUP * (size_t)group_bytes(packed_kind(type));
   uint8_t* blocks = calloc(1, q4_bytes);
   int8_t *codes = malloc(ROWS * INPUTS), *weights = malloc(OUTPUTS * INPUTS);
@@ -164,7 +163,7 @@ static void* call(void* argument) {
     call_recurrent(c, step);
     localllm_linear(c->pool, &c->operations[0].matrix, c->x, HIDDEN, step % LONG + 1, 1, c->y, QKV);
     for (int i = 0; i < HIDDEN; i++) c->sum += c->stream[i] + c->y[i];
-    if (step < 11) c->sum += pack(c->pool, step);
+    if (step <= STORED_Q3_K) c->sum += pack(c->pool, step);
     if (step % 10 == 0) nanosleep(&(struct timespec){0, 3000000}, NULL);
   }
   return NULL;

@@ -8,11 +8,20 @@ from torch import Tensor
 from localllm.kernels.cpu import blocks
 from localllm.kernels.cpu.blocks import Examples, memory_of
 from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8, int8_codes
-from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import Stored
+from localllm.kernels.cpu.native.choice import usable_sets
+from localllm.kernels.cpu.native.library import native, open_library
+from localllm.kernels.cpu.native.structures import MAX_ROWS, Stored
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
 from localllm.kernels.cpu.q4 import CpuQ4Weight, pack_q4
-from localllm.kernels.cpu.stored_blocks import KINDS, GGUFBlocks, blocks_codes, blocks_int8, blocks_q4, meta_blocks
+from localllm.kernels.cpu.stored_blocks import (
+    KINDS,
+    CpuStoredWeight,
+    GGUFBlocks,
+    blocks_codes,
+    blocks_int8,
+    blocks_q4,
+    meta_blocks,
+)
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import INTERPRETED
@@ -30,7 +39,7 @@ def stored(block_type: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     """Return random blocks [rows, bytes], whose 16-bit scales are ordinary numbers, zeros, or extreme."""
     kind, rng = BLOCK_TYPES[block_type], torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (rows * columns // kind.size, kind.num_bytes), dtype=torch.uint8, generator=rng)
-    places = {"Q6_K": (208,), "MXFP4": ()}.get(
+    places = {"Q6_K": (208,), "MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,)}.get(
         block_type, (0, 2) if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
     )
     if block_type == "MXFP4":  # an exponent of 255 is not a number
@@ -97,6 +106,31 @@ def test_the_second_of_a_shape_is_packed_in_parts(shape: tuple[int, int]) -> Non
         kept.append(packed)
 
 
+@pytest.mark.parametrize("block_type", [name for name in TYPES if name not in KINDS])
+def test_products_read_the_files_bytes(block_type: str) -> None:
+    """Every library that this processor can run: near the definition, the same bits from all, and for a row alone."""
+    found, repacked = both(block_type, 150, 1280, seed=2)
+    weight, exact = CpuStoredWeight(found.copied()), repacked.dequantize(torch.float32)
+    whole = exact.isfinite().all(dim=1)
+    x = torch.randn(MAX_ROWS + 3, 1280, generator=torch.Generator().manual_seed(3))
+    x[1, 7], x[4, 9], x[6] = 100.0, float("nan"), 0
+    wanted, results = x.double() @ exact[whole].double().t(), []
+    for name in usable_sets():
+        library, reason = open_library(name)
+        assert library is not None, reason
+        pool = library.open_pool(2)
+        for fine in (True, False):
+            got = pool.linear(weight.matrix(), x, is_fine=fine)[:, whole]
+            alone = pool.linear(weight.matrix(), x[2:3], is_fine=fine)[:, whole]
+            assert torch.equal(got[2:3], alone)
+            assert not got[4].isfinite().any()
+            off = (got - wanted)[[0, 1, 2, 3, 5, 6]].norm(dim=1) / wanted[[0, 1, 2, 3, 5, 6]].norm(dim=1).clamp(1e-30)
+            assert float(off.max()) < (1e-3 if fine else 0.02)
+        results.append(got)
+        pool.close()
+    assert all(torch.equal(results[0].nan_to_num(), result.nan_to_num()) for result in results)
+
+
 def test_rows_of_several_tensors_and_of_cuts() -> None:
     """q, k and v in one matrix; a shard's columns of a larger tensor."""
     data = stored("Q4_K", 150, 1024)
@@ -117,21 +151,27 @@ def test_rows_of_several_tensors_and_of_cuts() -> None:
 def test_a_packer_takes_blocks_as_it_takes_the_repacked_weight(block_type: str, mode: str) -> None:
     found, repacked = both(block_type, 320, 512)
     packed, wanted = CpuPacker(mode).pack(found), CpuPacker(mode).pack(repacked)
-    assert type(packed) is (GGUFBlocks if wanted is repacked else type(wanted))
+    if cpu_layout(found, mode) == "stored":  # which keeps the values
+        assert isinstance(packed, CpuStoredWeight)
+        assert packed.nbytes == found.nbytes
+        wanted = repacked
+    else:
+        assert type(packed) is (GGUFBlocks if wanted is repacked else type(wanted))
     got, exact = (each.dequantize(torch.float32) for each in (packed, wanted))
     assert torch.equal(got.nan_to_num(), exact.nan_to_num())
     assert torch.equal(got.isnan(), exact.isnan())  # an infinite scale minus an infinite minimum
     empty = meta_blocks(repacked)
     assert (empty.shape, empty.nbytes) == (found.shape, found.nbytes)
-    assert cpu_layout(empty, mode) == cpu_layout(repacked, mode)
+    assert cpu_layout(empty, mode) == cpu_layout(found, mode)
     assert packed_nbytes(empty, mode) == held_bytes(packed)
     if isinstance(packed, GGUFBlocks):
         assert packed.copied() is packed
         assert packed.pieces[0].data_ptr() != found.pieces[0].data_ptr()
 
 
-def test_parts_of_several_types_become_one_matrix_of_bytes() -> None:
-    (one, first), (other, second) = both("Q6_K", 128, 512), both("Q5_K", 192, 512)
+@pytest.mark.skipif(not has_int8(), reason="this processor has no product of bytes")
+def test_parts_become_one_matrix_of_bytes() -> None:
+    (one, first), (other, second) = both("Q8_0", 128, 512), both("Q8_0", 192, 512)
     packed = CpuPacker().pack(StackedWeight([one, other]))
     wanted = CpuPacker().pack(StackedWeight([first, second]))
     assert type(packed) is type(wanted)

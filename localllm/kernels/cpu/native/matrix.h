@@ -20,6 +20,7 @@
 //                                                    w = E2M1_DOUBLED[code] * scale of each 16 inputs
 //   KIND_IQ4     [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[64] }
 //                                                    w = IQ4_VALUES[code] * scale
+//   KIND_STORED + a type of stored.h                 rows of a GGUF file, one after the other, not padded
 // The tables are in groups.h. In the 4-bit kinds byte [j][n][i] holds input 4 j + i of output n's block of 32 in its low nibble, and input
 // 16 + 4 j + i in its high nibble.
 //
@@ -27,6 +28,7 @@
 // weight. K of the other kinds is a multiple of 4 (KIND_I8, at most MAX_INT8_INPUTS) or 32.
 #pragma once
 #include <stdint.h>
+#include "stored.h"
 
 enum {
   OUTPUTS = 64,             // in a block
@@ -45,7 +47,8 @@ enum Kind {
   KIND_Q4_MIN,
   KIND_MXFP4,
   KIND_NVFP4,
-  KIND_IQ4
+  KIND_IQ4,
+  KIND_STORED = 64
 };
 
 typedef struct {
@@ -56,6 +59,7 @@ typedef struct {
   const float* scales;         // [padded N] KIND_I8
   const float* bias;           // [padded N]; NULL: none
   const int32_t* input_order;  // [K]: column k multiplies x[input_order[k]]; NULL: x[k]
+  const void* table;           // KIND_STORED: of StoredRows
 } Matrix;
 
 // Bytes of the codes of a group of inputs of a block, for kinds that have scales in between.
@@ -79,6 +83,8 @@ static inline int64_t block_bytes(const Matrix* matrix) {
     case KIND_BF16:
     case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
     case KIND_I8: return inputs * OUTPUTS;
-    default: return inputs / GROUP * group_bytes(matrix->kind);
+    default:
+      if (matrix->kind >= KIND_STORED) return OUTPUTS * stored_row_bytes(matrix->kind - KIND_STORED, inputs);
+      return inputs / GROUP * group_bytes(matrix->kind);
   }
 }

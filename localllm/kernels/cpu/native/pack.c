@@ -5,45 +5,13 @@
 #include "pack.h"
 #include "functions.h"
 #include "groups.h"
+#include "products.h"
 
 enum { TILE = 256, RUN = 32 };  // inputs that are decoded at a time; bytes of nibbles of two groups of a K type
 
-typedef struct {
-  int inputs, bytes;
-} BlockSize;
-
-static const BlockSize SIZES[] = {
-    [STORED_Q4_0] = {32, 18}, [STORED_Q4_1] = {32, 20},  [STORED_Q5_0] = {32, 22},   [STORED_Q5_1] = {32, 24},
-    [STORED_Q8_0] = {32, 34}, [STORED_Q4_K] = {256, 144}, [STORED_Q5_K] = {256, 176}, [STORED_Q6_K] = {256, 210},
-    [STORED_MXFP4] = {32, 17}, [STORED_IQ4_NL] = {32, 18}, [STORED_IQ4_XS] = {256, 136},
-};
-
 static const uint8_t* block_at(const StoredRows* s, int64_t row, int64_t input) {
-  const BlockSize size = SIZES[s->type];
+  const BlockSize size = STORED_SIZES[s->type];
   return s->rows[row] + input / size.inputs * size.bytes;
-}
-
-static float half_at(const uint8_t* p) {
-  uint16_t bits;
-  memcpy(&bits, p, sizeof bits);
-  return low_halves(same_ints(bits))[0];
-}
-
-static uint32_t word_at(const uint8_t* p) {
-  uint32_t word;
-  memcpy(&word, p, sizeof word);
-  return word;
-}
-
-// The 6-bit scale and minimum of a group of Q4_K or Q5_K: eight of each in 12 bytes, the last four in two parts.
-static void small_scales(const uint8_t* packed, int group, float* scale, float* minimum) {
-  if (group < 4) {
-    *scale = (float)(packed[group] & 63);
-    *minimum = (float)(packed[group + 4] & 63);
-  } else {
-    *scale = (float)((packed[group + 4] & 15) | (packed[group - 4] >> 2 & 48));
-    *minimum = (float)(packed[group + 4] >> 4 | (packed[group] >> 2 & 48));
-  }
 }
 
 // Values of a block ------------------------------------------------------------------------------------------------------
@@ -86,38 +54,14 @@ static void widen_q8_0(const uint8_t* b, float* out) {
   for (int i = 0; i < 32; i++) out[i] = (float)codes[i] * scale;
 }
 
-// fifth: [32] bytes whose bits are those of eight groups; NULL: codes of 4 bits
-static void widen_k(const uint8_t* b, const uint8_t* fifth, const uint8_t* runs, float* out) {
+static void widen_q4_k(const uint8_t* b, float* out) {
   const float unit = half_at(b), unit_of_minima = half_at(b + 2);
+  uint8_t scales[8], minima[8];
+  small_scales(b + 4, scales, minima);
   for (int group = 0; group < 8; group++, out += GROUP) {
-    const uint8_t* run = runs + group / 2 * RUN;
-    const int shift = group % 2 * 4;
-    float scale, minimum;
-    small_scales(b + 4, group, &scale, &minimum);
-    scale *= unit;
-    minimum *= -unit_of_minima;
-    for (int i = 0; i < GROUP; i++) {
-      const int code = run[i] >> shift & 15;
-      out[i] = (float)(fifth ? code | (fifth[i] >> group & 1) << 4 : code) * scale + minimum;
-    }
-  }
-}
-
-static void widen_q4_k(const uint8_t* b, float* out) { widen_k(b, NULL, b + 16, out); }
-
-static void widen_q5_k(const uint8_t* b, float* out) { widen_k(b, b + 16, b + 48, out); }
-
-static void widen_q6_k(const uint8_t* b, float* out) {
-  const float unit = half_at(b + 208);
-  const int8_t* scales = (const int8_t*)b + 192;
-  for (int group = 0; group < 8; group++, out += GROUP) {
-    const uint8_t *low = b + group / 4 * 64 + group % 2 * 32, *high = b + 128 + group / 4 * 32;
-    const int low_shift = group % 4 / 2 * 4, high_shift = group % 4 * 2;
-    const float first = (float)scales[2 * group] * unit, second = (float)scales[2 * group + 1] * unit;
-    for (int i = 0; i < GROUP; i++) {
-      const int code = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
-      out[i] = (float)(code - 32) * (i < 16 ? first : second);
-    }
+    const uint8_t* run = b + 16 + group / 2 * RUN;
+    const float scale = (float)scales[group] * unit, minimum = (float)minima[group] * -unit_of_minima;
+    for (int i = 0; i < GROUP; i++) out[i] = (float)(run[i] >> (group % 2 * 4) & 15) * scale + minimum;
   }
 }
 
@@ -147,20 +91,34 @@ static void widen_iq4_xs(const uint8_t* b, float* out) {
     widen_table(b + 8 + 16 * group, IQ4_VALUES, 0, small_scale(b, group), out + group * GROUP);
 }
 
+// The types whose blocks `widen_large` does not know.
 static void (*const WIDEN[])(const uint8_t*, float*) = {
     [STORED_Q4_0] = widen_q4_0,     [STORED_Q4_1] = widen_q4_1,     [STORED_Q5_0] = widen_q5_0,
     [STORED_Q5_1] = widen_q5_1,     [STORED_Q8_0] = widen_q8_0,     [STORED_Q4_K] = widen_q4_k,
-    [STORED_Q5_K] = widen_q5_k,     [STORED_Q6_K] = widen_q6_k,     [STORED_MXFP4] = widen_mxfp4,
-    [STORED_IQ4_NL] = widen_iq4_nl, [STORED_IQ4_XS] = widen_iq4_xs,
+    [STORED_MXFP4] = widen_mxfp4,   [STORED_IQ4_NL] = widen_iq4_nl, [STORED_IQ4_XS] = widen_iq4_xs,
+    [STORED_TQ2_0] = NULL,
 };
+
+static void widen_block(const StoredRows* s, const uint8_t* block, float* out) {
+  if (WIDEN[s->type])
+    WIDEN[s->type](block, out);
+  else
+    widen_large(s->type, block, s->table, out);
+}
 
 // Write the values of up to TILE inputs of a row from `first` on. Returns how many.
 static int64_t widen_tile(const StoredRows* s, int64_t row, int64_t first, float* out) {
-  const BlockSize size = SIZES[s->type];
+  const BlockSize size = STORED_SIZES[s->type];
   const int64_t count = s->inputs - first < TILE ? s->inputs - first : TILE;
   const uint8_t* block = block_at(s, row, first);
-  for (int64_t k = 0; k < count; k += size.inputs, block += size.bytes) WIDEN[s->type](block, out + k);
+  for (int64_t k = 0; k < count; k += size.inputs, block += size.bytes) widen_block(s, block, out + k);
   return count;
+}
+
+int64_t widen_stored(const Matrix* m, int64_t output, int64_t first, float* out) {
+  const int64_t type = m->kind - KIND_STORED;
+  const uint8_t* row = (const uint8_t*)m->weights + output * stored_row_bytes(type, m->inputs);
+  return widen_tile(&(StoredRows){type, 1, m->inputs, &row, m->table}, 0, first, out);
 }
 
 // Codes of 8 bits --------------------------------------------------------------------------------------------------------
@@ -216,13 +174,14 @@ static void group_of_k(const uint8_t* b, int group, Group* out) {
     const uint32_t first = word_at(run + 4 * j), second = word_at(run + 16 + 4 * j);
     out->words[j] = group % 2 ? (first >> 4 & low) | (second & ~low) : (first & low) | (second & low) << 4;
   }
-  small_scales(b + 4, group, &out->scale, &out->minimum);
-  out->scale *= half_at(b);
-  out->minimum = out->scale * 0 - out->minimum * -half_at(b + 2);  // the zero has the sign of its definition
+  uint8_t scales[8], minima[8];
+  small_scales(b + 4, scales, minima);
+  out->scale = (float)scales[group] * half_at(b);
+  out->minimum = out->scale * 0 - (float)minima[group] * -half_at(b + 2);  // the zero has the sign of its definition
 }
 
 static void group_at(const StoredRows* s, int64_t row, int64_t input, Group* out) {
-  const uint8_t *b = block_at(s, row, input), *nibbles = b + SIZES[s->type].bytes - sizeof out->words;
+  const uint8_t *b = block_at(s, row, input), *nibbles = b + STORED_SIZES[s->type].bytes - sizeof out->words;
   const int group = (int)(input % TILE / GROUP);
   switch (s->type) {
     case STORED_Q4_K: group_of_k(b, group, out); return;

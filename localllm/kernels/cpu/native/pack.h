@@ -2,21 +2,7 @@
 #pragma once
 #include <stdint.h>
 #include "pool.h"
-
-// Block types by GGUF's names. The bits are those of ggml's structures.
-enum Stored {
-  STORED_Q4_0,
-  STORED_Q4_1,
-  STORED_Q5_0,
-  STORED_Q5_1,
-  STORED_Q8_0,
-  STORED_Q4_K,
-  STORED_Q5_K,
-  STORED_Q6_K,
-  STORED_MXFP4,
-  STORED_IQ4_NL,
-  STORED_IQ4_XS
-};
+#include "stored.h"
 
 // Some rows of one type. They may come from several tensors, in any order.
 typedef struct {
@@ -24,6 +10,7 @@ typedef struct {
   int64_t count;
   int64_t inputs;              // of a row, a multiple of the type's block
   const uint8_t* const* rows;  // [count]
+  const void* table;           // of the types IQ1 to IQ3: the magnitudes that their codes name (stored_blocks.py)
 } StoredRows;
 
 // The kind of matrix that `localllm_pack_q4` writes for a type of 4 bits; -1 for others.

@@ -285,7 +285,10 @@ void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float
   };
   Sums sums[MAX_LINES];
   memset(sums, 0, (size_t)(rows->lines ? rows->lines : rows->rows) * sizeof *sums);
-  sum[matrix->kind](matrix, rows, block, sums);
+  if (matrix->kind >= KIND_STORED)
+    multiply_stored(matrix, rows, block, sums[0].floats, OUTPUTS);
+  else
+    sum[matrix->kind](matrix, rows, block, sums);
   for (int64_t row = 0; row < rows->rows; row++)
     for (int at = 0; at < OUTPUTS; at += LANES) {
       const Floats bias = matrix->bias ? load_floats(matrix->bias + block * OUTPUTS + at) : same_floats(0);

@@ -41,6 +41,14 @@ Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t r
 // summed in the same order whatever the number of rows, so that a row's result does not depend on its neighbours.
 void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float* y, int64_t stride);
 
+// Add the products of all lines with the outputs of a block of KIND_STORED to sums[line * stride + output], where the sums
+// are zeros.
+void multiply_stored(const Matrix* matrix, const Rows* rows, int64_t block, float* sums, int64_t stride);
+
+// Write the values of an output of KIND_STORED from input `first` on, a multiple of 256, as fp32: 256, or up to the last
+// one. Returns how many.
+int64_t widen_stored(const Matrix* matrix, int64_t output, int64_t first, float* out);
+
 // Write the values of the first `outputs` outputs of `block` as fp32 [outputs, K], in the order of the matrix's columns.
 void unpack_block(const Matrix* matrix, int64_t block, int64_t outputs, float* out);
 

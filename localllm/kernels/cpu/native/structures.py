@@ -31,6 +31,9 @@ class Kind(IntEnum):
     IQ4 = 9
 
 
+KIND_STORED = 64  # plus a `Stored`: rows of a GGUF file
+
+
 class Stored(IntEnum):
     """Block type of a GGUF file's tensor that pack.c takes apart."""
 
@@ -45,6 +48,8 @@ class Stored(IntEnum):
     MXFP4 = 8
     IQ4_NL = 9
     IQ4_XS = 10
+    Q2_K = 11
+    Q3_K = 12
 
 
 class Op(IntEnum):
@@ -116,6 +121,7 @@ class NativeMatrix(ctypes.Structure):
         ("scales", c_void_p),
         ("bias", c_void_p),
         ("input_order", c_void_p),
+        ("table", c_void_p),
     )
 
 
@@ -215,7 +221,13 @@ class NativeOperation(ctypes.Structure):
 class NativeStoredRows(ctypes.Structure):
     """`StoredRows` of pack.h. Does not keep the memory alive that it points to."""
 
-    _fields_ = (("type", c_int64), ("count", c_int64), ("inputs", c_int64), ("rows", c_void_p))
+    _fields_ = (
+        ("type", c_int64),
+        ("count", c_int64),
+        ("inputs", c_int64),
+        ("rows", c_void_p),
+        ("table", c_void_p),
+    )
 
 
 class NativeRow(ctypes.Structure):

@@ -62,6 +62,11 @@ static int64_t tile_inputs(const Matrix* m, int64_t first) {
 }
 
 void unpack_block(const Matrix* m, int64_t block, int64_t outputs, float* out) {
+  if (m->kind >= KIND_STORED) {
+    for (int64_t output = 0; output < outputs; output++, out += m->inputs)
+      for (int64_t k = 0; k < m->inputs;) k += widen_stored(m, block * OUTPUTS + output, k, out + k);
+    return;
+  }
   Tile tile;
   for (int64_t first = 0; first < m->inputs; first += GROUP) {
     const int64_t count = tile_inputs(m, first);
@@ -77,8 +82,29 @@ static Words bf16_bits(Floats value) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
 }
 
+static void unpack_stored_bf16(const Matrix* m, int64_t block, uint32_t* out) {
+  enum { AT_ONCE = 256 };
+  const int64_t left = m->outputs - block * OUTPUTS;
+  for (int64_t n = 0; n < OUTPUTS; n++)
+    for (int64_t first = 0; first < m->inputs; first += AT_ONCE) {
+      float values[AT_ONCE] = {0};
+      uint32_t pairs[AT_ONCE];
+      const int64_t count = m->inputs - first < AT_ONCE ? m->inputs - first : AT_ONCE;
+      if (n < left) widen_stored(m, block * OUTPUTS + n, first, values);
+      for (int64_t k = 0; k < count; k += LANES) {
+        const Words rounded = bf16_bits(load_floats(values + k)) >> 16;
+        memcpy(pairs + k, &rounded, sizeof rounded);
+      }
+      for (int64_t k = 0; k < count; k += 2) out[(first + k) / 2 * OUTPUTS + n] = pairs[k] | pairs[k + 1] << 16;
+    }
+}
+
 void unpack_block_bf16(const Matrix* m, int64_t block, uint32_t* out) {
   Tile tile;
+  if (m->kind >= KIND_STORED) {
+    unpack_stored_bf16(m, block, out);
+    return;
+  }
   for (int64_t first = 0; first < m->inputs; first += GROUP) {
     const int64_t count = tile_inputs(m, first);
     unpack_tile(m, block, first, count, tile);
