@@ -31,8 +31,8 @@ FOREVER = "public, max-age=31536000, immutable"
 
 @get(["/static/{path:path}", "/favicon.ico"], sync_to_thread=False)
 def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return a file of a page. With its version in the URL it may be cached for ever. Browsers ask for /favicon.ico
-    beside answers that are no pages of ours."""
+    """Return a file of a page. With its version in the URL it may be cached for ever. Browsers ask for /favicon.ico by
+    themselves, where an answer names no icon."""
     path = str(request.path_params.get("path", "favicon.svg")).lstrip("/")
     file = static_files().get(path)
     if file is None:

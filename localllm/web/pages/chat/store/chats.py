@@ -88,7 +88,7 @@ class PictureFiles(Tables):
 
 
 class Ratings(Tables):
-    """What people think of replies: good or bad, with a note."""
+    """Ratings of replies: good or bad, with a note."""
 
     def rate(self, message_id: str, rating: str, note: str) -> None:
         """Keep the rating of a reply; an empty one takes it back."""
