@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -90,6 +90,47 @@ class Experts:
             padding=self.padding,
         )
 
+    def described(self, writer: Writer, top_k: int, **routing: Any) -> NativeExperts:
+        """Return the experts for the native library, which stay valid as long as the writer's memory. routing: further
+        fields. Raises `NotSupportedNatively`."""
+        ids = torch.zeros((MAX_ROWS, top_k), dtype=torch.int32)
+        weights = torch.zeros((MAX_ROWS, top_k))
+        writer.kept += [ids, weights]
+        found = NativeExperts(
+            count=len(self.gate_up), top_k=top_k, gate_up=writer.each_expert(self.gate_up, self.gate_up_bias),
+            down=writer.each_expert(self.down, self.down_bias), ids=ids.data_ptr(), weights=weights.data_ptr(),
+            **routing,
+        )  # fmt: skip
+        writer.kept.append(found)
+        return found
+
+    def write(self, writer: Writer, chosen: int, top_k: int, norm: Any) -> None:
+        """Write the first matrices of the chosen experts. chosen: address of `described`."""
+        width = self.gate_up[0].shape[0] // 2
+        writer.stream.widen(self.gate_up[0].shape[1])
+        writer.expert_features.widen(top_k * width)
+        writer.plan(
+            Op.EXPERTS_GATED, writer.stream, writer.expert_features, experts=chosen, norm=writer.normed_by(norm),
+            matrix=sizes(width), activation=ACTIVATIONS[self.activation],
+        )  # fmt: skip
+
+    def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0) -> None:
+        """Write the last matrices: added to the stream, or written to another buffer."""
+        outputs = self.down[0].shape[0]
+        target.widen(outputs)
+        writer.plan(
+            Op.EXPERTS_DOWN, writer.expert_features, target, experts=chosen, adds=target is writer.stream,
+            factor=factor, matrix=sizes(outputs),
+        )  # fmt: skip
+
+
+class AnyExperts(Protocol):
+    """Experts here or elsewhere (far.py)."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor:
+        """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
+        ...
+
 
 class LatentExperts(NamedTuple):
     """Matrices around experts that work in a narrower space (Nemotron 3)."""
@@ -108,7 +149,7 @@ class MoE:
     def __init__(
         self,
         router: Linear,
-        experts: Experts,
+        experts: AnyExperts,
         routing: Routing,
         correction_bias: Tensor | None = None,
         shared: GatedMLP | MLP | None = None,
@@ -177,42 +218,26 @@ class MoE:
         """Write the router, and the first matrices of the chosen experts."""
         if self.routing.scales_inputs:
             raise NotSupportedNatively("experts whose inputs are multiplied")
+        if not isinstance(self.experts, Experts):
+            raise NotSupportedNatively("experts that are elsewhere")
         writer.linear(self.router, writer.stream, writer.router, norm=router_norm)
-        writer.chosen_experts = ctypes.addressof(self._described(writer))
-        writer.plan(Op.ROUTE, writer.router, writer.router, experts=writer.chosen_experts)
-        width = self.experts.gate_up[0].shape[0] // 2
-        writer.expert_features.widen(self.routing.top_k * width)
-        name = writer.spec.mixture.activation if writer.spec.mixture is not None else None
-        writer.plan(
-            Op.EXPERTS_GATED, writer.stream, writer.expert_features, experts=writer.chosen_experts,
-            norm=writer.normed_by(norm), matrix=sizes(width), activation=ACTIVATIONS[name or writer.spec.hidden_act],
+        routing = self.routing
+        described = self.experts.described(
+            writer, routing.top_k, correction=writer.address(self.correction_bias),
+            is_sigmoid=routing.scoring == "sigmoid", renormalizes=routing.renormalize, least_sum=routing.least_sum,
+            num_groups=routing.num_groups, top_groups=routing.top_groups, scale=routing.scale,
+            expert_scale=writer.address(self.expert_scale),
         )  # fmt: skip
+        writer.chosen_experts = ctypes.addressof(described)
+        writer.plan(Op.ROUTE, writer.router, writer.router, experts=writer.chosen_experts)
+        self.experts.write(writer, writer.chosen_experts, routing.top_k, norm)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
         """Write the last matrices: added to the stream, or written to another buffer."""
-        writer.plan(
-            Op.EXPERTS_DOWN, writer.expert_features, target, experts=writer.chosen_experts,
-            adds=target is writer.stream, factor=factor, matrix=sizes(writer.spec.hidden_size),
-        )  # fmt: skip
+        assert isinstance(self.experts, Experts), "`write_routed` refuses others"
+        self.experts.write_out(writer, writer.chosen_experts, target, factor)
         if self.shared is not None:
             self.shared.write_out(writer, target, factor, adds=True)
-
-    def _described(self, writer: Writer) -> NativeExperts:
-        routing, experts = self.routing, self.experts
-        ids = torch.zeros((MAX_ROWS, routing.top_k), dtype=torch.int32)
-        weights = torch.zeros((MAX_ROWS, routing.top_k))
-        writer.kept += [ids, weights]
-        described = NativeExperts(
-            count=len(experts.gate_up), top_k=routing.top_k,
-            gate_up=writer.each_expert(experts.gate_up, experts.gate_up_bias),
-            down=writer.each_expert(experts.down, experts.down_bias),
-            correction=writer.address(self.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
-            renormalizes=routing.renormalize, least_sum=routing.least_sum, num_groups=routing.num_groups,
-            top_groups=routing.top_groups, scale=routing.scale, expert_scale=writer.address(self.expert_scale),
-            ids=ids.data_ptr(), weights=weights.data_ptr(),
-        )  # fmt: skip
-        writer.kept.append(described)
-        return described
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.router.weight
