@@ -4,8 +4,8 @@
 
 The longest end of the text, of at least LEAST_MATCH and at most LONGEST_MATCH tokens, that occurred before is looked
 up; of equally long ones the latest counts, and the tokens behind it are the drafts, never more than the match is long.
-runner/lookup.py does the same on a CPU, where nothing is launched. The text of a slot is read once for each token of
-the longest match, out of the cache but for the first: 128 KB for 32,000 tokens.
+runner/host_drafts.py does the same on a CPU, where nothing is launched. The text of a slot is read once for each token
+of the longest match, out of the cache but for the first: 128 KB for 32,000 tokens.
 Idea: prompt lookup decoding (Saxena 2023); matches as long as possible as in SAM decoding (Hu et al. 2024,
 arXiv:2411.10666).
 """

@@ -12,7 +12,7 @@ from localllm.kernels import propose_lookup as module
 from localllm.kernels.accept_drafts import accept_drafts
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.propose_lookup import MOST_DRAFTS, propose_lookup
-from localllm.runner.lookup import LEAST_MATCH, LONGEST_MATCH, find_drafts
+from localllm.runner.host_drafts import LEAST_MATCH, LONGEST_MATCH, find_drafts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 SLOTS, WIDTH = 5, 24

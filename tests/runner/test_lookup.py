@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.runner.lookup import LONGEST_MATCH, find_drafts, find_predicted, longest_match
+from localllm.runner.host_drafts import LONGEST_MATCH, find_drafts, find_predicted, longest_match
 from tests.draws import draws
 
 

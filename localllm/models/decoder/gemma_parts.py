@@ -18,8 +18,7 @@ from localllm.models.layers.gemma import AltUp, AltUpEnds, Laurel, PerLayerGate,
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.moe import ExpertsOfStream
 from localllm.models.layers.norm import LayerNorm, RMSNorm
-from localllm.models.spec.gemma import AltUpSpec
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import AltUpSpec, ModelSpec
 from localllm.models.weights.source import PER_LAYER_EMBEDDING, ShardWeights
 
 NormOf = Callable[..., RMSNorm | LayerNorm]
@@ -68,7 +67,7 @@ class GemmaParts:
 
     def _gemma4(self, index: int, kind: LayerKind, prefix: str, attention: MixerPart, mlp: FeedForward) -> Gemma4Layer:
         norm, scalar = self.norm, float(self.share.source.take([f"{prefix}layer_scalar"], (1,)))
-        gate, experts = self._gate(prefix, scalar), self._experts(prefix)
+        gate, experts = self._gate(prefix, scalar), self._experts(index, prefix)
         return Gemma4Layer(
             kind, norm(f"{prefix}input_layernorm"), attention, norm(f"{prefix}post_attention_layernorm"),
             norm(f"{prefix}pre_feedforward_layernorm"), mlp,
@@ -85,13 +84,13 @@ class GemmaParts:
         up = linear([f"{prefix}per_layer_projection"], (spec.hidden_size, sizes.size))
         return PerLayerGate(gate, up, self.norm(f"{prefix}post_per_layer_input_norm", factor), spec.hidden_act)
 
-    def _experts(self, prefix: str) -> ExpertsOfStream | None:
+    def _experts(self, index: int, prefix: str) -> ExpertsOfStream | None:
         """Return the experts beside the feed-forward part, and their norms; the router's has a weight of its own."""
         spec = self.spec
         if spec.mixture is None:
             return None
         router_norm = self._scaled_norm(f"{prefix}mlp.gate.scale", spec.hidden_size**-0.5)
-        mixture = build_mixture(spec, spec.mixture, self.share, f"{prefix}mlp.")
+        mixture = build_mixture(spec, spec.mixture, self.share, index)
         before, after = (self.norm(f"{prefix}{side}_feedforward_layernorm_2") for side in ("pre", "post"))
         return ExpertsOfStream(mixture, router_norm, before, after)
 

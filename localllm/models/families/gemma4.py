@@ -24,9 +24,9 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families import text_part
 from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, size
-from localllm.models.spec.gemma import altup, layer_sparsity, per_layer_input
 from localllm.models.spec.gguf import SANDWICH_NORMS, Fields, GGUFFacts, GGUFTensors, Metadata, has, layer_types
 from localllm.models.spec.mixture import MixtureSpec, mixture
+from localllm.models.spec.model_spec import AltUpSpec, PerLayerInputSpec
 
 _SHAPE_FIELDS = ("head_dim", "num_key_value_heads")
 _RENAMES = (
@@ -409,3 +409,31 @@ GEMMA3N_VISION = Family(
     _gemma3n_text,
     NOTE,
 )
+
+
+def altup(config: Config) -> AltUpSpec:
+    """Parse the fields of a config. Raises `CorruptModel` for impossible ones."""
+    count, active = size(config, "altup_num_inputs"), config.get("altup_active_idx", 0)
+    if count < 2 or not isinstance(active, int) or not 0 <= active < count:
+        raise CorruptModel(f"config.json has altup_active_idx = {active!r} of altup_num_inputs = {count}.")
+    return AltUpSpec(count, active, bool(config.get("altup_correct_scale")), size(config, "laurel_rank"))
+
+
+def layer_sparsity(config: Config) -> tuple[float, ...]:
+    """Return for each layer the share of the feed-forward part's gate that becomes zero; empty: none in any layer."""
+    layers, pattern = size(config, "num_hidden_layers"), config.get("activation_sparsity_pattern")
+    if pattern is None:
+        pattern = [0.95] * (10 if layers > 10 else 0) + [0.0] * (layers - (10 if layers > 10 else 0))
+    pattern = pattern if isinstance(pattern, list) else [pattern] * layers
+    if len(pattern) != layers or not all(isinstance(share, int | float) and 0 <= share < 1 for share in pattern):
+        raise CorruptModel("config.json's activation_sparsity_pattern is not a share for each layer, below 1.")
+    return tuple(float(share) for share in pattern) if any(pattern) else ()
+
+
+def per_layer_input(config: Config) -> PerLayerInputSpec | None:
+    """Parse the sizes of a config; None: the model has no per-layer embeddings."""
+    if not config.get("hidden_size_per_layer_input"):
+        return None
+    pad = config.get("pad_token_id")
+    sizes = size(config, "hidden_size_per_layer_input"), size(config, "vocab_size_per_layer_input")
+    return PerLayerInputSpec(*sizes, pad if isinstance(pad, int) else 0)

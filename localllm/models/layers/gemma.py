@@ -26,7 +26,7 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import UNGATED
 from localllm.models.layers.native_writer import Writer
 from localllm.models.layers.norm import LayerNorm, RMSNorm
-from localllm.models.spec.gemma import PerLayerInputSpec
+from localllm.models.spec.model_spec import PerLayerInputSpec
 
 LEAST_SQUARE = 1e-5
 """Least mean of squares of a stream whose magnitude is changed."""

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 
 from localllm.config.settings import Task
 from localllm.models.spec.fields import NormSpec
-from localllm.models.spec.gemma import AltUpSpec, PerLayerInputSpec
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
@@ -73,6 +72,25 @@ DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 
 FINAL_HIDDEN = -1
 """The tap of the hidden state after the target's final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """Several residual streams, of which each layer computes one (alternating updates, arXiv:2301.13310)."""
+
+    num_streams: int
+    active: int  # the stream that layers compute
+    scales_output: bool  # the computed stream is scaled before the per-layer embedding's gate reads it
+    laurel_rank: int  # of the low-rank matrix beside attention (LAuReL, arXiv:2411.07501)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputSpec:
+    """Sizes of the table of per-layer embeddings, [vocab_size, layers * size]."""
+
+    size: int  # numbers of one layer's vector
+    vocab_size: int  # rows of the table; tokens beyond it use row 0
+    pad_id: int = 0  # token that stands for a picture's
 
 
 @dataclass(frozen=True, slots=True)
