@@ -716,7 +716,7 @@ class _ProgressBar:
 
 PARSED = {
     "max_model_len", "lora_modules", "tensor_parallel_size", "pipeline_parallel_size", "tensor_split",
-    "pipeline_layer_partition", "device_ids", "limit_mm_per_prompt", "mm_processor_kwargs",
+    "pipeline_layer_partition", "device_ids", "n_cpu_moe", "limit_mm_per_prompt", "mm_processor_kwargs",
 }  # fmt: skip
 """Arguments that may also have the form of their flag: "auto", "3,1", a list."""
 

@@ -1,5 +1,6 @@
 """The real runner under the real scheduler, for tests that compare whole generations."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +33,8 @@ class Engine:
 
     def __init__(
         self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0,
-        staged: bool | None = None, encoder_rows: int = 0, lora: LoraLimits | None = None, **config: int,
+        staged: bool | None = None, encoder_rows: int = 0, lora: LoraLimits | None = None,
+        far_layers: Sequence[int] = (), **config: int,
     ):  # fmt: skip
         spec = read_spec(path)
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
@@ -48,7 +50,7 @@ class Engine:
         hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
         pool = StatePool(24) if spec.recurrent is not None else None
         self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
-        self.model = model = load_model(path, spec, CPU, torch.float32, lora=lora)
+        self.model = model = load_model(path, spec, CPU, torch.float32, lora=lora, far_layers=far_layers)
         kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, "float32")
         states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
         for layer in filter(None, kv.layers):

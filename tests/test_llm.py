@@ -349,7 +349,7 @@ def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
     [
         ({"max_modl_len": 8}, ConfigError, "LLM has no argument 'max_modl_len'. Did you mean max_model_len?"),
         ({"kv_cache_dtype": "fp4"}, ConfigError, "kv-cache-dtype fp4 is out of range"),
-        ({"cpu_offload_gb": 4}, UnsupportedOption, "cpu_offload_gb is not supported."),
+        ({"n_gpu_layers": 4}, UnsupportedOption, "n_gpu_layers is not supported."),
         ({"enable_chunked_prefill": False}, UnsupportedOption, "enable_chunked_prefill=False is not supported."),
         ({"max_num_seqs": 0}, ConfigError, "max-num-seqs 0 is out of range"),
         ({"dtype": "float8"}, ConfigError, "dtype"),

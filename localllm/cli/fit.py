@@ -17,6 +17,7 @@ from localllm.terminal import print_table
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
+    from localllm.machine.hardware import Hardware
     from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
     from localllm.models.library.about import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
@@ -37,20 +38,38 @@ def fit(options: argparse.Namespace) -> int:
 
     config = settings_from(options).engine
     with inspect_checkpoint(config.model, config.revision) as found:
-        spec, estimates = estimate_checkpoint(found.path, config, read_hardware(), with_drafter)
+        hardware = read_hardware()
+        spec, estimates = estimate_checkpoint(found.path, config, hardware, with_drafter)
+    speeds = _speeds(spec, estimates, hardware)
     if options.json:
-        print(json.dumps(_facts(found, spec, estimates), indent=2))
+        print(json.dumps(_facts(found, spec, estimates, speeds), indent=2))
     else:
-        _tell(found, spec, estimates)
+        _tell(found, spec, estimates, speeds)
     return 0 if estimates[0].plan is not None else DoesNotFit.exit_code
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> None:
+def _speeds(spec: ModelSpec, estimates: Sequence[Estimate], hardware: Hardware) -> list[tuple[float, float] | None]:
+    """Return the predicted tokens per second of one answer on each device, where one of them reads experts from RAM:
+    the speed then decides between them. Measures the memory's bandwidth once, and keeps it."""
+    if not any(each.plan is not None and each.plan.far for each in estimates):
+        return [None] * len(estimates)
+    from localllm.machine.bandwidth import memory_bandwidth
+    from localllm.models.library.speed import checkpoint_speed
+
+    ram = memory_bandwidth(hardware)
+    return [None if each.plan is None else checkpoint_speed(spec, each.plan, hardware, ram) for each in estimates]
+
+
+def _tell(
+    found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate],
+    speeds: Sequence[tuple[float, float] | None],
+) -> None:  # fmt: skip
     from localllm.models.fit.estimate import fit_rows
     from localllm.models.library.about import longest_input
+    from localllm.models.library.speed import speed_in_words
 
     print(f"{found.name} · {spec.architecture} · {longest_input(spec)}")
     if found.download_bytes is not None:
@@ -61,6 +80,8 @@ def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estim
     print()
     rows = [["", *(f"{each.device}  {each.name}" if each.device != "cpu" else "CPU" for each in estimates)]]
     rows += [[name, *cells] for name, cells in fit_rows(estimates)]
+    if any(speeds):
+        rows.append(["speed of one answer", *map(speed_in_words, speeds)])
     print_table(rows)
     if estimates[0].needs.ranks:
         _tell_ranks(estimates[0].needs.ranks)
@@ -93,13 +114,18 @@ def _tell_device(each: Estimate, *, several: bool) -> None:
 # ---- for programs ----------------------------------------------------------------------------------------------------
 
 
-def _facts(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> dict[str, Any]:
+def _facts(
+    found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate],
+    speeds: Sequence[tuple[float, float] | None],
+) -> dict[str, Any]:  # fmt: skip
     return {
         "model": found.name,
         "architecture": spec.architecture,
         "max_position": spec.max_position,
         "download_bytes": found.download_bytes or 0,
-        "devices": [_device_facts(each) for each in estimates],
+        "devices": [
+            _device_facts(each) | {"tokens_per_s": speed} for each, speed in zip(estimates, speeds, strict=True)
+        ],
     }
 
 

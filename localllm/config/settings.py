@@ -40,6 +40,8 @@ PICTURES = "Pictures"
 PARALLEL = "Several GPUs"
 SERVER, ACCESS, SEVERAL_MODELS, SEVERAL_SERVERS = "Server", "Access", "Several models", "Several servers"
 
+ALL_LAYERS = 10_000
+"""More layers than any model has."""
 MAX_UPLOAD_BYTES = 64 * 1024**2
 """The largest body with files that a page accepts; not a setting. Files are received to disk."""
 MIN_INFLIGHT_BODY_BYTES = 16 * 1024**2
@@ -47,6 +49,10 @@ MIN_INFLIGHT_BODY_BYTES = 16 * 1024**2
 
 def _parse_length(raw: Any) -> int | None:
     return None if str(raw).lower() in ("auto", "-1") else parse_count(raw)
+
+
+def _parse_far_layers(raw: Any) -> str:
+    return str(raw).strip().lower()
 
 
 def _parse_size(raw: Any) -> int | None:
@@ -199,6 +205,16 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(
         0.90, MEMORY, "share of the GPU's free memory that may be used", allowed_text="above 0 and at most 1",
         accepts=lambda share: 0 < share <= 1)
+    n_cpu_moe: str = setting(
+        "auto", MEMORY, "layers whose experts are in RAM and computed by the CPU, counted from the last",
+        parser=_parse_far_layers, accepts=lambda text: text in ("auto", "all") or text.isdecimal(), metavar_text="N",
+        allowed_text="auto (as few as a context of 8,192 tokens needs), all, or a number",
+        note="for mixtures of experts that are larger than the GPU", is_of_one_model=True)
+    cpu_moe: bool = setting(
+        False, MEMORY, "keep the experts of all layers in RAM, as n_cpu_moe all does", is_of_one_model=True)
+    cpu_offload_gb: float = setting(
+        0.0, MEMORY, "move as few layers of experts to RAM as take this much of the GPU, in GiB", unit="GiB", low=0,
+        is_of_one_model=True)
     kv_cache_memory_bytes: int | None = setting(
         None, MEMORY, "size of the KV cache, e.g. 4GiB", unit="bytes", low=1, unset="all remaining memory")
     kv_cache_dtype: str = setting(
@@ -328,6 +344,10 @@ class EngineConfig:
         if self.kernels == "checked" and self.check_kernels == "off":
             why = "--kernels checked serves only what was compared with PyTorch."
             raise ConfigError("--check-kernels off does not go with --kernels checked.", why, "--check-kernels first")
+        asked = [self.n_cpu_moe != "auto", self.cpu_moe, self.cpu_offload_gb > 0]
+        if sum(asked) > 1:
+            what = "Only one of --n-cpu-moe, --cpu-moe and --cpu-offload-gb can be set."
+            raise ConfigError(what, "Each says which experts are in RAM.", "--n-cpu-moe N", param="n_cpu_moe")
         count = len(self.lora_modules)
         if count > self.max_loras:
             what, why = f"--lora-modules names {count} adapters.", f"--max-loras is {self.max_loras}."
@@ -336,6 +356,18 @@ class EngineConfig:
     @property
     def speculation(self) -> SpeculationChoice:
         return speculation_choice(self.speculative, self.draft_max, self.speculative_config, self.draft)
+
+    @property
+    def far_layers(self) -> int | None:
+        """Layers whose experts are in RAM, at most as many as there are; None: as few as needed."""
+        if self.cpu_moe or self.n_cpu_moe == "all" or self.cpu_offload_gb:
+            return ALL_LAYERS
+        return None if self.n_cpu_moe == "auto" else int(self.n_cpu_moe)
+
+    @property
+    def far_flag(self) -> str:
+        """The flag that asks for experts in RAM."""
+        return "--cpu-moe" if self.cpu_moe else "--cpu-offload-gb" if self.cpu_offload_gb else "--n-cpu-moe"
 
     @property
     def takes_adapters(self) -> bool:

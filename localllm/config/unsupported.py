@@ -12,7 +12,9 @@ _TOKENIZER = "The tokenizer comes from the model's folder."
 _CONFIG = "A checkpoint's config.json cannot be overridden."
 _TEXT_ONLY = "Only models that read text, or text and pictures, are supported: task selects generate, embed or score."
 _PREFILL = "Use long_prefill_token_threshold, which limits a prefill chunk."
-_DEVICE = "A model runs on the GPU or on the CPU: use device."
+_LAYERS = (
+    "Attention and the KV cache stay on the GPU: use n_cpu_moe to keep the experts of some layers in RAM, or device."
+)
 _LOGS = "Use log_level: info logs one line per request."
 
 UNSUPPORTED: dict[str, str] = {
@@ -40,11 +42,14 @@ UNSUPPORTED: dict[str, str] = {
     "calculate_kv_scales": "An fp8 cache uses scale 1; an int8 cache computes a scale for each token.",
     "num_gpu_blocks_override": "Use kv_cache_memory_bytes to set the size of the KV cache.",
     "prefix_caching_hash_algo": "Blocks are always hashed with BLAKE2b.",
-    "cpu_offload_gb": _LATER,
     "mlock": _LATER,
     "mmap": "Weights are always memory-mapped.",
-    "n_gpu_layers": _DEVICE,
-    "ngl": _DEVICE,
+    "n_gpu_layers": _LAYERS,
+    "gpu_layers": _LAYERS,
+    "ngl": _LAYERS,
+    "override_tensor": _LAYERS,
+    "ot": _LAYERS,
+    "cpu_offload_params": _LAYERS,
     # several devices
     "nnodes": _LATER,
     "node_rank": _LATER,

@@ -261,6 +261,8 @@ class RunnerStats(NamedTuple):
     picture_row_s: float = (
         0.0  # seconds to encode a row of a picture: first by the speed of a matrix product; 0: unknown
     )
+    far_bytes: int = 0  # of experts in RAM beside a GPU
+    far_s: float = 0.0  # seconds that the CPU has computed them, all steps together
     prompt_token_s: float = 0.0  # seconds to compute a prompt token, in the last steps with prompts; 0: none was run
 
     def bubble_ratios(self) -> dict[int, float]:

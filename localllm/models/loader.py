@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,22 +22,24 @@ import torch
 from localllm.errors import CorruptModel, UnsupportedOption
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.mixture import build_mixture, held_experts
 from localllm.models.families import text_part
 from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.registry import linear_format, open_checkpoint
-from localllm.models.layers.group import Group
+from localllm.models.layers.far import Crossing, RamLink
+from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.lora import LoraBank, LoraLimits
 from localllm.models.read_spec import family_of
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.shard import Shard
+from localllm.models.spec.shard import Shard, whole_shard
 from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.source import LM_HEAD, Progress
+from localllm.models.weights.source import LM_HEAD, FarWeights, Progress, ShardWeights
 from localllm.models.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def load_model(
     half_weights: bool = False,
     shard: Shard | None = None,
     group: Group | None = None,
+    far_layers: Sequence[int] = (),
 ) -> DecoderModel | TransformersModel:
     """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
@@ -70,6 +73,7 @@ def load_model(
     half_weights: whether matrices stored in 16 bits stay so on a CPU that computes in float32.
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
+    far_layers: the layers whose routed experts stay in RAM and are computed there.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     _refuse_shard(spec, shard, verify=verify)
@@ -89,8 +93,8 @@ def load_model(
             with torch.device("meta"):  # from the headers: what the shard reads, whole or in part
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 DecoderBuilder(spec, counted, device, dtype, shard).build(1)
-            weights.total_bytes = counted.done_bytes
-        builder = DecoderBuilder(spec, weights, device, dtype, shard, group)
+            weights.read.total_bytes = counted.read.done_bytes
+        builder = DecoderBuilder(spec, weights, device, dtype, shard, group, _far(weights, device, far_layers))
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
     if shard is None:
@@ -131,6 +135,47 @@ def resident_bytes(
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
         builder = DecoderBuilder(spec, weights, device, dtype, shard)
         return held_bytes(builder.build(max_model_len or spec.max_position))
+
+
+def expert_bytes(
+    path: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    quantization: str | None = None,
+    cpu_weights: str = "fast",
+) -> dict[int, tuple[int, int]]:
+    """Return the exact bytes of each layer's routed experts from the headers: on `device`, and in RAM beside it."""
+    assert spec.mixture is not None
+    kept: dict[str, Any] = {"quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights}
+    layers = [layer for layer in range(spec.num_layers) if spec.mixture.is_in(layer)]
+    found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
+    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+        weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), _forms_of_layers(checkpoint)
+        far = _far(weights, device, layers)
+        near, in_ram = (ShardWeights(weights, whole_shard(spec), Alone(), each) for each in (None, far))
+        for layer in layers:
+            form = forms.get(layer, layer)
+            if form not in of_form:  # thousands of experts take a second, and most layers are alike
+                both = (build_mixture(spec, spec.mixture, share, layer) for share in (near, in_ram))
+                of_form[form] = held_experts(next(both)), held_experts(next(both))
+            found[layer] = of_form[form]
+    return found
+
+
+def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
+    """Return for each layer the names, types and shapes of its tensors."""
+    forms: dict[int, set[Hashable]] = {}
+    for name, info in checkpoint.tensors.items():
+        if (number := re.search(r"\.(\d+)\.", name)) is not None:
+            form = name[: number.start()], name[number.end() :], info.dtype, tuple(info.shape)
+            forms.setdefault(int(number[1]), set()).add(form)
+    return {layer: frozenset(each) for layer, each in forms.items()}
+
+
+def _far(weights: Weights, device: torch.device, layers: Sequence[int]) -> FarWeights | None:
+    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device))) if layers else None
 
 
 AROUND = "around."

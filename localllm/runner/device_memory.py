@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+
+from localllm.models.layers.far import Crossing
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +32,47 @@ class CaptureFailed(RuntimeError):
     """A step could not be recorded, and no other step can be recorded in its memory pool."""
 
 
-def record(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: Callable[[], None]) -> None:
-    """Record what `step` launches. Raises what `step` raises, and `CaptureFailed` if nothing can be recorded."""
+def record(
+    graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: Callable[[], None],
+    crossing: Crossing | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """Record what `step` launches, and return what replays it: one graph, or several and what the host does between
+    them. crossing: to layers that the host computes; None: there are none. Raises what `step` raises, and
+    `CaptureFailed` if nothing can be recorded."""
+    calls = list[Callable[[], None]]()
+
+    def begin() -> None:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+    def split(work: Callable[[], None]) -> None:
+        """End a segment at the host's work, and begin the next one. Tensors that are alive stay in the pool."""
+        nonlocal graph
+        graph.capture_end()
+        calls.extend((graph.replay, work))
+        graph = type(graph)()
+        begin()
+
     with _lock, torch.cuda.stream(_stream(device)):
         use_cublas(device)  # not while recording: the workspace would be part of this graph
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        begin()
         try:
+            if crossing is not None:
+                crossing.split = split
             step()
             graph.capture_end()
         except BaseException as error:
             if not _end_failed(graph, pool, device) and isinstance(error, Exception):
                 raise CaptureFailed(str(error)) from error
             raise
+        finally:
+            if crossing is not None:
+                crossing.split = None
+    return partial(_call_each, (*calls, graph.replay)) if calls else graph.replay
+
+
+def _call_each(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def empty_cache() -> None:

@@ -34,7 +34,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.vision.tower import Tower, load_tower, tower_dtype
 from localllm.models.weights.lora import LoraFile, put_lora
-from localllm.models.weights.parameters import held_bytes, replace_tensors
+from localllm.models.weights.parameters import far_bytes, held_bytes, replace_tensors
 from localllm.models.weights.source import Progress
 from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
@@ -117,6 +117,7 @@ class LocalExecutor:
         """allocated_before: bytes that torch had allocated on a GPU before the model was loaded."""
         self._model: ReopenableModel | None = model
         self._spec, self._device, self._drafter, self._tower = spec, device, drafter, tower
+        self._far_bytes = far_bytes(model)
         self._fixed_bytes = held_bytes([model, drafter]) - model.table_bytes(model.max_model_len)
         self._allocated_bytes = self._allocated() - allocated_before - model.table_bytes(model.max_model_len)
         self._is_on_host = False
@@ -137,6 +138,7 @@ class LocalExecutor:
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
+                far_layers=() if plan.far is None else plan.far.layers,
             )  # fmt: skip
             drafter = _load_drafter(spec, model, device, config, plan, shard)
             tower: Tower | SourceEncoder | None = None
@@ -181,6 +183,7 @@ class LocalExecutor:
         weights = self.weights_bytes
         if self._device.type == "cpu":
             return replace(hardware, ram_available_bytes=hardware.ram_available_bytes + weights)
+        hardware = replace(hardware, ram_available_bytes=hardware.ram_available_bytes + self._far_bytes)
         if self._is_on_host:
             return hardware
         index = self._device.index or 0

@@ -8,7 +8,8 @@ take.
 Capturing takes a fraction of a second per shape. The first few shapes are captured before the server reports that it is
 ready. The others are captured part by part while the engine is idle or, if it never is, one part after every few steps
 without a graph. All graphs share one memory pool. A shape that cannot be captured is skipped: its steps are launched
-kernel by kernel.
+kernel by kernel. A step with layers that the host computes (models/layers/far.py) is several graphs with the host's
+work between them.
 Does not know: what is recorded; a `Capture` runs the function that it is given and returns a function that replays it.
 """
 
@@ -24,6 +25,7 @@ import torch
 
 from localllm.errors import DeviceLost
 from localllm.kernels.checks.table import kernel_of
+from localllm.models.layers.far import Crossing
 from localllm.models.layers.group import Group
 from localllm.runner.device_drafts import DRAFT_WIDTHS, draft_shapes
 from localllm.runner.device_memory import CaptureFailed, record
@@ -57,8 +59,9 @@ class CudaCapture:
     `CaptureFailed` if no other step can be recorded either, and `DeviceLost`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, crossing: Crossing | None = None) -> None:
+        """crossing: to layers that the host computes; None: there are none."""
+        self._device, self._crossing = device, crossing
         self._pool = torch.cuda.graph_pool_handle()
 
     def has_memory(self) -> bool:
@@ -76,13 +79,12 @@ class CudaCapture:
         try:
             step()  # compiles kernels and fills caches, which must not happen while recording
             torch.cuda.synchronize(self._device)
-            record(graph, self._pool, self._device, step)
+            return record(graph, self._pool, self._device, step, self._crossing)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self._require_device(error)
             raise
-        return graph.replay
 
     def _require_device(self, error: Exception) -> None:
         """Raise `DeviceLost` if the device fails every call from now on."""

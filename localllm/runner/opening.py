@@ -43,7 +43,7 @@ from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.pictures import PictureEncoder
 from localllm.runner.profiling import ProfiledRunner, StepProfiler
-from localllm.runner.runner import TorchRunner
+from localllm.runner.runner import TorchRunner, crossing_of
 from localllm.runner.self_check import (
     check_device,
     check_model,
@@ -242,7 +242,7 @@ def open_on(
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     recorded = recorded and "graphs" not in options.avoids
     recorded = recorded and options.without <= RECORDED_TWINS  # others wait for the device, which a recording cannot
-    capture: Capture | None = CudaCapture(device) if recorded else None
+    capture: Capture | None = CudaCapture(device, crossing_of(model)) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
     traces = config.torch_profiler_dir
@@ -274,7 +274,7 @@ def replan(
     """
     loaded = replace(spec, max_position=plan.max_model_len)
     config = replace(config, device=plan.device, dtype=plan.dtype, max_num_seqs=plan.max_num_seqs)
-    again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured, ranks=plan.ranks)
+    again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured, ranks=plan.ranks, far=plan.far)
     kept = [note for note in plan.notes if note not in again.notes]
     log.info(
         "memory predicted_weights=%d predicted_activations=%d measured=%s",

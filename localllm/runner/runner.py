@@ -37,8 +37,10 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.encoders.source import SourcePool
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
+from localllm.models.layers.far import Crossing
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.parameters import far_bytes
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
 from localllm.runner.block_copies import block_copies
 from localllm.runner.device_drafts import draft_widths, most_draws
@@ -91,6 +93,9 @@ class TorchRunner:
         self.num_stages, self._device, self._max_num_batched_tokens = 1, device, max_num_batched_tokens
         states = states or StateCache(spec, 0, device, torch.float32)
         cache = layer_caches(kv.layers, states)
+        self._crossing, self._far_bytes = crossing_of(model), far_bytes(model)
+        if self._crossing is not None:
+            self._crossing.reserve(max_num_batched_tokens)
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
@@ -234,7 +239,10 @@ class TorchRunner:
             return RunnerStats()
         fall_backs, check = self._kernels
         row_s = 0.0 if self._encoder is None else self._encoder.row_s
-        return self._steps.stats()._replace(fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s)
+        far_s = 0.0 if self._crossing is None else self._crossing.seconds
+        return self._steps.stats()._replace(
+            fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s, far_bytes=self._far_bytes, far_s=far_s
+        )  # fmt: skip
 
     def reset(self) -> None:
         """Forget every slot. Raises `DeviceLost` if the device no longer answers,
@@ -352,6 +360,11 @@ class TorchRunner:
     def _loaded(self) -> HostSteps | DeviceSteps:
         assert self._steps is not None, "the runner is closed"
         return self._steps
+
+
+def crossing_of(model: CausalModel) -> Crossing | None:
+    """Return the way to a model's experts in RAM; None: all of it is on its device."""
+    return getattr(model, "crossing", None)
 
 
 def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:

@@ -130,15 +130,18 @@ def _refuse_adapters(config: EngineConfig, name: str) -> None:
 
 
 def _note_tiers(model: ServedModel, config: EngineConfig) -> ServedModel:
-    """Name the KV tiers that were asked for in the notes of a model without a KV cache: several models may share the
-    settings, so they are not refused."""
+    """Name the KV tiers and the experts in RAM that were asked for in the notes of a model that has none of them:
+    several models may share the settings, so they are not refused."""
     asked = [name for name in ("kv_offloading_size", "swap_space", "kv_disk_gib") if getattr(config, name)]
-    if not asked:
-        return model
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
-    note = f"{flags}: not used by {model.name}, which keeps no KV cache between requests."
-    log.warning("plan note=%r", note)
-    return replace(model, plan=replace(model.plan, notes=(*model.plan.notes, note)))
+    notes = []
+    if asked:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        notes.append(f"{flags}: not used by {model.name}, which keeps no KV cache between requests.")
+    if config.far_layers:
+        notes.append(f"{config.far_flag}: not used by {model.name}, which generates no text.")
+    for note in notes:
+        log.warning("plan note=%r", note)
+    return replace(model, plan=replace(model.plan, notes=(*model.plan.notes, *notes))) if notes else model
 
 
 def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
@@ -264,7 +267,8 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
-        states = f" · recurrent states {format_bytes(plan.state_bytes)}" if plan.num_places else ""
+        states = f" · experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
+        states += f" · recurrent states {format_bytes(plan.state_bytes)}" if plan.num_places else ""
         states += f" · KV in RAM up to {format_bytes(plan.kv_ram_bytes)}" if plan.kv_ram_bytes else ""
         states += f" · KV on disk up to {format_bytes(plan.kv_disk_bytes)}" if plan.kv_disk_bytes else ""
         report(f"{plan.place} · {plan.dtype} · weights {weights}{stored} · KV {kv}{states}")
@@ -361,8 +365,9 @@ def plan_again(
 
     config = replace(config, device=plan.device, dtype=plan.dtype)
     return plan_memory(
-        config, spec, executor.weights_bytes, hardware, resident_bytes=executor.resident_bytes, ranks=plan.ranks
-    )
+        config, spec, executor.weights_bytes, hardware, resident_bytes=executor.resident_bytes, ranks=plan.ranks,
+        far=plan.far,
+    )  # fmt: skip
 
 
 def _check_kv_cache(

@@ -106,6 +106,7 @@ def hardware_once_free(hardware: Hardware, models: Sequence[ModelEntry]) -> Hard
     parts: list[MemoryPlan | RankPlan] = [part for plan in plans for part in plan.ranks or (plan,)]
     ram = hardware.ram_available_bytes
     ram += sum(part.weights_bytes + part.comm_bytes for part in parts if part.device == "cpu")
+    ram += sum(plan.far.ram_bytes for plan in plans if plan.far is not None)
     gpus = []
     for gpu in hardware.gpus:
         held = sum(part.total_bytes for part in parts if part.device == f"cuda:{gpu.index}")

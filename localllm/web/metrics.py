@@ -90,6 +90,7 @@ OWN_GAUGES = (
     ),
     ("failed_graphs", "Step shapes that could not be recorded as CUDA graphs.", "runner.failed_graphs"),
     ("graph_bytes", "Device memory used by CUDA graphs.", "runner.graph_bytes"),
+    ("far_weights_bytes", "Bytes of experts in RAM beside a GPU.", "runner.far_bytes"),
     ("spec_width", "Most drafts of a request in the last step that generated.", "speculation.last_width"),
     ("spec_tokens_per_step", "Tokens that a request generates in a step, on average.", "speculation.tokens_per_row"),
     ("uptime_seconds", "Seconds since the engine started.", "uptime_s"),
@@ -110,6 +111,7 @@ OWN_COUNTERS = (
     ("corrupted_requests", "Requests that ended because the model's output was NaN.", "corrupted_requests"),
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
+    ("far_seconds", "Seconds that the CPU has computed experts in RAM.", "runner.far_s"),
     ("late_compiles", "Kernels compiled while a request waited; expected to stay 0.", "runner.late_compiles"),
     ("late_allocations", "Device memory allocations during steps; expected to stay 0.", "runner.late_allocations"),
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import localllm
+from localllm.models.layers.far import Crossing, RamLink
 from localllm.runner import device_memory
 from localllm.runner.device_memory import CaptureFailed, empty_cache, make_current, record
 
@@ -26,6 +27,9 @@ class Graph:
 
     def capture_begin(self, **options: Any) -> None:
         self.calls.append("begin")
+
+    def replay(self) -> None:
+        self.calls.append("replay")
 
     def capture_end(self) -> None:
         self.calls.append("end")
@@ -66,6 +70,35 @@ def test_the_cache_is_not_emptied_while_a_graph_is_recorded(cuda: SimpleNamespac
     record(Graph(), (0, 1), GPU, step)
     emptying.join(10)
     assert (seen, cuda.num_emptied) == ([0], 1)
+
+
+def test_a_step_with_work_of_the_host_is_recorded_in_segments(cuda: SimpleNamespace) -> None:
+    """The host's work is not done while recording, and between the segments when they are replayed."""
+    done, graphs = list[str](), list[Graph]()
+
+    class Segment(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = done
+            graphs.append(self)
+
+    crossing = Crossing(RamLink(torch.device("cpu")))
+
+    def step() -> None:
+        for name in "ab":
+            done.append(f"device {name}")
+            assert crossing.split is not None
+            crossing.split(lambda name=name: done.append(f"host {name}"))
+
+    replay = record(Segment(), (0, 1), GPU, step, crossing)
+    assert done == ["begin", "device a", "end", "begin", "device b", "end", "begin", "end"]
+    assert crossing.split is None
+    done.clear()
+    replay()
+    assert done == ["replay", "host a", "replay", "host b", "replay"]
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        record(Segment(), (0, 1), GPU, fail, crossing)
+    assert crossing.split is None
 
 
 def fail() -> None:

@@ -56,7 +56,7 @@ from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
 from localllm.models.spec.shard import Shard, local_spec, whole_shard
-from localllm.models.weights.source import EMBEDDING, ShardWeights, TensorSource, stacked_rows
+from localllm.models.weights.source import EMBEDDING, FarWeights, ShardWeights, TensorSource, stacked_rows
 
 
 class DecoderBuilder:
@@ -70,13 +70,14 @@ class DecoderBuilder:
         dtype: torch.dtype,
         shard: Shard | None = None,
         group: Group | None = None,
+        far: FarWeights | None = None,
     ) -> None:
         """spec: of the whole model. device: where the model will compute, also if `weights` has only sizes. shard: the
-        part to build; None: the whole model. group: the shards of its layers."""
+        part to build; None: the whole model. group: the shards of its layers. far: the experts that stay in RAM."""
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
         self.shard = whole_shard(spec) if shard is None else shard
         self.group = Alone() if group is None else group
-        self.share = ShardWeights(weights, self.shard, self.group)
+        self.share = ShardWeights(weights, self.shard, self.group, far)
         self.gemma = GemmaParts(spec, self.share, self.norm, dtype)
         self._of_distances: Tensor | None = None
 
@@ -93,6 +94,7 @@ class DecoderBuilder:
             layer_inputs=self.gemma.layer_inputs(), streams=self.gemma.streams(),
         )  # fmt: skip
         model.token_embedding = embedding
+        model.crossing = None if self.share.far is None else self.share.far.crossing
         return model
 
     # -- embedding and head
@@ -434,7 +436,7 @@ class DecoderBuilder:
     def mlp(self, index: int, prefix: str) -> FeedForward:
         spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
         if mixture is not None and mixture.is_in(index) and not mixture.beside_mlp:
-            return build_mixture(spec, mixture, self.share, prefix)
+            return build_mixture(spec, mixture, self.share, index)
         width, bias = spec.intermediate_size, spec.mlp_bias
         if spec.layer_widths:  # such models are not divided by features
             width, own = spec.layer_widths[index], range(spec.layer_widths[index])

@@ -22,6 +22,7 @@ from localllm.models.decoder.layer import CrossLayer, DecoderLayer, Delta, Layer
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_sources, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.far import Crossing
 from localllm.models.layers.gemma import AltUpEnds, PerLayerInputs
 from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Linear
@@ -103,6 +104,7 @@ class DecoderModel:
         self._steps = tuple(zip((layer.kind for layer in layers), self.layer_groups, strict=True))  # of each layer
         self.max_model_len = max_model_len  # the rotary tables end here
         self.lora: LoraBank | None = None  # the adapters' buffers; None: adapters are not enabled
+        self.crossing: Crossing | None = None  # to experts in RAM; None: all of the model is on its device
         self.unused_tensors: frozenset[str] = frozenset()  # a shard's; of no use if no other shard uses them either
 
     def table_bytes(self, max_model_len: int) -> int:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import torch
 
 from localllm.errors import UnsupportedOption
+from localllm.models.layers.far import FarExperts
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import Experts, LatentExperts, MoE, Routing
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.source import ShardWeights, TensorSource, stacked_rows
 
 
-def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> MoE:
-    """Build the layer's mixture with the shard's part of the experts. prefix: model.layers.N.mlp."""
+def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> MoE:
+    """Build the layer's mixture with the shard's part of the experts, which may be in RAM."""
+    prefix = f"model.layers.{layer}.mlp."
     weights, own = share.source, share.shard.experts
     correction = None
     if mixture.correction_bias:
@@ -42,7 +45,7 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
         mixture.scales_inputs,
         mixture.least_sum,
     )
-    router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, prefix)
+    router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, layer)
     return MoE(
         router,
         experts,
@@ -56,6 +59,12 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
     )
 
 
+def held_experts(mixture: MoE) -> int:
+    """Return the bytes of a mixture's routed experts, where they are."""
+    experts = mixture.experts
+    return held_bytes(experts.experts if isinstance(experts, FarExperts) else experts)
+
+
 def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> Linear:
     shape = (mixture.num_experts, spec.hidden_size)
     dtype = torch.float32 if mixture.router_in_fp32 else None
@@ -63,10 +72,12 @@ def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix
     return Linear(weights.take([f"{prefix}gate.weight"], shape, dtype=dtype), bias)
 
 
-def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> Experts:
+def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> Experts | FarExperts:
     """Build the shard's experts, or its features of all experts."""
     count, width, hidden, bias = mixture.num_experts, mixture.intermediate_size, spec.hidden_size, mixture.expert_bias
-    weights, own, features, stem = share.source, share.shard.experts, share.shard.expert_features, f"{prefix}experts"
+    own, features, stem = share.shard.experts, share.shard.expert_features, f"model.layers.{layer}.mlp.experts"
+    far = share.far if share.far is not None and layer in share.far.layers else None
+    weights = share.source if far is None else far.source
     held, names = _held_features(share, stem, width), _first_names(spec)
     hidden = mixture.latent_size or hidden
     gate_up, gate_up_bias = weights.experts(
@@ -82,7 +93,8 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix:
     )
     padding = (0, 0) if held is None else (features.start - held.start, held.stop - features.stop)
     activation = mixture.activation or spec.hidden_act
-    return Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
+    experts = Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
+    return experts if far is None else FarExperts(experts, far.crossing, spec)
 
 
 def _first_names(spec: ModelSpec) -> list[str]:

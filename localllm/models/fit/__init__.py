@@ -5,6 +5,7 @@
     memory_plan.py         the memory plan, and the report of planned and measured memory
     devices.py             the devices that a model may use, their connections and types, and the number of ranks
     shard_sizes.py         the shares of a model's ranks
+    far.py                 experts in RAM beside a GPU, and the speed of such a model
     balance.py             the solver behind them
     rank_budget.py         the memory of one rank
     activation_bytes.py    the memory of one step besides weights and KV cache

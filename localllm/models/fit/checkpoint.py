@@ -15,8 +15,8 @@ from localllm.machine.hardware import Hardware
 from localllm.models.encoders.recipe import spec_of_any
 from localllm.models.fit.conversation_bytes import RequestCost
 from localllm.models.fit.estimate import Estimate, estimate
+from localllm.models.fit.far import CheckpointBytes, LayerExperts
 from localllm.models.fit.pictures import with_tower
-from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.read_spec import weights_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -34,7 +34,7 @@ def lora_limits(config: EngineConfig) -> LoraLimits | None:
     return LoraLimits(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
 
 
-def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> ResidentBytes:
+def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> CheckpointBytes:
     """Return `count_resident` of the checkpoint as this configuration loads it, with its drafter."""
     cpu_weights, half = config.cpu_weights, config.keeps_half_weights
     own = count_resident(path, spec, cpu_weights, lora_limits(config), half_weights=half)
@@ -55,7 +55,7 @@ def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> Res
             max_model_len=max_model_len, target_shard=shard, cpu_weights=cpu_weights, half_weights=half,
         )  # fmt: skip
 
-    return count
+    return CheckpointBytes(count, own.experts)
 
 
 def count_resident(
@@ -65,11 +65,11 @@ def count_resident(
     lora: LoraLimits | None = None,
     *,
     half_weights: bool = False,
-) -> ResidentBytes:
-    """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
+) -> CheckpointBytes:
+    """Return cached functions that count the bytes the loader would hold, by building the model without data."""
     import torch
 
-    from localllm.models.loader import resident_bytes
+    from localllm.models.loader import expert_bytes, resident_bytes
 
     @cache
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
@@ -80,7 +80,13 @@ def count_resident(
             half_weights=half_weights, shard=shard,
         )  # fmt: skip
 
-    return count
+    @cache
+    def experts(device: str, dtype: str, quantization: str | None) -> tuple[LayerExperts, ...]:
+        where, kind = torch.device(device), getattr(torch, dtype)
+        found = expert_bytes(path, spec, where, kind, quantization=quantization, cpu_weights=cpu_weights)
+        return tuple(LayerExperts(layer, *sizes) for layer, sizes in sorted(found.items()))
+
+    return CheckpointBytes(count, experts)
 
 
 def estimate_checkpoint(

@@ -33,7 +33,7 @@ Verdict = Literal["fits", "fits with a shorter context", "does not fit"]
 class Estimate:
     """The estimate for one device."""
 
-    device: str  # cpu, cuda:0, cuda:0 + cuda:1
+    device: str  # cpu, cuda:0, cuda:0 + cuda:1, cuda:0 + RAM
     name: str  # name of the GPU, or CPU
     plan: MemoryPlan | None  # None: it does not fit
     needs: MemoryPlan  # the plan, or the refused plan with a short context
@@ -93,7 +93,7 @@ def estimate(
         devices = list(dict.fromkeys(rank.device for rank in needs.ranks)) or [needs.device]
         names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
-        device = " + ".join(devices)
+        device = " + ".join([*devices, *(["RAM"] if needs.far else [])])
         alone = one_request(plan, here, spec, made.max_model_len) if made is not None else ()
         return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone)
 
@@ -101,6 +101,9 @@ def estimate(
     first = found[0].needs
     if first.ranks and asked_division(config) is not None:
         return found
+    if first.far is not None:
+        whole = replace(config, device=first.device, n_cpu_moe="0", cpu_moe=False, cpu_offload_gb=0.0)
+        found.append(of_config(whole, False))
     gpus = [f"cuda:{gpu.index}" for gpu in gpus_of(config, hardware) if gpu.is_supported]
     for device in (*gpus, "cpu") if config.device == "auto" else ():
         if first.ranks or device != first.device:
@@ -135,6 +138,10 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     pictures = [each.needs.pictures for each in estimates]
     yield from _picture_rows(pictures, {"  of the part that sees": "tower_bytes"})
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
+    far = [each.needs.far for each in estimates]
+    if any(far):
+        yield "experts in RAM", [format_bytes(each.ram_bytes) if each else "" for each in far]
+        yield "  of layers", [f"{len(each.layers)} of {each.num_layers}" if each else "" for each in far]
     is_uniform = all(each.cost.is_uniform for each in estimates)
     has_cache = any(each.kv_token_bytes for each in estimates)
     if has_cache:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from localllm.models.fit.cache_sizes import KVSplit
+from localllm.models.fit.far import FarPlan
 from localllm.models.fit.pictures import PictureSizes, SourceSizes
 from localllm.models.fit.rank_budget import RankPlan
 from localllm.models.spec.model_spec import main_group
@@ -55,13 +56,14 @@ class MemoryPlan:
     kv_ram_bytes: int = 0  # of the machine's memory, for KV blocks that have left the cache, at most
     kv_swap_bytes: int = 0  # of them, what preempted requests may hold
     kv_disk_bytes: int = 0  # of a disk, for the same
+    far: FarPlan | None = None  # experts in RAM; None: all weights are on the device
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property
     def place(self) -> str:
         """Return where the model runs, for display: its device, or its number of ranks and their devices."""
         if not self.ranks:
-            return self.device
+            return self.device if self.far is None else f"{self.device} + RAM"
         return f"{len(self.ranks)} ranks on {', '.join(dict.fromkeys(rank.device for rank in self.ranks))}"
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
+from localllm.models.fit.far import FarPlan
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
@@ -71,6 +72,7 @@ def plan_memory(
     resident_bytes: ResidentBytes | None = None,
     measured: Measured | Sequence[Measured] | None = None,
     ranks: Sequence[RankPlan] = (),
+    far: FarPlan | None = None,
 ) -> MemoryPlan:
     """Call `make_plan`; add the alternatives to its `DoesNotFit`, unless the model is already loaded."""
 
@@ -79,10 +81,11 @@ def plan_memory(
 
     try:
         return make_plan(
-            config, spec, weights_bytes, hardware, resident_bytes=resident_bytes, measured=measured, ranks=ranks
-        )
+            config, spec, weights_bytes, hardware, resident_bytes=resident_bytes, measured=measured, ranks=ranks,
+            far=far,
+        )  # fmt: skip
     except DoesNotFit as error:
-        if measured is None and not ranks:
+        if measured is None and not ranks and far is None:
             error.options = fit_options(config, spec, hardware, plan)
         raise
 
@@ -139,6 +142,8 @@ class _OptionSearch:
                 yield [{"kv_cache_dtype": name}], f"{cost}; refused at load if the model's answers change"
         if small and eight_bits:
             yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
+        if on_gpu and self.spec.mixture is not None and config.n_cpu_moe != "auto":
+            yield [{"n_cpu_moe": "auto"}], "more experts in RAM: slower"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: slower on most CPUs"
         if config.quantization is None:

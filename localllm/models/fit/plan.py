@@ -11,23 +11,27 @@ alternatives (options.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.devices import (
+    MIN_CONTEXT,
     USEFUL_CONTEXT,
     asked_division,
     choose_gpu,
     choose_gpus,
     choose_kind,
     division_of,
+    free_and_reserve,
     gpus_of,
     require_possible,
     require_replicable,
     require_shared_memory,
 )
+from localllm.models.fit.far import CheckpointBytes, FarChoice, FarPlan, fewest_layers, last_layers
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan_attempt import PlanAttempt
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
@@ -47,12 +51,14 @@ def make_plan(
     resident_bytes: ResidentBytes | None = None,
     measured: Measured | Sequence[Measured] | None = None,
     ranks: Sequence[RankPlan] = (),
+    far: FarPlan | None = None,
 ) -> MemoryPlan:
     """Return the plan. Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
 
     weights_bytes: of the checkpoint as stored (models/spec/ reads it from the headers). resident_bytes: what the
     loader will hold; without it, the stored bytes are scaled to the dtype. measured: replaces both and the computed
     activations once the model is loaded, one for each rank. ranks: of a loaded model, whose devices and shards stay.
+    far: of a loaded model, whose experts stay in RAM; resident_bytes leaves them out.
     hardware: memory as it was before the load.
     """
     load_method(config.quantization, spec.quantization)  # raises for a combination that is unsupported
@@ -60,7 +66,7 @@ def make_plan(
     if spec.source is not None:
         config = _of_encoder_decoder(config, spec)
     seen = () if measured is None else (measured,) if isinstance(measured, Measured) else tuple(measured)
-    planner = _Planner(config, spec, weights_bytes, hardware, resident_bytes, seen)
+    planner = _Planner(config, spec, weights_bytes, hardware, resident_bytes, seen, far)
     return planner.for_ranks(ranks) if ranks else planner.choose()
 
 
@@ -93,6 +99,15 @@ def _check_deterministic(plan: MemoryPlan) -> MemoryPlan:
             param="max_num_batched_tokens",
         )
     return plan
+
+
+def _far_ranks(flag: str) -> UnsupportedOption:
+    return UnsupportedOption(
+        f"{flag} cannot be combined with several ranks.",
+        "Experts in RAM are supported beside one GPU.",
+        f"Leave out {flag}, or --tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size.",
+        param="n_cpu_moe",
+    )
 
 
 def _deterministic_ranks() -> UnsupportedOption:
@@ -130,6 +145,7 @@ class _Planner:
     hardware: Hardware
     resident_bytes: ResidentBytes | None
     measured: tuple[Measured, ...]
+    far: FarPlan | None = None  # of a loaded model
 
     def choose(self) -> MemoryPlan:
         division = asked_division(self.config)
@@ -137,7 +153,11 @@ class _Planner:
         require_possible(self.spec, division or division_of(self.config, 1, 1), num_gpus)
         if self.config.data_parallel_size > 1:
             require_replicable(self.spec)
+            if self.config.far_layers and num_gpus:
+                raise _far_ranks(self.config.far_flag)
         if division is not None and division.num_ranks > 1:
+            if self.config.far_layers and num_gpus:
+                raise _far_ranks(self.config.far_flag)
             return self._several(division)
         if division is None and self._may_use_several():
             return self._least()
@@ -151,7 +171,47 @@ class _Planner:
 
     def _one(self) -> MemoryPlan:
         gpu = choose_gpu(self.config, self.hardware)
-        return _check_deterministic(self._attempt([gpu]).plan())
+        choice = FarChoice(self.config, self.spec, self.resident_bytes, gpu)
+        if not self.measured and self.far is None:
+            choice.require_possible()
+        return _check_deterministic(self._on(gpu, choice))
+
+    def _on(self, gpu: Gpu | None, choice: FarChoice) -> MemoryPlan:
+        """Plan for one device. By itself a GPU holds all of a model if a useful context fits beside it; otherwise as
+        few layers of experts as needed are in RAM."""
+        whole = self._attempt([gpu])
+        asked = self.config.far_layers
+        if gpu is None or choice.why_none or self.measured or self.far is not None or asked == 0:
+            return self._noted(whole) if gpu is None and asked else whole.plan()
+        useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
+        if asked is None and whole.holds(useful):
+            return whole.plan()
+        experts = choice.experts(whole.dtype)
+        table = 0 if self.spec.tie_word_embeddings else self.spec.vocab_size * self.spec.hidden_size * 2
+
+        def attempt(count: int) -> PlanAttempt:
+            return self._attempt([gpu], far=last_layers(experts, count, self.spec, table))
+
+        count = choice.asked(experts)
+        if count is None:
+            count = fewest_layers(len(experts), lambda layers: attempt(layers).holds(useful))
+        if count is None:
+            return whole.plan()
+        moved = attempt(count)
+        assert moved.far is not None
+        reserve = free_and_reserve(self.hardware, None)
+        try:
+            choice.require_ram(moved.far, moved.ranks[0].weights(1), *reserve)
+        except DoesNotFit as error:
+            if asked is None and whole.holds(MIN_CONTEXT):  # a short context is better than none
+                return whole.plan()
+            raise moved.refused_with(error) from None
+        moved.notes.append(moved.far.words())
+        return moved.plan()
+
+    def _noted(self, attempt: PlanAttempt) -> MemoryPlan:
+        attempt.notes.append(f"{self.config.far_flag} changes nothing: on the CPU all weights are in RAM.")
+        return attempt.plan()
 
     def _several(self, division: Division, gpus: Sequence[Gpu] = (), note: str = "") -> MemoryPlan:
         chosen = gpus or choose_gpus(self.config, self.hardware, division.num_ranks)
@@ -165,11 +225,17 @@ class _Planner:
         return attempt.plan()
 
     def _attempt(
-        self, gpus: Sequence[Gpu | None], division: Division | None = None, shards: Sequence[Shard] = ()
-    ) -> PlanAttempt:
+        self, gpus: Sequence[Gpu | None], division: Division | None = None, shards: Sequence[Shard] = (),
+        far: FarPlan | None = None,
+    ) -> PlanAttempt:  # fmt: skip
+        far, is_loaded = (self.far, True) if self.far is not None else (far, False)
+        hardware = self.hardware
+        if far is not None:  # KV blocks that leave the cache share the RAM
+            left = max(0, hardware.ram_available_bytes - far.ram_bytes)
+            hardware = replace(hardware, ram_available_bytes=left)
         return PlanAttempt(
-            self.config, self.spec, self.stored_bytes, self.hardware, gpus, self.resident_bytes, self.measured,
-            division or Division(), shards,
+            self.config, self.spec, self.stored_bytes, hardware, gpus, self.resident_bytes, self.measured,
+            division or Division(), shards, far, far_is_loaded=is_loaded,
         )  # fmt: skip
 
     # -- automatic
@@ -179,17 +245,19 @@ class _Planner:
         gpus = [gpu for gpu in gpus_of(self.config, self.hardware) if gpu.is_supported]
         free = self.config.device == "auto" or (self.config.device == "cuda" and bool(self.config.device_ids))
         divides = self.spec.implementation == "localllm" and divides_by_layers(self.spec)
-        return len(gpus) > 1 and free and not self.measured and divides
+        return len(gpus) > 1 and free and not self.measured and divides and not self.config.far_layers
 
     def _least(self) -> MemoryPlan:
-        """Plan for as few GPUs as hold the model with a useful context; failing that, for the longest context."""
+        """Plan for as few GPUs as hold the model with a useful context; failing that, for the longest context. Experts
+        are in RAM only if all GPUs together do not hold them."""
         useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
         gpus = [gpu for gpu in gpus_of(self.config, self.hardware) if gpu.is_supported]
-        found: list[MemoryPlan] = []
+        resident, found = self.resident_bytes, list[MemoryPlan]()
+        whole = resident.whole if isinstance(resident, CheckpointBytes) else resident
         refused: DoesNotFit | None = None
         for count in range(1, min(len(gpus), self.spec.num_layers) + 1):
             try:
-                plan = self._one() if count == 1 else self._of_gpus(count, found)
+                plan = self._of_gpus(count, found) if count > 1 else replace(self, resident_bytes=whole)._one()
             except DoesNotFit as error:
                 refused = error
                 continue
@@ -197,6 +265,10 @@ class _Planner:
                 note = f"One of {len(gpus)} GPUs holds the model with a context of {format_count(plan.max_model_len)}."
                 return plan if plan.ranks else replace(plan, notes=(*plan.notes, note))
             found.append(plan)
+        if resident is not whole and self.config.far_layers is None:
+            with suppress(DoesNotFit):
+                plan = self._one()
+                found += [plan] if plan.far is not None else []
         if found:
             return max(found, key=lambda plan: plan.max_model_len)
         assert refused is not None

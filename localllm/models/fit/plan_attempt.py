@@ -32,6 +32,7 @@ from localllm.models.fit.devices import (
     free_and_reserve,
     too_old,
 )
+from localllm.models.fit.far import FarPlan
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.pictures import (
     GOOD_CONTEXT,
@@ -79,9 +80,11 @@ class PlanAttempt:
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, stored_bytes: int, hardware: Hardware,
         gpus: Sequence[Gpu | None], resident_bytes: ResidentBytes | None, measured: Sequence[Measured],
-        division: Division, shards: Sequence[Shard],
+        division: Division, shards: Sequence[Shard], far: FarPlan | None = None, *, far_is_loaded: bool = False,
     ) -> None:  # fmt: skip
+        """far: the experts that are in RAM. far_is_loaded: whether `resident_bytes` leaves them out already."""
         self.config, self.spec, self.hardware, self.division = config, spec, hardware, division
+        self.far = far
         self.gpus, self.measured = gpus, measured
         self.gpu = min((gpu for gpu in gpus if gpu), key=lambda gpu: gpu.compute_capability, default=None)
         self.stored_bytes, self.resident_bytes = stored_bytes, resident_bytes or self._scaled
@@ -100,8 +103,9 @@ class PlanAttempt:
         self.split = split_of(kv_groups(spec), size, batched, config.max_num_seqs)
         sources = source_sizes(spec, self.dtype, size)
         self.inputs = PlanInputs(
-            config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split, sources=sources
-        )
+            config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split, sources=sources,
+            far_bytes=0 if far is None or far_is_loaded else far.gpu_bytes,
+        )  # fmt: skip
         self.notes += [] if sources is None else [sources.note()]
         in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
         self.shards = shards or (self._split() if in_processes else ())
@@ -185,6 +189,18 @@ class PlanAttempt:
             notes += [f"{too_old(each)} The model runs on the CPU." for each in self.hardware.gpus[:1]]
         return notes
 
+    def holds(self, max_model_len: int) -> bool:
+        """Return whether the weights and this context fit."""
+        least = self._least_context
+        needs = [rank.needs(least, self.split.needs(least)) for rank in self.ranks]
+        is_held = all(need <= budget for need, budget in zip(needs, self.budgets, strict=True))
+        return is_held and self._context_fits(max_model_len)
+
+    def refused_with(self, error: DoesNotFit) -> DoesNotFit:
+        """Return the error with the plan of a short context, for its sizes."""
+        error.plan = self._plan_for(self._least_context, self.split.needs(self._least_context))
+        return error
+
     def plan(self) -> MemoryPlan:
         self._require_weights()
         max_model_len = self._choose_context()
@@ -227,6 +243,7 @@ class PlanAttempt:
             pictures=inputs.pictures,
             sources=inputs.sources,
             ranks=self._rank_plans(max_model_len, num_blocks),
+            far=self.far,
             kv_ram_bytes=self.kv_ram_bytes,
             kv_swap_bytes=self.kv_swap_bytes,
             kv_disk_bytes=self.kv_disk_bytes,
@@ -350,8 +367,7 @@ class PlanAttempt:
         if not short:
             return
         error = self._rank_too_small(short[0], needs) if self.gpu and self.shards else self._too_small(needs[0], least)
-        error.plan = self._plan_for(least, blocks)
-        raise error
+        raise self.refused_with(error)
 
     def _too_small(self, need: int, least: int) -> DoesNotFit:
         weights = sum(rank.weights(least) for rank in self.ranks)
@@ -383,6 +399,8 @@ class PlanAttempt:
         if self.gpu is not None and need <= usable:
             return f"--gpu-memory-utilization {math.ceil(need / usable * 100) / 100:.2f} is the smallest that works."
         half = "--dtype bfloat16, " if self.dtype == "float32" else ""
+        if self.far is not None and len(self.far.layers) < self.far.num_layers:
+            half = f"a larger --n-cpu-moe (at most {self.far.num_layers}), {half}"
         cpu = " or --device cpu" if self.gpu is not None else ""
         return f"{half}a smaller model, fewer --max-num-seqs or --max-num-batched-tokens{cpu}."
 

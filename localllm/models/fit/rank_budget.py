@@ -96,6 +96,7 @@ class PlanInputs(NamedTuple):
     state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
     pictures: PictureSizes | None = None  # of each rank, which all encode; None: the tower is not loaded
     sources: SourceSizes | None = None  # of an encoder-decoder
+    far_bytes: int = 0  # of `resident_bytes`, that are in RAM instead
 
     @property
     def encoder(self) -> PictureSizes | SourceSizes | None:
@@ -144,7 +145,8 @@ class RankMemory:
         inputs, shard = self.inputs, self.shard
         quantization = inputs.config.quantization
         if shard is None:
-            return inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization)
+            whole = inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization)
+            return whole - inputs.far_bytes
         return inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization, shard)
 
     def weights(self, max_model_len: int) -> int:

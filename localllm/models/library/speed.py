@@ -19,6 +19,7 @@ from typing import NamedTuple
 from localllm.config.settings import EngineConfig
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Hardware
+from localllm.models.fit.far import far_speed
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.library.names import parse_name
 from localllm.models.spec.model_spec import ModelSpec
@@ -125,8 +126,12 @@ def checkpoint_speed(
     spec: ModelSpec, plan: MemoryPlan, hardware: Hardware, cpu_bandwidth: float | None
 ) -> SpeedRange | None:
     """Return the speed of a checkpoint, of which each token reads all weights; None for a mixture of experts, of which
-    it reads a part that the plan does not tell, and for a model that does not generate text.
+    it reads a part that the plan does not tell, and for a model that does not generate text. Of a mixture with experts
+    in RAM the plan tells what is read.
     """
+    if plan.far is not None:
+        gpu = next(gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device)
+        return far_speed(plan.far, plan.weights_bytes, gpu.place.bandwidth, cpu_bandwidth)
     if spec.mixture is not None or spec.task != "generate":
         return None
     return speed_range(plan.weights_bytes, plan, hardware, cpu_bandwidth, is_mixture=False)

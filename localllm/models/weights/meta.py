@@ -63,7 +63,7 @@ class MetaWeights(Weights):
         for _ in cut.own:
             empty = torch.empty(own, dtype=stored if is_half else self._dtype, device="meta")
             yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
-        self._count(stacked)
+        self.read.add(stacked)
 
     def _kept(self, table: QuantizedTable) -> QuantizedTable:
         return cast(QuantizedTable, as_read(table)) if self._target.type == "cpu" else table

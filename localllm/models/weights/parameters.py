@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from localllm.kernels.quantized_weight import MetaWeight
+from localllm.models.layers.far import FarExperts
 
 PartT = TypeVar("PartT")
 
@@ -26,6 +27,11 @@ def held_bytes(model: object) -> int:
             opaque = part.is_mkldnn or part.is_meta  # no address to recognise shared tensors by
             sizes[id(part) if opaque else (part.data_ptr(), part.shape)] = _bytes(part)
     return sum(sizes.values())
+
+
+def far_bytes(model: object) -> int:
+    """Return the bytes of the experts that are in RAM while the model is on a device."""
+    return sum(held_bytes(part.experts) for part in parts_of_kind(model, FarExperts))
 
 
 def held_memory(model: object) -> Iterator[tuple[int, int]]:
@@ -73,7 +79,7 @@ def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:
         return value
 
     for owner in _objects(model):
-        for name, value in list(_attributes(owner)):
+        for name, value in () if stays_in_ram(owner) else list(_attributes(owner)):
             replaced = new(value)
             if replaced is not value:
                 object.__setattr__(owner, name, replaced)  # also in frozen objects: their values stay equal
@@ -86,7 +92,7 @@ def parts_of_kind(model: object, kind: type[PartT]) -> Iterator[PartT]:
 
 def _leaves(model: object) -> Iterator[Tensor | MetaWeight]:
     for owner in _objects(model):
-        for _, value in _attributes(owner):
+        for _, value in () if stays_in_ram(owner) else _attributes(owner):
             yield from _tensors_in(value)
         if isinstance(owner, MetaWeight):
             yield owner
@@ -104,7 +110,8 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _objects(root: object) -> Iterator[object]:
-    """Yield each of our own objects reachable from `root` once."""
+    """Yield each of our own objects reachable from `root` once. Parts that stay in RAM while the model is on a device
+    (layers/far.py) are yielded, and what they hold is left out."""
     stack, seen = [root], set()
     while stack:
         value = stack.pop()
@@ -115,7 +122,12 @@ def _objects(root: object) -> Iterator[object]:
         elif _is_walked(value) and id(value) not in seen:
             seen.add(id(value))
             yield value
-            stack += [each for _, each in _attributes(value)]
+            stack += [] if stays_in_ram(value) else [each for _, each in _attributes(value)]
+
+
+def stays_in_ram(part: object) -> bool:
+    """Return whether a part of a model keeps its tensors in RAM while the model is on a device."""
+    return getattr(type(part), "stays_in_ram", False)
 
 
 def _is_walked(value: object) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.weights import ExpertWeights
 from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.models.layers.far import Crossing
 from localllm.models.layers.group import GatheredInput, Group, PaddedInput, Projection
 from localllm.models.layers.linear import Linear
 from localllm.models.spec.shard import Shard, even
@@ -133,12 +134,22 @@ class ExpertCut:
 
 
 @dataclass(frozen=True, slots=True)
+class FarWeights:
+    """The layers whose experts stay in RAM, the source of their tensors, and the way of a step's rows to them."""
+
+    source: TensorSource
+    layers: frozenset[int]
+    crossing: Crossing
+
+
+@dataclass(frozen=True, slots=True)
 class ShardWeights:
     """A source of tensors, and the shard that takes its share of them."""
 
     source: TensorSource
     shard: Shard
     group: Group
+    far: FarWeights | None = None  # None: all of the model is on its device
 
     def row_parallel(
         self, stem: str, shape: tuple[int, int], own: range, counts: tuple[int, ...], *, bias: bool = False

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,23 @@ from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
 from localllm.models.weights.layout import StoredLayout, split_order, wrong_shape
 from localllm.models.weights.source import LM_HEAD, ExpertCut, Progress
+
+
+class TensorsRead:
+    """The stored tensors that were read, whole or in part."""
+
+    def __init__(self, layout: StoredLayout, progress: Progress | None) -> None:
+        self.names: set[str] = set()
+        self.done_bytes = 0
+        self._tensors, self._progress = layout.checkpoint.tensors, progress
+        self.total_bytes = sum(info.num_bytes for name, info in self._tensors.items() if not layout.is_ignored(name))
+
+    def add(self, names: Iterable[str]) -> None:
+        new = [name for name in dict.fromkeys(names) if name not in self.names]
+        self.names.update(new)
+        self.done_bytes += sum(self._tensors[name].num_bytes for name in new)
+        if self._progress is not None:
+            self._progress(self.done_bytes, self.total_bytes)
 
 
 class Weights:
@@ -60,15 +77,21 @@ class Weights:
         self._quantize, self.packer = quantize, CpuPacker(cpu_weights)
         self._half_weights = half_weights and device.type == "cpu" and dtype == torch.float32
         self._lora, self._lora_storage = lora, lora_storage
-        self.layout, self._dtype, self._progress = layout, dtype, progress
-        self._used: set[str] = set()
-        self.done_bytes = 0  # of the stored tensors that were read, whole or in part
-        tensors = layout.checkpoint.tensors
-        self.total_bytes = sum(info.num_bytes for name, info in tensors.items() if not layout.is_ignored(name))
+        self.layout, self._dtype = layout, dtype
+        self.read = TensorsRead(layout, progress)
 
     def _load_device(self, target: torch.device) -> torch.device:
         """Return the device of the tensors for a model that runs on `target`."""
         return target
+
+    def in_ram(self) -> Self:
+        """Return the source of the same tensors for parts that the CPU computes beside a model on a device."""
+        cpu = torch.device("cpu")
+        found = type(self)(
+            self.layout, cpu, torch.float32, quantize=self._quantize, cpu_weights=self.packer.mode, half_weights=True
+        )
+        found.read = self.read
+        return found
 
     def has(self, name: str) -> bool:
         return self.layout.name(name) in self.layout.checkpoint.tensors
@@ -192,7 +215,7 @@ class Weights:
         """Return the names of tensors below `prefix` that no layer has taken, without those that carry no
         information."""
         names = [name for name in self.layout.checkpoint.tensors if name.startswith(prefix)]
-        left = [name for name in names if name not in self._used and not self.layout.is_ignored(name)]
+        left = [name for name in names if name not in self.read.names and not self.layout.is_ignored(name)]
         return frozenset(name for name in left if not self._is_zero_bias(name))
 
     def _is_zero_bias(self, stored: str) -> bool:
@@ -286,7 +309,7 @@ class Weights:
                 yield pack_half(matrix)
             else:
                 yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
-        self._count(stacked)
+        self.read.add(stacked)
 
     def _expert_views(self, stacked: Sequence[str], shape: tuple[int, int, int]) -> Sequence[Tensor]:
         """Return the stored tensors as [E, n, K]; together they have `shape`."""
@@ -359,7 +382,9 @@ class Weights:
             return pack_half(matrix) if is_half else matrix
         assert self.layout.format is not None
         weight = self._read(self.layout.format, parts)
-        self._count([name for part in parts for name in self.layout.format.tensors(self.layout.checkpoint, part.stem)])
+        self.read.add(
+            [name for part in parts for name in self.layout.format.tensors(self.layout.checkpoint, part.stem)]
+        )
         return weight
 
     def _is_half(self, parts: Sequence[StoredPart], columns: int) -> bool:
@@ -410,7 +435,7 @@ class Weights:
             whole = torch.empty(got, dtype=dtype, device=self.device)
             for tensor, place in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
                 place.copy_(tensor)
-        self._count([name for part in parts for name in self.layout.tensors_of(part.stem)])
+        self.read.add([name for part in parts for name in self.layout.tensors_of(part.stem)])
         return whole
 
     def _stored(self, part: StoredPart) -> Tensor:
@@ -429,10 +454,3 @@ class Weights:
         tensor = tensor.t() if part.transposed else tensor
         tensor = tensor if part.columns is None else tensor[:, part.columns.start : part.columns.stop]
         return tensor if part.order is None else tensor[part.order.to(tensor.device)]
-
-    def _count(self, names: Iterable[str]) -> None:
-        new = [name for name in dict.fromkeys(names) if name not in self._used]
-        self._used.update(new)
-        self.done_bytes += sum(self.layout.checkpoint.tensors[name].num_bytes for name in new)
-        if self._progress is not None:
-            self._progress(self.done_bytes, self.total_bytes)

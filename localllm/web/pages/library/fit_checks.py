@@ -103,6 +103,7 @@ CHOSEN = {
     "max_model_len": "Context, tokens",
     "kv_cache_dtype": "KV cache",
     "max_num_seqs": "Concurrent requests",
+    "n_cpu_moe": "CPU experts",
     "tensor_parallel_size": "GPUs",
 }
 """The settings that the page of a model offers for a load, with their labels."""
@@ -135,6 +136,7 @@ class FitResult:
     context: int = 0  # tokens that the plan has room for; 0: the model does not fit
     trained: int = 0  # tokens that the checkpoint allows
     num_gpus: int = 0  # of the machine
+    has_experts: bool = False  # in its layers
 
 
 class FitChecks:
@@ -197,7 +199,13 @@ def check_fit(
             said = verdict(looked.download_bytes, estimates, speed)
             context = chosen.plan.max_model_len if chosen.plan is not None else 0
             found = _fit_result(looked, said, table(estimates), spec, None)
-            return replace(found, context=context, trained=spec.max_position, num_gpus=len(hardware.gpus))
+            return replace(
+                found,
+                context=context,
+                trained=spec.max_position,
+                num_gpus=len(hardware.gpus),
+                has_experts=spec.mixture is not None,
+            )
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
 
@@ -209,6 +217,9 @@ def load_options(name: str, fit: FitResult, config: EngineConfig, *, is_loaded: 
         LoadOption("kv_cache_dtype", CHOSEN["kv_cache_dtype"], config.kv_cache_dtype, KV_TYPES),
         LoadOption("max_num_seqs", CHOSEN["max_num_seqs"], str(config.max_num_seqs), high=4096),
     ]
+    if fit.num_gpus and fit.has_experts:
+        layers = tuple(dict.fromkeys(("auto", "0", config.n_cpu_moe, "all")))
+        options.append(LoadOption("n_cpu_moe", CHOSEN["n_cpu_moe"], config.n_cpu_moe, layers))
     if fit.num_gpus > 1:
         size = str(config.tensor_parallel_size or "auto")
         sizes = ("auto", *map(str, range(1, fit.num_gpus + 1)))
@@ -262,7 +273,7 @@ def verdict(download_bytes: int | None, estimates: Sequence[Estimate], speed: Sp
         return FitVerdict(kind, TITLES[kind], _memory_line(chosen, speed), hint, download)
     why = f"{chosen.error.why}" if chosen.error is not None else ""
     if other is not None and other.device == "cpu":
-        hint = f"The GPU cannot hold it: {why} localllm does not split a model between GPU and CPU: --device cpu runs "
+        hint = f"The GPU cannot hold it, nor a part of it beside the rest in RAM: {why} --device cpu runs "
         return FitVerdict(
             "offload", TITLES["offload"], _memory_line(other), f"{hint}all of it on the CPU, slower.", download
         )
@@ -352,7 +363,8 @@ def _memory_line(each: Estimate, speed: SpeedRange | None = None) -> str:
     cut = plan.max_model_len < each.wanted
     context = f"context {format_count(plan.max_model_len)} of {format_count(each.wanted)} tokens" if cut else ""
     free = _free(plan, "" if each.device == "cpu" else each.name)
-    return " · ".join(filter(None, (need, context, free, speed_in_words(speed))))
+    far = f"experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
+    return " · ".join(filter(None, (need, far, context, free, speed_in_words(speed))))
 
 
 def _free(plan: MemoryPlan, device: str = "") -> str:

@@ -1,0 +1,205 @@
+"""The experts that a plan keeps in RAM beside a GPU, and the speed of an answer that reads both.
+
+The routed experts of whole layers leave the GPU, the last layers first, as few layers as a plan needs. Everything that
+a token reads in full stays: attention, KV cache, router, shared experts and head. Experts in RAM are computed by the
+CPU where they are, since a desktop's RAM is read faster than it is copied to a GPU.
+
+    seconds of a token = G / (0.8 B_gpu) + F / (0.78 B_ram) + crossings * x + t0
+
+G, F: bytes of the GPU and of RAM that a token reads. B: bytes/s of both. The two shares and x, what it costs to wait
+for the CPU once in a layer, are fitted to published speeds of llama.cpp (docs/lab.md, "speeds with experts in RAM").
+Does not know: torch, files, how experts are computed (models/layers/far.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from localllm.config.settings import EngineConfig
+from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.kernels.cpu.native.choice import chosen_set
+from localllm.machine.hardware import Gpu
+from localllm.models.fit.rank_budget import ResidentBytes
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
+from localllm.units import format_bytes
+
+GPU_SHARE, RAM_SHARE = 0.8, 0.78  # of the bandwidth that products reach
+CROSSING_S = 85e-6  # of one layer that the GPU waits for
+STEP_S = 0.003  # launches and sampling
+LEAST_SHARE, MOST_SHARE = 0.6, 0.95  # of the bandwidth, for the range that is shown
+
+
+class LayerExperts(NamedTuple):
+    """The routed experts of one layer."""
+
+    layer: int
+    gpu_bytes: int  # on a GPU
+    ram_bytes: int  # in RAM, in the layout of the CPU
+
+
+ExpertBytes = Callable[[str, str, str | None], Sequence[LayerExperts]]
+"""Returns the layers with experts in ascending order, for a device, a dtype and a quantisation at load."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBytes:
+    """`ResidentBytes` of a checkpoint, and the bytes of its experts."""
+
+    whole: ResidentBytes
+    experts: ExpertBytes
+
+    def __call__(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
+        if shard is None:
+            return self.whole(device, dtype, max_model_len, quantization)
+        return self.whole(device, dtype, max_model_len, quantization, shard)
+
+
+@dataclass(frozen=True, slots=True)
+class FarPlan:
+    """The layers whose experts are in RAM."""
+
+    layers: tuple[int, ...]
+    num_layers: int  # that have experts
+    gpu_bytes: int  # that these experts do not take on the GPU
+    ram_bytes: int
+    read_bytes: int  # of RAM, by one token
+    idle_bytes: int  # of the weights on the GPU, that one token does not read
+
+    def words(self) -> str:
+        """Return where the experts are, as a sentence for the user."""
+        count = (
+            "all layers" if len(self.layers) == self.num_layers else f"{len(self.layers)} of {self.num_layers} layers"
+        )
+        return (
+            f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU, prompts "
+            "included: slower than a GPU that holds all of them."
+        )
+
+
+def token_s(
+    gpu_bytes: float, gpu_bandwidth: float, ram_bytes: float, ram_bandwidth: float, crossings: int, *,
+    gpu_share: float = GPU_SHARE, ram_share: float = RAM_SHARE, step_s: float = STEP_S,
+) -> float:  # fmt: skip
+    """Return the seconds of one token of a lone answer with a short context. Bytes: that it reads; bandwidths: bytes/s;
+    crossings: layers with experts in RAM."""
+    reads = gpu_bytes / (gpu_share * gpu_bandwidth) + ram_bytes / (ram_share * ram_bandwidth)
+    return reads + crossings * CROSSING_S + step_s
+
+
+def far_speed(
+    far: FarPlan, weights_bytes: int, gpu_bandwidth: float | None, ram_bandwidth: float | None
+) -> tuple[float, float] | None:
+    """Return the least and the most tokens per second; None without a bandwidth. weights_bytes: on the GPU."""
+    if gpu_bandwidth is None or ram_bandwidth is None:
+        return None
+    read = max(0, weights_bytes - far.idle_bytes)
+    slow, fast = (
+        token_s(
+            read, gpu_bandwidth, far.read_bytes, ram_bandwidth, len(far.layers), gpu_share=min(share, GPU_SHARE),
+            ram_share=share,
+        )
+        for share in (LEAST_SHARE, MOST_SHARE)
+    )  # fmt: skip
+    return 1 / slow, 1 / fast
+
+
+def last_layers(experts: Sequence[LayerExperts], count: int, spec: ModelSpec, table_bytes: int = 0) -> FarPlan:
+    """Return the plan with the experts of the last `count` layers in RAM. table_bytes: of an embedding of its own,
+    which a token reads a row of."""
+    mixture = spec.mixture
+    assert mixture is not None
+    near, moved = experts[: len(experts) - count], experts[len(experts) - count :]
+    used = mixture.top_k / mixture.num_experts
+    return FarPlan(
+        layers=tuple(each.layer for each in moved),
+        num_layers=len(experts),
+        gpu_bytes=sum(each.gpu_bytes for each in moved),
+        ram_bytes=sum(each.ram_bytes for each in moved),
+        read_bytes=int(sum(each.ram_bytes for each in moved) * used),
+        idle_bytes=table_bytes + int(sum(each.gpu_bytes for each in near) * (1 - used)),
+    )
+
+
+def fewest_layers(most: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the least count from 1 to `most` that fits, by bisection: one more layer in RAM never takes more of the
+    GPU. None: not even all of them."""
+    if not most or not fits(most):
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class FarChoice:
+    """The experts in RAM that the settings ask for, and those that a model and this machine allow, beside one GPU."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    resident: ResidentBytes | None
+    gpu: Gpu | None
+
+    @cached_property
+    def why_none(self) -> str:
+        """The reason why no experts can be in RAM; empty: they can."""
+        if self.spec.mixture is None:
+            return f"{self.spec.architecture} has no experts, and the parts of dense layers stay on the GPU."
+        if self.spec.implementation != "localllm":
+            return "It runs through transformers' code, whose experts are not localllm's."
+        if self.config.deterministic:
+            return "--deterministic needs the same bits for any number of rows, and the CPU's products differ."
+        if not chosen_set()[0]:
+            return f"Experts in RAM need the native library. {chosen_set()[1]}"
+        if not isinstance(self.resident, CheckpointBytes):
+            return "The sizes of its experts are not known before its files are read."
+        return ""
+
+    def require_possible(self) -> None:
+        """Raise `UnsupportedOption` if the settings ask for what cannot be. On a CPU everything is in RAM."""
+        if self.why_none and self.config.far_layers and self.gpu is not None:
+            flag = self.config.far_flag
+            raise UnsupportedOption(
+                f"{flag} is not supported for this model.", self.why_none, f"Leave {flag} out, or --device cpu.",
+                param="n_cpu_moe",
+            )  # fmt: skip
+
+    def experts(self, dtype: str) -> Sequence[LayerExperts]:
+        assert isinstance(self.resident, CheckpointBytes)
+        assert self.gpu is not None
+        return self.resident.experts(f"cuda:{self.gpu.index}", dtype, self.config.quantization)
+
+    def asked(self, experts: Sequence[LayerExperts]) -> int | None:
+        """Return how many layers the settings move; None: as few as needed."""
+        gib = self.config.cpu_offload_gb
+        if not gib:
+            count = self.config.far_layers
+            return None if count is None else min(count, len(experts))
+        for count in range(1, len(experts) + 1):
+            if sum(each.gpu_bytes for each in experts[-count:]) >= gib * 2**30:
+                return count
+        raise ConfigError(
+            f"--cpu-offload-gb {gib:g} is more than can leave the GPU.",
+            f"All experts take {format_bytes(sum(each.gpu_bytes for each in experts))}; the rest stays on the GPU.",
+            "--n-cpu-moe all", param="cpu_offload_gb",
+        )  # fmt: skip
+
+    def require_ram(self, far: FarPlan, gpu_bytes: int, free_bytes: int, reserve_bytes: int) -> None:
+        """Raise `DoesNotFit` if RAM does not hold the experts. gpu_bytes: that the rest needs of the GPU."""
+        assert self.gpu is not None
+        room = max(0, free_bytes - reserve_bytes)
+        if far.ram_bytes > room:
+            raise DoesNotFit(
+                "The model does not fit on this GPU and in RAM.",
+                f"{format_bytes(gpu_bytes)} on the GPU and {format_bytes(far.ram_bytes)} in RAM are needed; "
+                f"{format_bytes(self.gpu.free_bytes)} and {format_bytes(room)} are free.",
+                "Close other programs, or choose a smaller model or one with fewer bits per weight.",
+                param="n_cpu_moe",
+            )  # fmt: skip

@@ -1,0 +1,238 @@
+"""Experts in RAM beside a GPU: which layers move, what the plan says of both memories, and the predicted speed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.config.settings import EngineConfig
+from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.kernels.cpu.native.library import native
+from localllm.machine.hardware import Hardware
+from localllm.machine.links import Place
+from localllm.models.fit import MemoryPlan, estimate, plan_memory
+from localllm.models.fit.checkpoint import count_resident_for
+from localllm.models.fit.far import (
+    CROSSING_S,
+    CheckpointBytes,
+    LayerExperts,
+    far_speed,
+    fewest_layers,
+    token_s,
+)
+from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.parameters import far_bytes, held_bytes
+from tests.draws import draws
+from tests.models.harness import GIB, LLAMA_8B, WEIGHTS, gpu_machine
+from tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+G = 1e9
+FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits and its scale, on both sides
+
+GPT_OSS_120B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+    "num_experts_per_tok": 4, "intermediate_size": 2880, "vocab_size": 201_088, "max_position_embeddings": 131_072,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18, "rope_theta": 150_000,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536, "intermediate_size": 12_288, "vocab_size": 151_936, "decoder_sparse_step": 1,
+    "max_position_embeddings": 40_960, "norm_topk_prob": True, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "moe_intermediate_size": 2048,
+    "intermediate_size": 18_432, "vocab_size": 129_280, "max_position_embeddings": 163_840, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8,
+    "topk_group": 4, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def sized(spec: ModelSpec, bits: float, rest_bytes: float) -> CheckpointBytes:
+    """The sizes of a checkpoint whose experts have `bits` per weight, and `rest_bytes` of everything else."""
+    mixture = spec.mixture
+    assert mixture is not None
+    layers = [layer for layer in range(spec.num_layers) if mixture.is_in(layer)]
+    each = int(mixture.num_experts * 3 * spec.hidden_size * mixture.intermediate_size * bits / 8)
+
+    def whole(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Any = None) -> int:
+        return int(rest_bytes) + len(layers) * each
+
+    return CheckpointBytes(whole, lambda *given: [LayerExperts(layer, each, each) for layer in layers])
+
+
+def desk(ram_gib: float, gpu_gib: float = 23.2) -> Hardware:
+    """A GPU of 24 GB with 936 GB/s, and RAM."""
+    machine = gpu_machine(gpu_gib, 24)
+    card = replace(machine.gpus[0], place=Place(bandwidth=936 * G))
+    free, total = int(ram_gib * 0.92 * GIB), int(ram_gib * GIB)
+    return replace(machine, gpus=(card,), ram_available_bytes=free, ram_total_bytes=total)
+
+
+def plan(spec: ModelSpec, sizes: CheckpointBytes, machine: Hardware, **asked: Any) -> MemoryPlan:
+    return plan_memory(EngineConfig(**asked), spec, 10 * GIB, machine, resident_bytes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "rest", "ram_gib", "speeds"),
+    [
+        (GPT_OSS_120B, 4.25, 3.07 * G, 96, (26, 35)),
+        (QWEN3_235B, 4.85, 15.6e9 * 4.85 / 8, 192, (6.2, 6.7)),
+    ],
+    ids=["gpt-oss-120b", "qwen3-235b"],
+)
+def test_a_desk_with_24_gb_answers_at_the_speed_of_the_table(
+    config: dict[str, Any], bits: float, rest: float, ram_gib: float, speeds: tuple[float, float]
+) -> None:
+    """The table of the design: two channels at 77 GB/s. Both of the formula's shares are at their middle."""
+    spec = spec_of_config(config)
+    made = plan(spec, sized(spec, bits, rest), desk(ram_gib))
+    far = made.far
+    assert far is not None
+    assert made.place == "cuda:0 + RAM"
+    assert made.total_bytes + made.reserve_bytes <= made.free_bytes
+    assert far.layers == tuple(range(spec.num_layers - len(far.layers), spec.num_layers))
+    assert made.max_model_len >= 8192
+    tokens = 1 / token_s(made.weights_bytes - far.idle_bytes, 936 * G, far.read_bytes, 77 * G, len(far.layers))
+    least, most = speeds
+    assert 0.9 * least <= tokens <= 1.1 * most, (tokens, far)
+    shown = far_speed(far, made.weights_bytes, 936 * G, 77 * G)
+    assert shown is not None
+    assert shown[0] < tokens < shown[1]
+
+
+def test_deepseek_does_not_fit_a_desk_and_the_refusal_has_both_numbers() -> None:
+    spec = spec_of_config(DEEPSEEK_V3)
+    sizes = sized(spec, 4.85, 17e9 * 4.85 / 8)
+    with pytest.raises(DoesNotFit, match=r"in RAM are needed; 23\.2 GiB and 16[0-9] GiB are free") as caught:
+        plan(spec, sizes, desk(192))
+    assert caught.value.plan.far is not None
+
+
+PUBLISHED = [
+    # G, B_gpu, F, B_ram, crossings, what else a step takes, published tokens/s
+    ("Qwen3.5-35B Q4_K_M, 40 of 40 layers", 1.3, 960, 3 * 2048 * 512 * 8 * 40 * 4.95 / 8 / G, 77, 40, 0.0042, 51.0),
+    ("the same, 24 of 40", 1.3 + 0.4 * 0.6228, 960, 0.6 * 0.6228, 77, 24, 0.0042, 69.6),
+    ("the same, Q8_0", 2.1, 960, 3 * 2048 * 512 * 8 * 40 * 8.5 / 8 / G, 77, 40, 0.0042, 35.7),
+    ("gpt-oss-120b, 36 of 36", 3.07, 448, 1.9, 89.6, 36, 0.002, 25.6),
+    ("gpt-oss-120b, 26 of 36", 3.07 + 10 / 36 * 1.9, 936, 26 / 36 * 1.9, 89.6, 26, 0.002, 32.3),
+]
+
+
+@pytest.mark.parametrize(("name", "near", "gpu", "far", "ram", "crossings", "rest_s", "published"), PUBLISHED)
+def test_the_formula_agrees_with_published_speeds(
+    name: str, near: float, gpu: float, far: float, ram: float, crossings: int, rest_s: float, published: float
+) -> None:
+    tokens = 1 / token_s(near * G, gpu * G, far * G, ram * G, crossings, step_s=rest_s)
+    assert tokens == pytest.approx(published, rel=0.1), name
+
+
+sizes_of_layers = st.lists(st.sampled_from([90, 100, 110]), min_size=1, max_size=6)
+
+
+@draws(30)
+@given(sizes=sizes_of_layers, missing=st.integers(1, 700), more=st.integers(0, 100))
+def test_as_few_layers_as_needed_move_and_a_larger_budget_never_moves_more(
+    sizes: list[int], missing: int, more: int
+) -> None:
+    experts = [LayerExperts(layer, size, size) for layer, size in enumerate(sizes)]
+
+    def moved(count: int) -> int:
+        return sum(each.gpu_bytes for each in experts[-count:])
+
+    count = fewest_layers(len(sizes), lambda count: moved(count) >= missing)
+    assert (count is None) == (sum(sizes) < missing)
+    if count is None:
+        return
+    assert moved(count) >= missing > sum(sizes[len(sizes) - count + 1 :])
+    fewer = fewest_layers(len(sizes), lambda count: moved(count) >= missing - more)
+    assert fewer is not None
+    assert fewer <= count
+    # No other set of layers is much faster: a token waits for each of them and reads its share of their bytes.
+    rest_s, each_s = 0.003, [size * 1e-5 + CROSSING_S for size in sizes]
+    sets = [[i for i in range(len(sizes)) if chosen >> i & 1] for chosen in range(1, 2 ** len(sizes))]
+    best = min(sum(each_s[i] for i in one) for one in sets if sum(sizes[i] for i in one) >= missing)
+    own = sum(each_s[len(sizes) - count :])
+    largest = max(sizes) / min(sizes)
+    assert rest_s + own <= (rest_s + best) * largest + max(each_s) * (largest > 1)
+
+
+def test_the_settings_decide_and_contradictions_are_refused() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes, large, small = sized(spec, 4.25, 3.07 * G), desk(96, 80), desk(96)
+    assert plan(spec, sizes, large).far is None
+    for asked, layers in (
+        ({"n_cpu_moe": "12"}, 12), ({"n_cpu_moe": "all"}, 36), ({"cpu_moe": True}, 36), ({"n_cpu_moe": "99"}, 36),
+        ({"cpu_offload_gb": 10.0}, 7),
+    ):  # fmt: skip
+        far = plan(spec, sizes, large, **asked).far
+        assert far is not None, asked
+        assert len(far.layers) == layers, asked
+    with pytest.raises(DoesNotFit, match="does not fit on Card"):
+        plan(spec, sizes, small, n_cpu_moe="0")
+    with pytest.raises(DoesNotFit) as caught:
+        plan(spec, sizes, small, n_cpu_moe="12")
+    assert "larger --n-cpu-moe (at most 36)" in str(caught.value.hint)
+    assert any(option.words.startswith("--n-cpu-moe auto") for option in caught.value.options)
+    with pytest.raises(ConfigError, match="more than can leave the GPU"):
+        plan(spec, sizes, large, cpu_offload_gb=70.0)
+    with pytest.raises(ConfigError, match="Only one of"):
+        EngineConfig(n_cpu_moe="3", cpu_moe=True)
+    with pytest.raises(ConfigError, match="out of range"):
+        EngineConfig(n_cpu_moe="some")
+    note = "--n-cpu-moe changes nothing: on the CPU all weights are in RAM."
+    assert note in plan(spec, sizes, desk(96), device="cpu", n_cpu_moe="3").notes
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"deterministic": True}, "--deterministic needs the same bits"),
+        ({"tensor_parallel_size": 2}, "beside one GPU"),
+    ],
+)
+def test_what_does_not_go_with_experts_in_ram_is_refused_by_name(asked: dict[str, Any], why: str) -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    with pytest.raises(UnsupportedOption, match=why):
+        plan(spec, sized(spec, 4.25, 3.07 * G), desk(96), n_cpu_moe="all", **asked)
+    with pytest.raises(UnsupportedOption, match="has no experts"):
+        plan_memory(EngineConfig(cpu_moe=True), LLAMA_8B, WEIGHTS[LLAMA_8B.architecture], desk(96))
+
+
+def test_the_places_of_a_machine_stand_side_by_side() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    found = estimate(EngineConfig(), spec, 10 * GIB, desk(96), sized(spec, 4.25, 3.07 * G))
+    assert [(each.device, each.verdict) for each in found] == [
+        ("cuda:0 + RAM", "fits with a shorter context"), ("cuda:0", "does not fit"),
+        ("cpu", "fits with a shorter context"),
+    ]  # fmt: skip
+
+
+def test_a_real_plan_has_the_bytes_that_a_load_holds(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "gpt_oss")
+    spec = read_spec(path)
+    config = EngineConfig(n_cpu_moe="1", dtype="float32")
+    resident = count_resident_for(config, path, spec)
+    made = plan_memory(config, spec, weights_bytes(path), gpu_machine(20), resident_bytes=resident)
+    assert made.far is not None
+    cpu = torch.device("cpu")
+    model = load_model(path, spec, cpu, torch.float32, max_model_len=made.max_model_len, far_layers=made.far.layers)
+    assert made.weights_bytes == held_bytes(model)
+    assert made.far.ram_bytes == far_bytes(model)
+    again = plan_memory(
+        config, spec, 0, gpu_machine(20), far=made.far,
+        resident_bytes=lambda device, dtype, length, quantization, shard=None: held_bytes(model),
+    )  # fmt: skip
+    assert (again.far, again.weights_bytes) == (made.far, made.weights_bytes)
