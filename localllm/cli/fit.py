@@ -52,15 +52,18 @@ def fit(options: argparse.Namespace) -> int:
 
 
 def _speeds(spec: ModelSpec, estimates: Sequence[Estimate], hardware: Hardware) -> list[tuple[float, float] | None]:
-    """Return the predicted tokens per second of one answer on each device, where one of them reads experts from RAM:
-    the speed then decides between them. Measures the memory's bandwidth once, and keeps it."""
-    if not any(each.plan is not None and each.plan.far for each in estimates):
+    """Return the predicted tokens per second of one answer of a mixture of experts on each device: a token reads a part
+    of it, so that its size does not tell its speed. Measures the memory's bandwidth once, and keeps it."""
+    if spec.mixture is None:
         return [None] * len(estimates)
     from localllm.machine.bandwidth import memory_bandwidth
     from localllm.models.library.speed import checkpoint_speed
 
     ram = memory_bandwidth(hardware)
-    return [None if each.plan is None else checkpoint_speed(spec, each.plan, hardware, ram) for each in estimates]
+    return [
+        None if each.plan is None else checkpoint_speed(spec, each.plan, hardware, ram, each.read_bytes)
+        for each in estimates
+    ]
 
 
 def _tell(

@@ -145,10 +145,13 @@ def expert_bytes(
     *,
     quantization: str | None = None,
     cpu_weights: str = "fast",
+    half_weights: bool = False,
 ) -> dict[int, tuple[int, int]]:
     """Return the exact bytes of each layer's routed experts from the headers: on `device`, and in RAM beside it."""
     assert spec.mixture is not None
-    kept: dict[str, Any] = {"quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights}
+    kept: dict[str, Any] = {
+        "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
+    }  # fmt: skip
     layers = [layer for layer in range(spec.num_layers) if spec.mixture.is_in(layer)]
     found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):

@@ -83,7 +83,9 @@ def count_resident(
     @cache
     def experts(device: str, dtype: str, quantization: str | None) -> tuple[LayerExperts, ...]:
         where, kind = torch.device(device), getattr(torch, dtype)
-        found = expert_bytes(path, spec, where, kind, quantization=quantization, cpu_weights=cpu_weights)
+        found = expert_bytes(
+            path, spec, where, kind, quantization=quantization, cpu_weights=cpu_weights, half_weights=half_weights
+        )  # fmt: skip
         return tuple(LayerExperts(layer, *sizes) for layer, sizes in sorted(found.items()))
 
     return CheckpointBytes(count, experts)

@@ -15,6 +15,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.fit.conversation_bytes import Need, RequestCost, request_cost
 from localllm.models.fit.conversation_bytes import needs as one_request
 from localllm.models.fit.devices import asked_division, gpus_of
+from localllm.models.fit.far import CheckpointBytes
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.pictures import PictureSizes
@@ -43,6 +44,7 @@ class Estimate:
     options: tuple[FitOption, ...]  # alternatives if the wanted context does not fit
     is_chosen: bool  # `up` with the same flags would choose this device
     one_request: tuple[Need, ...] = ()  # the memory of one conversation at a usual and the longest length, if it fits
+    read_bytes: int | None = None  # of the weights, that one token reads from one device; None: unknown
 
     @property
     def verdict(self) -> Verdict:
@@ -95,7 +97,8 @@ def estimate(
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
         device = " + ".join([*devices, *(["RAM"] if needs.far else [])])
         alone = one_request(plan, here, spec, made.max_model_len) if made is not None else ()
-        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone)
+        read = None if made is None else _read_bytes(made, here, spec, resident_bytes)
+        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone, read)
 
     found = [of_config(config, True)]
     first = found[0].needs
@@ -115,6 +118,19 @@ def estimate(
             except ConfigError:  # a flag that this device does not support
                 continue
     return found
+
+
+def _read_bytes(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec, resident: ResidentBytes | None) -> int | None:
+    """Return the bytes of the weights that one token reads: all but the experts that it does not choose. None: they are
+    on several devices, or the sizes of the experts are not known."""
+    if plan.ranks or plan.far is not None:
+        return None
+    if spec.mixture is None:
+        return plan.weights_bytes
+    if spec.implementation != "localllm" or not isinstance(resident, CheckpointBytes):
+        return None
+    held = sum(each.gpu_bytes for each in resident.experts(plan.device, plan.dtype, config.quantization))
+    return plan.weights_bytes - held * (spec.mixture.num_experts - spec.mixture.top_k) // spec.mixture.num_experts
 
 
 def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:

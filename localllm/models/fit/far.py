@@ -37,7 +37,7 @@ class LayerExperts(NamedTuple):
     """The routed experts of one layer."""
 
     layer: int
-    gpu_bytes: int  # on a GPU
+    gpu_bytes: int  # on the device that was asked for
     ram_bytes: int  # in RAM, in the layout of the CPU
 
 

@@ -123,18 +123,17 @@ def speed_range(
 
 
 def checkpoint_speed(
-    spec: ModelSpec, plan: MemoryPlan, hardware: Hardware, cpu_bandwidth: float | None
+    spec: ModelSpec, plan: MemoryPlan, hardware: Hardware, cpu_bandwidth: float | None, read_bytes: int | None
 ) -> SpeedRange | None:
-    """Return the speed of a checkpoint, of which each token reads all weights; None for a mixture of experts, of which
-    it reads a part that the plan does not tell, and for a model that does not generate text. Of a mixture with experts
-    in RAM the plan tells what is read.
+    """Return the speed of a checkpoint; None for a model that does not generate text. read_bytes: of its weights, that
+    one token reads, as in `Estimate`; None: unknown. Of a mixture with experts in RAM the plan tells what is read.
     """
     if plan.far is not None:
         gpu = next(gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device)
         return far_speed(plan.far, plan.weights_bytes, gpu.place.bandwidth, cpu_bandwidth)
-    if spec.mixture is not None or spec.task != "generate":
+    if read_bytes is None or spec.task != "generate":
         return None
-    return speed_range(plan.weights_bytes, plan, hardware, cpu_bandwidth, is_mixture=False)
+    return speed_range(read_bytes, plan, hardware, cpu_bandwidth, is_mixture=spec.mixture is not None)
 
 
 def speed_in_words(speed: SpeedRange | None) -> str:

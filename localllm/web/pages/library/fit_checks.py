@@ -195,7 +195,11 @@ def check_fit(
             except LocalLLMError as error:
                 return _fit_result(looked, _refused(error, name, looked), None, None, error)
             chosen = estimates[0]
-            speed = checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
+            speed = (
+                None
+                if chosen.plan is None
+                else checkpoint_speed(spec, chosen.plan, hardware, bandwidth, chosen.read_bytes)
+            )
             said = verdict(looked.download_bytes, estimates, speed)
             context = chosen.plan.max_model_len if chosen.plan is not None else 0
             found = _fit_result(looked, said, table(estimates), spec, None)
