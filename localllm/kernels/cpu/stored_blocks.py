@@ -117,9 +117,10 @@ class CpuStoredWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        y = bf16_linear(self.matrix(), x)
+        few = len(x) <= MAX_ROWS
+        y = native_linear(self.matrix(), x.float(), is_fine=True) if few else bf16_linear(self.matrix(), x)
         if y is None:
-            y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
+            return self.rows.linear(x, bias)  # as fast from eight rows on, and exact
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from localllm.kernels.cpu.native.choice import usable_sets
 from localllm.kernels.cpu.native.library import native, open_library
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Stored
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
-from localllm.kernels.cpu.q4 import CpuQ4Weight, pack_q4
+from localllm.kernels.cpu.q4 import UNPACK_ROWS, CpuQ4Weight, pack_q4
 from localllm.kernels.cpu.stored_blocks import (
     KINDS,
     CpuStoredWeight,
@@ -129,6 +129,10 @@ def test_products_read_the_files_bytes(block_type: str) -> None:
         results.append(got)
         pool.close()
     assert all(torch.equal(results[0].nan_to_num(), result.nan_to_num()) for result in results)
+    for rows in (0, 3, MAX_ROWS + 1, UNPACK_ROWS):  # natively, widened, and in bf16 where that is fast
+        x = torch.randn(rows, 1280)
+        got, bias = weight.linear(x, torch.ones(150)), 1 + x.double() @ exact.double().t()
+        assert float((got - bias)[:, whole].norm()) <= 0.02 * float(bias[:, whole].norm())
 
 
 def test_rows_of_several_tensors_and_of_cuts() -> None:
