@@ -14,6 +14,7 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
 from localllm.models.fit import MemoryPlan
+from localllm.models.fit.far import FarPlan
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import DrafterPlan
 from localllm.models.spec.rope import RopeSpec
@@ -157,7 +158,7 @@ PLAN = MemoryPlan("cpu", "float32", "float32", 256, 4, 64, 0, (9,), 16, 0, 0, 0,
     [
         {"quantization": "int8"}, {"cpu_weights": "exact"}, {"model_impl": "transformers"}, {"kernels": "torch"},
         {"deterministic": True}, {"plan": {"block_size": 32}}, {"plan": {"kv_dtype": "int8"}},
-        {"plan": {"device": "cuda:0"}}, {"plan": {"dtype": "float16"}},
+        {"plan": {"device": "cuda:0"}}, {"plan": {"dtype": "float16"}}, {"plan": {"far": FarPlan((1,), 2, 0, 0, 0, 0)}},
     ],
 )  # fmt: skip
 def test_whatever_changes_kv_changes_the_fingerprint(tiny_llama_path: Path, changed: dict[str, Any]) -> None:
@@ -194,7 +195,7 @@ def test_the_context_changes_the_fingerprint_where_it_chooses_longropes_factors(
     assert short == edge != long == longer
 
 
-IN_THE_PLAN = {"device", "dtype", "kv_cache_dtype", "block_size"}
+IN_THE_PLAN = {"device", "dtype", "kv_cache_dtype", "block_size", "n_cpu_moe", "cpu_moe", "cpu_offload_gb"}
 IN_THE_SPEC = {"model", "revision", "max_model_len", "speculative", "draft", "speculative_config", "trust_remote_code"}
 IN_THE_CONFIG = {"quantization", "cpu_weights", "model_impl", "kernels", "deterministic"}
 IN_A_BLOCKS_NAME = {"lora_modules", "mmproj", "image_max_tokens", "image_min_tokens", "mm_processor_kwargs"}
@@ -235,7 +236,7 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(executor, "make_current", done.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(executor, "load_model", load)
-    plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64, weights_bytes=0, ranks=())
+    plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64, weights_bytes=0, ranks=(), far=None)
     spec: Any = None
     config = replace(settings_for(tmp_path).engine, programmatic_launch=False)
     with pytest.raises(CorruptModel):

@@ -324,8 +324,8 @@ def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = 
 
 def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> bytes:
     """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size, how the
-    weights are stored and by what they are computed, LongRoPE's factors, the drafter, whose K and V are in the same
-    blocks, and this version, since blocks on disk outlive it."""
+    weights are stored, by what and where they are computed, LongRoPE's factors, the drafter, whose K and V are in the
+    same blocks, and this version, since blocks on disk outlive it."""
     digest, drafter = hashlib.blake2b(digest_size=16), spec.drafter
     for owner in (path,) if drafter is None else (path, drafter.path):
         digest.update(f"{owner.resolve()}:".encode())
@@ -336,7 +336,7 @@ def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig, spec: ModelS
     digest.update(f"{plan.dtype}:{plan.kv_dtype}:{plan.block_size}:{kind}:{__version__}".encode())
     made_by = (
         config.quantization, config.cpu_weights, config.model_impl, config.kernels, config.deterministic,
-        spec.rope.has_long_factors(plan.max_model_len),
+        plan.far and plan.far.layers, spec.rope.has_long_factors(plan.max_model_len),
         drafter and (drafter.method, drafter.quantization, drafter.spec.rope.has_long_factors(plan.max_model_len)),
     )  # fmt: skip
     digest.update(repr(made_by).encode())

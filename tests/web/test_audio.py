@@ -19,9 +19,9 @@ from localllm.cli import main
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import LocalLLMError
 from localllm.llm import LLM
+from localllm.media import speech
 from localllm.serving.build import build_engine
 from localllm.text.transcript import TimedToken, TranscriptSegment, Word, cues_of, segments_of, srt, vtt, words_of
-from localllm.web.api.openai import audio
 from tests.media.sounds import sounds, tone, wav
 from tests.models.speech_models import save_parakeet, save_whisper
 from tests.web.harness import browser_of
@@ -219,7 +219,7 @@ def desk(folder: Path) -> Iterator[LiveServer]:
 
 
 def test_the_pages_transcribe_with_the_speech_model(desk: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audio, "VadOptions", lambda: None)
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
     with browser_of(desk) as browser:
         page = browser.get("/")
         assert 'id="dictate"' in page.text

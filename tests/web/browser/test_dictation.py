@@ -12,7 +12,7 @@ import pytest
 
 from localllm.config.settings import Settings
 from localllm.errors import QueueFull
-from localllm.web.api.openai import audio
+from localllm.media import speech
 from localllm.web.pages.chat.files import handlers
 from tests.media.sounds import sounds, wav
 from tests.models.speech_models import save_parakeet
@@ -81,7 +81,7 @@ def idle(page: Page) -> None:
 def test_what_is_said_lands_at_the_caret_and_undo_takes_it_back(
     opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setattr(audio, "VadOptions", lambda: None)  # the network that finds speech knows noise from speech
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)  # the network that finds speech knows noise from speech
     page = opened(FAKE, microphone(tmp_path, sounds(20)[0] / 32767), width=width)
     text = page.locator("#composer-message")
     text.fill("Dear you")
@@ -158,7 +158,7 @@ def test_a_server_that_goes_away_or_refuses_says_so(
 def test_a_sound_file_is_attached_as_its_text(
     opened: Callable[..., Page], model: StubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audio, "VadOptions", lambda: None)
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
     (tmp_path / "talk.wav").write_bytes(wav(sounds(8)[0] / 32767))
     page = opened(width=360)
     page.set_input_files("#composer-file", tmp_path / "talk.wav")
@@ -177,7 +177,7 @@ def test_a_sound_file_is_attached_as_its_text(
 def test_the_playground_writes_a_transcript_and_its_files(
     opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setattr(audio, "VadOptions", lambda: None)
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
     (tmp_path / "talk.wav").write_bytes(wav(sounds(40)[0] / 32767))
     page = opened(width=width)
     page.goto(f"{page.url}playground?tab=transcribe")

@@ -14,7 +14,6 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.media.speech import VadOptions
 from localllm.serving.transcription import Heard, SpeechOptions, transcriber_of, transcript_of, warnings_of
 from localllm.text.transcript import FORMATS, Transcript, TranscriptSegment, compression_ratio, joined, srt, vtt
 from localllm.web.api.disconnect import EventStream, unless_disconnected
@@ -26,6 +25,7 @@ from localllm.web.errors import InvalidType, MissingParameter, UnsupportedMediaT
 
 if TYPE_CHECKING:
     from localllm.media.sound import Samples
+    from localllm.media.speech import VadOptions
 
 FORM_BYTES = 64 * 1024
 """Room for the other fields of a form and for the borders between them."""
@@ -155,6 +155,8 @@ async def hear(
     """Return the speech model's name, the sound of a file that a page sent, damaged or not, the texts of its windows,
     and warnings. where: the file's name in errors. Raises like a request of the API.
     """
+    from localllm.media.speech import VadOptions
+
     model = await served_model(request, None, "transcribe")
     client = transcriber_of(model)
     decoding, warnings = client.decoding(options, model.name)
@@ -270,6 +272,8 @@ def _options(form: Any, *, translate: bool, words: bool) -> SpeechOptions:
 
 def _vad(form: Any) -> VadOptions | None:
     """Return how speech is told from silence, or None: nothing is left out."""
+    from localllm.media.speech import VadOptions
+
     asked = _text(form, "chunking_strategy")
     if not _flag(form, "vad_filter", default=True):
         return None

@@ -21,8 +21,11 @@ VENDOR = PAGES / "frame" / "vendor"
 SERVED = (".css", ".js", ".svg", ".txt", ".png", ".toml", ".webmanifest")
 JOINED = {"chat.js": ("chats.js", "messages.js")}
 """Scripts that are served behind another, in one file: one request, and together they compress better."""
-_UNREAD = re.compile(rb"^\s*//.*\n|^[^\S\n]+", re.MULTILINE)
-"""Whole-line comments and indentation of a script. No text of ours goes over several lines."""
+_UNREAD = {
+    ".js": re.compile(rb"^\s*//.*\n|^[^\S\n]+", re.MULTILINE),
+    ".css": re.compile(rb"\s*/\*.*?\*/|^[^\S\n]+", re.MULTILINE | re.DOTALL),
+}
+"""Comments and indentation: whole-line comments of a script. No text of ours goes over several lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,9 @@ def static_url(path: str) -> str:
 
 
 def _body(path: Path) -> bytes:
-    """Return what is served of a file: own scripts without comments and indentation, all else as it is."""
-    body = path.read_bytes()
-    return _UNREAD.sub(b"", body) if path.suffix == ".js" and VENDOR not in path.parents else body
+    """Return what is served of a file: own scripts and sheets without comments and indentation, all else as it is."""
+    body, unread = path.read_bytes(), _UNREAD.get(path.suffix)
+    return unread.sub(b"", body) if unread is not None and VENDOR not in path.parents else body
 
 
 def _file(name: str, body: bytes) -> StaticFile:

@@ -17,7 +17,6 @@ from litestar.response import Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
-from localllm.media.sound import kind_of
 from localllm.serving.answers.off_loop import off_loop
 from localllm.serving.register import SPEECH_HINT
 from localllm.units import format_seconds
@@ -89,6 +88,8 @@ async def _on_tray(state: ChatState, owner: str, form: Any, removed: str = "") -
 
 async def _add_uploads(request: Request[Any, Any, Any], form: Any, files: list[Attachment]) -> None:
     """Read the chosen files and add them to `files`."""
+    from localllm.media.sound import kind_of  # imports NumPy
+
     state, owner = chat_state(request), owner_of(request)
     for upload in uploads(form):
         state.attachments.require_count(len(files) + 1)
