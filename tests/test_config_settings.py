@@ -89,9 +89,14 @@ def test_no_other_module_describes_a_setting() -> None:
     }
 
 
+@pytest.fixture(scope="module")
+def flags_of_serve() -> list[Any]:
+    return build_parser()[1]["serve"]._actions
+
+
 @pytest.mark.parametrize("spec", [spec for spec in SETTINGS.values() if spec.has_flag], ids=lambda spec: spec.name)
-def test_the_flag_says_what_the_table_says(spec: Any) -> None:
-    [action] = [each for each in build_parser()[1]["serve"]._actions if each.dest == spec.name]
+def test_the_flag_says_what_the_table_says(spec: Any, flags_of_serve: list[Any]) -> None:
+    [action] = [each for each in flags_of_serve if each.dest == spec.name]
     assert action.help.replace("%%", "%").startswith(spec.meaning)
     assert action.option_strings[0] == spec.flag
 

@@ -147,6 +147,7 @@ def test_drafts_through_the_kernels(
         assert tokens_of(through_kernels[name]) == tokens_of(outputs), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the interpreter takes two minutes on a slow machine
 @pytest.mark.parametrize(("kind", "way"), [("draft_model", "replayed"), ("eagle3", "staged")])
 def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
