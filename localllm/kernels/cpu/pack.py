@@ -30,11 +30,8 @@ from localllm.kernels.cpu.stored_blocks import (
     blocks_codes,
     blocks_int8,
     blocks_q4,
-    meta_blocks,
-    reads_blocks,
 )
 from localllm.kernels.fp8_linear import Fp8Weight
-from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.linear import StackedWeight
@@ -43,13 +40,6 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 
 Layout = Literal["q4", "stored", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
-
-
-def as_read(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return what is read from a file for a CPU in place of this weight, if it is on `meta`."""
-    if isinstance(weight, GGUFWeight) and weight.words.is_meta and reads_blocks(weight.block_type):
-        return meta_blocks(weight)
-    return weight
 
 
 def is_on_cpu(weight: QuantizedWeight) -> bool:
@@ -88,7 +78,7 @@ def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
     """Return the bytes of the result of `CpuPacker.pack`. The weight may be on `meta`: only its shape is read."""
     layout = cpu_layout(weight, mode)
     if layout is None:
-        return as_read(weight).nbytes
+        return weight.nbytes
     if layout == "int8":
         return int8_nbytes(*weight.shape)
     if isinstance(weight, GGUFBlocks) and layout == "stored":

@@ -34,7 +34,6 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.cpu.native_product import native_linear
 from localllm.kernels.cpu.q4 import CpuQ4Weight, bf16_linear, empty_q4
-from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantize import SMALLEST
@@ -150,12 +149,10 @@ def joined_blocks(weights: Sequence[GGUFBlocks]) -> GGUFBlocks:
     return replace(weights[0], pieces=tuple(piece for weight in weights for piece in weight.pieces), is_copy=False)
 
 
-def meta_blocks(weight: GGUFWeight) -> GGUFBlocks:
-    """Return the blocks of a weight on `meta`."""
-    kind = BLOCK_TYPES[weight.block_type]
-    row_bytes = weight.columns // kind.size * kind.num_bytes
-    piece = torch.empty((weight.shape[0], row_bytes), dtype=torch.uint8, device="meta")
-    return GGUFBlocks((piece,), weight.block_type, weight.columns)
+def meta_blocks(rows: int, row_bytes: int, block_type: str, columns: int) -> GGUFBlocks:
+    """Return blocks without values, on `meta`."""
+    piece = torch.empty((rows, row_bytes), dtype=torch.uint8, device="meta")
+    return GGUFBlocks((piece,), block_type, columns, is_copy=True)
 
 
 def blocks_q4(weight: GGUFBlocks) -> CpuQ4Weight:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
-from localllm.kernels.cpu.stored_blocks import GGUFBlocks, reads_blocks
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks, meta_blocks, reads_blocks
 from localllm.kernels.gguf_blocks import E2M1_DOUBLED
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.planar.linear import PlanarWeight
@@ -191,9 +191,20 @@ class Mxfp4(MatrixFormat):
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)  # [n, groups, 32]
         halves = codes[:, :, : GROUP // 2] | (codes[:, :, GROUP // 2 :] << 4)  # GGUF's order: 16 low, 16 high
         rows_of_blocks = torch.cat((scales.to(device), halves), dim=2).flatten(1)
-        if device.type == "cpu" and reads_blocks("MXFP4"):
+        if _keeps_blocks(device):
             return GGUFBlocks((rows_of_blocks,), "MXFP4", len(own), is_copy=True)
         return repack_gguf(rows_of_blocks, "MXFP4", len(own))
+
+    def read_meta(
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
+    ) -> QuantizedWeight:
+        weight = super().read_meta(checkpoint, parts, device, dtype)
+        rows, columns = weight.shape
+        return (
+            meta_blocks(rows, columns // GROUP * (BLOCK_BYTES + 1), "MXFP4", columns)
+            if _keeps_blocks(device)
+            else weight
+        )
 
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> GGUFWeight:
         """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""
@@ -201,6 +212,11 @@ class Mxfp4(MatrixFormat):
         with torch.device("cpu"):
             row = torch.zeros((1, columns // GROUP * (BLOCK_BYTES + 1)), dtype=torch.uint8, device=CPU)
             return _with_rows(repack_gguf(row, "MXFP4", columns), rows)
+
+
+def _keeps_blocks(device: torch.device) -> bool:
+    """Return whether matrices are held as GGUF's blocks on that device."""
+    return device.type == "cpu" and reads_blocks("MXFP4")
 
 
 def _with_rows(one: GGUFWeight, rows: int) -> GGUFWeight:

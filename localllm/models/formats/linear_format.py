@@ -64,9 +64,9 @@ class LinearFormat(Protocol):
         ...
 
     def read_meta(
-        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        """Return `read`'s result on the `meta` device, from headers alone; of `GGUFBlocks` the repacked weight."""
+        """Return the result of `read` for `device` with all tensors on `meta`, from headers alone."""
         ...
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:

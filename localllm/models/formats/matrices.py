@@ -92,7 +92,9 @@ class MatrixFormat(ABC):
         self._check_parts(checkpoint, parts)
         return stacked([self._part(checkpoint, part, device) for part in parts], parts)
 
-    def read_meta(self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype) -> QuantizedWeight:
+    def read_meta(
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
+    ) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
         stem, columns = parts[0].stem, self._num_columns(checkpoint, parts[0])
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]

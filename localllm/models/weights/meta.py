@@ -6,14 +6,12 @@ Does not know: how the parts make a model, sums over it (parameters.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.half import pack_half
-from localllm.kernels.cpu.pack import as_read
-from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
+from localllm.kernels.quantized_weight import MetaWeight
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.linear_format import LinearFormat, StoredPart
@@ -52,7 +50,7 @@ class MetaWeights(Weights):
         return torch.empty(shape, dtype=found.dtype, device="cpu")
 
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
-        return format.read_meta(self.layout.checkpoint, parts, self._dtype)
+        return format.read_meta(self.layout.checkpoint, parts, self._target, self._dtype)
 
     def _slices(
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
@@ -64,9 +62,6 @@ class MetaWeights(Weights):
             empty = torch.empty(own, dtype=stored if is_half else self._dtype, device="meta")
             yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
         self.read.add(stacked)
-
-    def _kept(self, table: QuantizedTable) -> QuantizedTable:
-        return cast(QuantizedTable, as_read(table)) if self._target.type == "cpu" else table
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         weight = super()._finished(weight, quantize)

@@ -164,7 +164,7 @@ def test_a_packer_takes_blocks_as_it_takes_the_repacked_weight(block_type: str, 
     got, exact = (each.dequantize(torch.float32) for each in (packed, wanted))
     assert torch.equal(got.nan_to_num(), exact.nan_to_num())
     assert torch.equal(got.isnan(), exact.isnan())  # an infinite scale minus an infinite minimum
-    empty = meta_blocks(repacked)
+    empty = meta_blocks(320, found.nbytes // 320, block_type, 512)
     assert (empty.shape, empty.nbytes) == (found.shape, found.nbytes)
     assert cpu_layout(empty, mode) == cpu_layout(found, mode)
     assert packed_nbytes(empty, mode) == held_bytes(packed)

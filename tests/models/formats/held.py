@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.linear import StackedWeight
 from localllm.models.formats.checkpoint import TensorInfo
 
@@ -78,4 +79,6 @@ def described(weight: Any) -> object:
     if isinstance(weight, StackedWeight):
         return [described(part) for part in weight.parts]
     values = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    if isinstance(weight, GGUFBlocks):
+        values["pieces"] = [described(piece) for piece in weight.pieces]
     return type(weight), {n: described(v) if isinstance(v, Tensor) else v for n, v in values.items() if n != "table"}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.cpu.stored_blocks import GGUFBlocks, reads_blocks
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks, meta_blocks, reads_blocks
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
@@ -107,12 +107,15 @@ class GGUFMatrices:
         return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
 
     def read_meta(
-        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
         kind, columns = self.kind(checkpoint, parts[0].stem), _num_columns(checkpoint, parts[0])
         rows = sum(self.shape(checkpoint, part.stem)[0] if part.order is None else part.order.numel() for part in parts)
         if kind == _WIDE:
             return torch.empty((rows, columns), dtype=dtype, device="meta")
+        if device.type == "cpu" and reads_blocks(str(kind)):
+            size, num_bytes = _block(str(kind))
+            return meta_blocks(rows, columns // size * num_bytes, str(kind), columns)
         one = _one_row(str(kind), columns)
         tensors = {name: getattr(one, name) for name in ("words", "scales", "mins", "super_scales", "super_mins")}
         meta = {
