@@ -13,9 +13,12 @@ Does not know: files.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,9 +37,12 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.cpu.native_product import native_linear
 from localllm.kernels.cpu.q4 import CpuQ4Weight, bf16_linear, empty_q4
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantize import SMALLEST
+
+log = logging.getLogger(__name__)
 
 KINDS = {
     "Q4_0": Kind.Q4, "Q4_1": Kind.Q4_MIN, "Q4_K": Kind.Q4_MIN,
@@ -45,6 +51,7 @@ KINDS = {
 """The kind of `blocks_q4`'s result, by block type."""
 ROUNDED_AT_A_TIME = 1 << 20  # weights, so that their codes stay in the cache
 WIDENED_AT_A_TIME = 1 << 19
+_TOLERANCE = 1e-3  # of the largest result of an output; codes of 15 bits make errors of 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,13 +142,72 @@ class CpuStoredWeight:
         outputs, inputs = self.shape
         return NativeMatrix(
             kind=KIND_STORED + Stored[self.rows.block_type], outputs=outputs, inputs=inputs,
-            weights=self.rows.pieces[0].data_ptr(),
+            weights=self.rows.pieces[0].data_ptr(), table=table_address(self.rows.block_type),
         )  # fmt: skip
+
+
+def table_address(block_type: str) -> int | None:
+    """Return where the magnitudes are that the codes of IQ1 to IQ3 name; None: a type without a table."""
+    table = _table(block_type) if block_type.startswith(("IQ1", "IQ2", "IQ3")) else None
+    return None if table is None else table.data_ptr()
+
+
+@cache
+def _table(block_type: str) -> Tensor:
+    """Return rows of 4 or 8 bytes: magnitudes, of IQ1 eight times the values, whose offset is an eighth."""
+    from gguf import quants
+
+    source = getattr(quants, "IQ1_S" if block_type == "IQ1_M" else block_type)
+    source.init_grid()
+    values = torch.from_numpy(source.grid).squeeze()
+    return (values * (8 if block_type.startswith("IQ1") else 1)).to(torch.int8)
 
 
 def reads_blocks(block_type: str) -> bool:
     """Return whether the matrices of a type are kept as `GGUFBlocks` until they are packed for this CPU."""
-    return block_type in Stored.__members__ and native() is not None and not INTERPRETED
+    return block_type in Stored.__members__ and native() is not None and not INTERPRETED and is_right(block_type)
+
+
+@cache
+def is_right(block_type: str) -> bool:
+    """Return whether the native library reads and multiplies random blocks of a type as the type is defined: by
+    `repack_gguf`, else by the gguf package. A wrong type is logged once. Takes a few milliseconds."""
+    rng, (size, num_bytes) = np.random.default_rng(7), block_size(block_type)
+    with torch.device("cpu"):  # `meta` while a model is loaded
+        stored = torch.from_numpy(rng.integers(0, 256, (8, 2 * num_bytes), np.uint8))
+        x = torch.from_numpy(rng.standard_normal((MAX_ROWS - 1, 2 * size), np.float32))
+        rows = GGUFBlocks((stored,), block_type, 2 * size)
+        exact = rows.repacked().dequantize(torch.float32) if block_type in BLOCK_TYPES else dequantize_by_gguf(rows)
+        pairs = [(rows.dequantize(torch.float32), exact)]
+        if block_type not in KINDS:  # whose products are in another layout
+            pairs.append((CpuStoredWeight(rows).linear(x).t(), exact @ x.t()))
+        finite = exact.isfinite().all(dim=1)  # random scales may be infinite
+        errors = [((got - wanted).abs() / wanted.abs().amax(1, keepdim=True))[finite] for got, wanted in pairs]
+    found = all(bool((error <= _TOLERANCE).all()) for error in errors)
+    if not found:
+        log.warning(
+            "The native library gave wrong results for blocks of %s: they are held in another layout.", block_type
+        )
+    return found
+
+
+def dequantize_by_gguf(weight: GGUFBlocks) -> Tensor:
+    """Return the values [N, K] fp32 of a weight in one piece by the gguf package, which is slow."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(dequantize(weight.pieces[0].numpy(), GGMLQuantizationType[weight.block_type]))
+
+
+def block_size(block_type: str) -> tuple[int, int]:
+    """Return the weights and the bytes of a block."""
+    if block_type in BLOCK_TYPES:
+        return BLOCK_TYPES[block_type].size, BLOCK_TYPES[block_type].num_bytes
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[block_type]]
+    return int(size), int(num_bytes)
 
 
 def joined_blocks(weights: Sequence[GGUFBlocks]) -> GGUFBlocks:
@@ -149,9 +215,10 @@ def joined_blocks(weights: Sequence[GGUFBlocks]) -> GGUFBlocks:
     return replace(weights[0], pieces=tuple(piece for weight in weights for piece in weight.pieces), is_copy=False)
 
 
-def meta_blocks(rows: int, row_bytes: int, block_type: str, columns: int) -> GGUFBlocks:
+def meta_blocks(rows: int, block_type: str, columns: int) -> GGUFBlocks:
     """Return blocks without values, on `meta`."""
-    piece = torch.empty((rows, row_bytes), dtype=torch.uint8, device="meta")
+    size, num_bytes = block_size(block_type)
+    piece = torch.empty((rows, columns // size * num_bytes), dtype=torch.uint8, device="meta")
     return GGUFBlocks((piece,), block_type, columns, is_copy=True)
 
 
@@ -196,7 +263,13 @@ def _widened(weight: GGUFBlocks, addresses: Tensor) -> Tensor:
 
 def _stored(weight: GGUFBlocks, addresses: Tensor) -> NativeStoredRows:
     """Return some rows for the native library. Valid as long as the addresses [n] int64 and the weight."""
-    return NativeStoredRows(Stored[weight.block_type], len(addresses), weight.columns, addresses.data_ptr())
+    return NativeStoredRows(
+        Stored[weight.block_type],
+        len(addresses),
+        weight.columns,
+        addresses.data_ptr(),
+        table_address(weight.block_type),
+    )
 
 
 def _rows_at_a_time(columns: int) -> int:

@@ -175,7 +175,8 @@ class PlanAttempt:
         return min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
 
     def _first_notes(self) -> list[str]:
-        spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
+        spec, config = self.spec, self.config
+        notes = list(quantization_notes(spec.quantization, "cpu" if self.gpu is None else "cuda"))
         note = read_spec.family_of(spec).note if spec.implementation == "localllm" else ""
         if note == text_part.NOTE and spec.why_unseeing:
             note = ""  # the plan's note about pictures says more

@@ -200,11 +200,7 @@ class Mxfp4(MatrixFormat):
     ) -> QuantizedWeight:
         weight = super().read_meta(checkpoint, parts, device, dtype)
         rows, columns = weight.shape
-        return (
-            meta_blocks(rows, columns // GROUP * (BLOCK_BYTES + 1), "MXFP4", columns)
-            if _keeps_blocks(device)
-            else weight
-        )
+        return meta_blocks(rows, "MXFP4", columns) if _keeps_blocks(device) else weight
 
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> GGUFWeight:
         """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""

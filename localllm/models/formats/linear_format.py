@@ -41,13 +41,12 @@ class LinearFormat(Protocol):
         """In-memory form for display: packed int4."""
         ...
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """Sentences on what runs differently than the checkpoint says."""
+    def notes_on(self, device: str) -> Sequence[str]:
+        """Return sentences on what runs differently on a device (cpu, cuda) than the checkpoint says."""
         ...
 
     def ignores(self, name: str) -> bool:
-        """Return whether a stored tensor is deliberately ignored; `notes` say so if that matters."""
+        """Return whether a stored tensor is deliberately ignored; `notes_on` says so if that matters."""
         ...
 
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
@@ -94,6 +93,6 @@ class LinearFormat(Protocol):
 class TableFormat(LinearFormat, Protocol):
     """A format whose matrices can also be embeddings, which are looked up by row."""
 
-    def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
-        """Return whether `read` returns a `QuantizedTable` for this matrix alone."""
+    def is_table(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> bool:
+        """Return whether `read` returns a `QuantizedTable` on `device` for this matrix alone."""
         ...

@@ -73,6 +73,9 @@ class MatrixFormat(ABC):
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Return a weight of that shape on `meta`, as `_part` would read it."""
 
+    def notes_on(self, device: str) -> Sequence[str]:
+        return self.notes
+
     def ignores(self, name: str) -> bool:
         return False
 

@@ -132,7 +132,7 @@ def quantization_in_words(
     return f"{way.name} · on this CPU: {describe_layout(cpu_weights)}"
 
 
-def quantization_notes(stored: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return sentences on what runs differently than the checkpoint says."""
+def quantization_notes(stored: Mapping[str, Any] | None, device: str) -> tuple[str, ...]:
+    """Return sentences on what runs differently on a device (cpu, cuda) than the checkpoint says."""
     format = linear_format(stored)
-    return () if format is None else tuple(format.notes)
+    return () if format is None else tuple(format.notes_on(device))

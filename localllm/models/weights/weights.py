@@ -132,7 +132,7 @@ class Weights:
     ) -> Tensor | QuantizedTable:
         stored, format = self.layout.name(name), self.layout.format
         stem = stored.removesuffix(".weight")
-        if not isinstance(format, TableFormat) or not format.is_table(self.layout.checkpoint, stem):
+        if not isinstance(format, TableFormat) or not format.is_table(self.layout.checkpoint, stem, self._target):
             return self.take([name], shape, keep_narrow=keep_narrow, rows=rows)
         found = format.shape(self.layout.checkpoint, stem)
         if found != shape:
@@ -359,6 +359,7 @@ class Weights:
         ):
             weight = self._matrix(kind, [part for part, _ in run], shape, made is not None)
             weights.append(made(weight) if made is not None and isinstance(weight, Tensor) else weight)
+        weights = _with_plain_joined(weights)
         weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
         if tuple(weight.shape) != shape:
             raise wrong_shape([part.stem for part in parts], weight.shape, shape)
@@ -454,3 +455,19 @@ class Weights:
         tensor = tensor.t() if part.transposed else tensor
         tensor = tensor if part.columns is None else tensor[:, part.columns.start : part.columns.stop]
         return tensor if part.order is None else tensor[part.order.to(tensor.device)]
+
+
+def _with_plain_joined(weights: Sequence[Weight]) -> list[Weight]:
+    """Return the matrices with adjacent plain ones as one tensor: a format may have widened them from other types."""
+    joined: list[Weight] = []
+    for is_plain, run in groupby(weights, lambda weight: isinstance(weight, Tensor)):
+        each = list(run)
+        if not is_plain or len(each) == 1:
+            joined += each
+            continue
+        tensors = [weight for weight in each if isinstance(weight, Tensor)]
+        if tensors[0].is_meta:  # torch.cat takes seconds on `meta`
+            joined.append(tensors[0].new_empty((sum(map(len, tensors)), tensors[0].shape[1])))
+        else:
+            joined.append(torch.cat(tensors))
+    return joined

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.kernels.cpu import pack
-from localllm.kernels.cpu.stored_blocks import GGUFBlocks
+from localllm.kernels.cpu import pack, stored_blocks
+from localllm.kernels.cpu.stored_blocks import CpuStoredWeight, GGUFBlocks, reads_blocks
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.linear import StackedWeight
 from localllm.models.formats.gguf.checkpoint import config_of, metadata_of, open_gguf
 from localllm.models.formats.gguf.file_names import parts_of
 from localllm.models.formats.gguf.matrices import DEQUANTISED
-from localllm.models.formats.registry import linear_format
+from localllm.models.formats.registry import linear_format, quantization_notes
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
@@ -77,8 +77,9 @@ def test_every_block_type(block_type: str, source: Callable[..., Path], tmp_path
     folder, file = source(**SHAPE, num_hidden_layers=1), tmp_path / "model.gguf"
     meant = write_gguf(folder, file, block_type)
     harness = assert_agrees(file, folder, meant, tmp_path)
-    assert isinstance(harness.model.layers[0].mlp.down.weight, GGUFWeight | GGUFBlocks) == (block_type in BLOCK_TYPES)
-    assert isinstance(harness.model.embedding.weight, GGUFWeight | GGUFBlocks) == (block_type in BLOCK_TYPES)
+    is_quantised = reads_blocks(block_type) or block_type in BLOCK_TYPES
+    assert isinstance(harness.model.layers[0].mlp.down.weight, GGUFWeight | GGUFBlocks) == is_quantised
+    assert isinstance(harness.model.embedding.weight, GGUFWeight | GGUFBlocks) == is_quantised
 
 
 @pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
@@ -111,13 +112,42 @@ def test_bytes_are_predicted_for_the_layouts_of_this_cpu(
     block_type: str, source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "model.gguf"
-    write_gguf(source(**SHAPE, num_hidden_layers=1, tie_word_embeddings=True), file, block_type)
+    sizes = {**SHAPE, "num_hidden_layers": 1, "tie_word_embeddings": True, "max_position_embeddings": 16}
+    write_gguf(source(**sizes), file, block_type)
     spec = read_spec(file)
     for dtype in (torch.float32, torch.bfloat16):
-        assert held_bytes(load_model(file, spec, CPU, dtype)) == resident_bytes(file, spec, CPU, dtype)
-    if block_type == "Q6_K":  # keeps the file's bytes also where bytes are multiplied fast
+        held = held_bytes(load_model(file, spec, CPU, dtype))
+        assert held == resident_bytes(file, spec, CPU, dtype)
+    if block_type in ("Q6_K", "IQ2_S") and reads_blocks(block_type):
+        with open_gguf(file) as checkpoint:
+            assert held <= 1.05 * sum(info.num_bytes for info in checkpoint.tensors.values())
+    if block_type == "Q6_K" and reads_blocks(block_type):  # keeps the file's bytes also where bytes are multiplied fast
         monkeypatch.setattr(pack, "has_int8", lambda: True)
         assert held_bytes(load_model(file, spec, CPU, torch.float32)) == resident_bytes(file, spec, CPU, torch.float32)
+
+
+@pytest.mark.skipif(not reads_blocks("IQ2_S"), reason="there is no native library here")
+def test_types_with_wrong_products_are_read_another_way(
+    source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = stored_blocks.native_linear
+    monkeypatch.setattr(stored_blocks, "native_linear", lambda *args, **how: 1.01 * right(*args, **how))
+    monkeypatch.setattr(stored_blocks, "is_right", stored_blocks.is_right.__wrapped__)  # forgets what was found
+    file = tmp_path / "model.gguf"
+    others = {r"attn_v\.": "TQ2_0", "ffn": "Q5_K", "token_embd": "Q4_K"}
+    write_gguf(source(**SHAPE, num_hidden_layers=1), file, "IQ2_S", others=others)
+    spec = read_spec(file)
+    model = load_model(file, spec, CPU, torch.float32)
+    assert isinstance(model.layers[0].attention.qkv.weight, Tensor)  # one matrix of two types
+    assert not isinstance(model.layers[0].mlp.down.weight, CpuStoredWeight)
+    assert isinstance(model.embedding.weight, GGUFBlocks)  # packed and read, not multiplied as stored
+    assert held_bytes(model) == resident_bytes(file, spec, CPU, torch.float32)
+    assert {block_type for block_type in others.values() if f"blocks of {block_type}:" in caplog.text} == {
+        "TQ2_0",
+        "Q5_K",
+    }
+    [note] = quantization_notes(spec.quantization, "cpu")
+    assert "IQ2_S, TQ2_0" in note or "TQ2_0, IQ2_S" in note
 
 
 def test_parts_of_a_layer_in_different_types(source: Callable[..., Path], tmp_path: Path) -> None:
@@ -253,7 +283,8 @@ class TestConfig:
         assert format is not None
         assert format.name == "GGUF Q4_K (8 Q4_K, 1 IQ2_S)"
         assert "repacked to 4 bits" in format.runs_as
-        assert any("1 matrices in IQ2_S" in note for note in format.notes)
+        assert any("1 matrices in IQ2_S" in note for note in format.notes_on("cuda"))
+        assert bool(format.notes_on("cpu")) != reads_blocks("IQ2_S")
 
 
 class TestBadFiles:

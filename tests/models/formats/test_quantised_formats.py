@@ -261,7 +261,7 @@ def test_the_loaded_model_is_the_one_that_was_quantised(
     if case.each_within is not None:
         weights_agree(saved, harness, case.each_within)
     if case.notes is not None:
-        notes = quantization_notes(read_spec(saved.path).quantization)
+        notes = quantization_notes(read_spec(saved.path).quantization, "cpu")
         assert all(part in note for part, note in zip(case.notes, notes, strict=True)), notes
 
 
@@ -293,7 +293,7 @@ def test_scales_of_a_cache_are_left_out_and_said_so(source: Path, tmp_path: Path
     saved = save_quantised(source, tmp_path / "model", quantization, packed(4, 32))
     rewrite(saved.path, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
     agrees(saved)
-    assert "KV cache" in quantization_notes(quantization)[0]
+    assert "KV cache" in quantization_notes(quantization, "cpu")[0]
     set_quantization(saved.path, {**quantization, "kv_cache_scheme": None})
     assert_refused(saved, LocalLLMError, r"1 tensors.*k_scale")
 

@@ -11,6 +11,7 @@ enum { SUPER = 256, TOGETHER = 4, AHEAD = 1024 };  // weights of a large block; 
 
 typedef uint8_t Bytes __attribute__((vector_size(32), aligned(1)));
 typedef int8_t SignedBytes __attribute__((vector_size(32), aligned(1)));
+typedef uint16_t Words16 __attribute__((vector_size(32)));
 typedef int32_t Ints8 __attribute__((vector_size(32)));
 typedef float Floats8 __attribute__((vector_size(32)));
 
@@ -326,20 +327,23 @@ INLINE Weights group_of_block(int type, const uint8_t* b, const void* table, int
       const int high = word16_at(b + 32 + 2 * group);
       const Bytes w = four_rows(table, low[0] | (high << 8 & 0x700), low[1] | (high << 4 & 0x700),
                                 low[2] | (high & 0x700), low[3] | (high >> 4 & 0x700));
-      uint64_t shifts[4];
-      for (int i = 0; i < 4; i++) shifts[i] = high >> (4 * i + 3) & 1 ? 0xffffffffffffffff : 0x0101010101010101;
-      return with_own_signs(w + load32(shifts));
+      const Words16 bits = {8, 8, 8, 8, 128, 128, 128, 128, 2048, 2048, 2048, 2048, 32768, 32768, 32768, 32768};
+      const Bytes is_down = (Bytes)((((Words16){0} + (uint16_t)high) & bits) == bits);  // by four rows
+      return with_own_signs(w + (is_down | one));
     }
     case STORED_TQ1_0: {  // 32 bytes of five digits, 16 bytes of five, 4 bytes of four
       static const uint8_t POWERS[] = {1, 3, 9, 27, 81};
-      uint8_t each[GROUP];
-      for (int i = 0; i < GROUP; i++) {
-        const int place = group * GROUP + i;
-        each[i] = (uint8_t)(place < 160   ? b[i] * POWERS[group]
-                            : place < 240 ? b[32 + place % 16] * POWERS[(place - 160) / 16]
-                                          : b[48 + place % 4] * POWERS[(place - 240) / 4]);
+      if (group < 5) return with_own_signs(third_digits(load32(b) * same_bytes(POWERS[group])) - one);
+      uint8_t each[GROUP], powers[GROUP];
+      memcpy(each, b + 32, HALF);
+      memset(powers, POWERS[2 * (group - 5)], HALF);
+      if (group < 7) {
+        memcpy(each + HALF, b + 32, HALF);
+        memset(powers + HALF, POWERS[2 * (group - 5) + 1], HALF);
+      } else {
+        for (int i = 0; i < 4; i++) memcpy(each + HALF + 4 * i, b + 48, 4), memset(powers + HALF + 4 * i, POWERS[i], 4);
       }
-      return with_own_signs(third_digits(load32(each)) - one);
+      return with_own_signs(third_digits(load32(each) * load32(powers)) - one);
     }
     default: return with_own_signs((right(load32(b + group / 4 * 32), group % 4 * 2) & three) - one);  // STORED_TQ2_0
   }
@@ -377,10 +381,14 @@ INLINE void widen_large_block(int type, const uint8_t* b, const void* table, flo
   read_scales(type, b, &s);
   for (int group = 0; group < SUPER / GROUP; group++) {
     const Weights w = group_of_block(type, b, table, group);
-    for (int i = 0; i < GROUP; i++) {
-      const int half = 2 * group + i / HALF, value = w.signs[i] < 0 ? -w.magnitudes[i] : w.magnitudes[i];
-      const float minimum = has_minima(type) ? (float)s.minima[half] * -s.minimum : 0;
-      out[group * GROUP + i] = (float)value * ((float)s.scales[half] * s.scale) + minimum;
+    const Bytes mask = (Bytes)(w.signs < 0), values = (w.magnitudes ^ mask) - mask;
+    int8_t each[GROUP];
+    memcpy(each, &values, sizeof each);
+    for (int half = 0; half < 2; half++) {
+      const int place = 2 * group + half;
+      const float scale = (float)s.scales[place] * s.scale;
+      const float minimum = has_minima(type) ? (float)s.minima[place] * -s.minimum : 0;
+      for (int i = 0; i < HALF; i++) out[place * HALF + i] = (float)each[half * HALF + i] * scale + minimum;
     }
   }
 }

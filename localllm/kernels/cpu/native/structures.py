@@ -50,6 +50,15 @@ class Stored(IntEnum):
     IQ4_XS = 10
     Q2_K = 11
     Q3_K = 12
+    IQ1_S = 13
+    IQ1_M = 14
+    IQ2_XXS = 15
+    IQ2_XS = 16
+    IQ2_S = 17
+    IQ3_XXS = 18
+    IQ3_S = 19
+    TQ1_0 = 20
+    TQ2_0 = 21
 
 
 class Op(IntEnum):

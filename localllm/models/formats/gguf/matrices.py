@@ -1,10 +1,10 @@
 """Matrices in GGUF's block types: repacked bit for bit if a kernel supports the type, else dequantised by the gguf
-package. On a CPU the blocks of common types stay as they are, views of the file, until they are packed.
+package. On a CPU with the native library all blocks stay as they are, views of the file, until they are packed.
 
 F32 F16 BF16                              not quantised
 Q4_0 ... Q6_K, IQ4_NL, IQ4_XS, MXFP4      repacked (list in kernels/gguf_blocks.py), as large as in the file
                                           or a little larger
-IQ1_* IQ2_* IQ3_* TQ1_0 TQ2_0             dequantised to the activations' type, with a note to the user
+IQ1_* IQ2_* IQ3_* TQ1_0 TQ2_0             dequantised to the activations' type elsewhere, with a note to the user
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.cpu.stored_blocks import GGUFBlocks, meta_blocks, reads_blocks
+from localllm.kernels.cpu.stored_blocks import (
+    GGUFBlocks,
+    block_size,
+    dequantize_by_gguf,
+    meta_blocks,
+    reads_blocks,
+)
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
@@ -28,7 +34,6 @@ from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
 from localllm.models.formats.linear_format import StoredPart
 
 DEQUANTISED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
-_WIDE = "dequantised"  # shared kind of these types: their results can be one matrix
 _ELEMENTS = 1 << 22  # weights to dequantise at a time
 
 
@@ -53,19 +58,21 @@ class GGUFMatrices:
     def runs_as(self) -> str:
         bits = sorted({BLOCK_TYPES[t].bits for t in self._types if t in BLOCK_TYPES})
         if not bits:
-            return "dequantised to 16 or 32 bits" if self._wide else "as stored"
+            return "dequantised to 16 or 32 bits on a GPU" if self._wide else "as stored"
         words = f"repacked to {' and '.join(map(str, bits))} bits, exactly"
-        return f"{words}; {', '.join(self._wide)} dequantised" if self._wide else words
+        return f"{words}; {', '.join(self._wide)} dequantised on a GPU" if self._wide else words
 
-    @property
-    def notes(self) -> Sequence[str]:
-        if not self._wide:
+    def notes_on(self, device: str) -> Sequence[str]:
+        wide = [block_type for block_type in self._wide if _is_dequantised(block_type, device)]
+        if not wide:
             return ()
-        count = sum(self._types[block_type] for block_type in self._wide)
-        types = ", ".join(self._wide)
-        return [
-            f"{count} matrices in {types} are dequantised to the activations' dtype: no kernel supports them as stored."
-        ]
+        count, types = sum(self._types[block_type] for block_type in wide), ", ".join(wide)
+        why = "no GPU kernel supports them as stored"
+        if device == "cpu":
+            why = (
+                "the native library that multiplies them as stored is missing (localllm doctor) or wrong (see the log)"
+            )
+        return [f"{count} matrices in {types} are dequantised to the activations' dtype: {why}."]
 
     @property
     def _wide(self) -> list[str]:
@@ -78,9 +85,7 @@ class GGUFMatrices:
         info = checkpoint.tensors.get(f"{stem}.weight")
         if info is None or info.dtype in FLOATS:
             return None
-        if info.dtype in DEQUANTISED:
-            return _WIDE
-        if info.dtype not in BLOCK_TYPES:
+        if info.dtype not in BLOCK_TYPES and info.dtype not in DEQUANTISED:
             raise UnsupportedModel(
                 f"{stem}.weight in {info.file.name} is stored as {info.dtype}.",
                 f"Supported: {', '.join((*FLOATS, *BLOCK_TYPES, *DEQUANTISED))}.",
@@ -88,35 +93,33 @@ class GGUFMatrices:
             )
         return info.dtype
 
-    def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
-        return self.kind(checkpoint, stem) in BLOCK_TYPES
+    def is_table(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> bool:
+        kind = self.kind(checkpoint, stem)
+        return kind is not None and not _is_dequantised(str(kind), device.type)
 
     def read(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        kind, columns = self.kind(checkpoint, parts[0].stem), _num_columns(checkpoint, parts[0])
-        if kind == _WIDE:
-            wide = [
-                _by_reference(_blocks(checkpoint, part), _info(checkpoint, part.stem).dtype, columns, dtype).to(device)
-                for part in parts
-            ]
+        kind, columns = str(self.kind(checkpoint, parts[0].stem)), _num_columns(checkpoint, parts[0])
+        blocks = [_blocks(checkpoint, part) for part in parts]
+        if _is_dequantised(kind, device.type):
+            wide = [_by_reference(part, kind, columns, dtype).to(device) for part in blocks]
             return wide[0] if len(wide) == 1 else torch.cat(wide)
-        if device.type == "cpu" and reads_blocks(str(kind)):
-            return GGUFBlocks(tuple(_blocks(checkpoint, part) for part in parts), str(kind), columns)
-        blocks = [_blocks(checkpoint, part).to(device) for part in parts]
-        return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
+        if device.type == "cpu" and reads_blocks(kind):
+            return GGUFBlocks(tuple(blocks), kind, columns)
+        moved = [part.to(device) for part in blocks]
+        return repack_gguf(moved[0] if len(moved) == 1 else torch.cat(moved), kind, columns)
 
     def read_meta(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        kind, columns = self.kind(checkpoint, parts[0].stem), _num_columns(checkpoint, parts[0])
+        kind, columns = str(self.kind(checkpoint, parts[0].stem)), _num_columns(checkpoint, parts[0])
         rows = sum(self.shape(checkpoint, part.stem)[0] if part.order is None else part.order.numel() for part in parts)
-        if kind == _WIDE:
+        if _is_dequantised(kind, device.type):
             return torch.empty((rows, columns), dtype=dtype, device="meta")
-        if device.type == "cpu" and reads_blocks(str(kind)):
-            size, num_bytes = _block(str(kind))
-            return meta_blocks(rows, columns // size * num_bytes, str(kind), columns)
-        one = _one_row(str(kind), columns)
+        if device.type == "cpu" and reads_blocks(kind):
+            return meta_blocks(rows, kind, columns)
+        one = _one_row(kind, columns)
         tensors = {name: getattr(one, name) for name in ("words", "scales", "mins", "super_scales", "super_mins")}
         meta = {
             name: tensor.new_empty(
@@ -133,7 +136,7 @@ class GGUFMatrices:
 
     def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
         info = _info(checkpoint, stem)
-        return whole_blocks(columns, _block(info.dtype)[0], info.shape[-1])
+        return whole_blocks(columns, block_size(info.dtype)[0], info.shape[-1])
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
         return [f"{stem}.weight"]
@@ -141,6 +144,11 @@ class GGUFMatrices:
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         self.kind(checkpoint, stem)  # raises for unsupported types
         return widen(checkpoint.tensor(f"{stem}.weight"), _info(checkpoint, stem), torch.float32)
+
+
+def _is_dequantised(block_type: str, device: str) -> bool:
+    """Return whether no kernel of the device reads a type as stored."""
+    return block_type in DEQUANTISED and not (device == "cpu" and reads_blocks(block_type))
 
 
 def widen(stored: Tensor, info: TensorInfo, dtype: torch.dtype) -> Tensor:
@@ -155,13 +163,9 @@ def widen(stored: Tensor, info: TensorInfo, dtype: torch.dtype) -> Tensor:
 
 def _by_reference(blocks: Tensor, block_type: str, columns: int, dtype: torch.dtype) -> Tensor:
     """Dequantise blocks with the gguf package to [n, K]."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
     out = torch.empty((blocks.shape[0], columns), dtype=dtype, device="cpu")
     for start in range(0, blocks.shape[0], step := max(1, _ELEMENTS // columns)):
-        rows = dequantize(blocks[start : start + step].numpy(), GGMLQuantizationType[block_type])
-        out[start : start + step] = torch.from_numpy(rows)
+        out[start : start + step] = dequantize_by_gguf(GGUFBlocks((blocks[start : start + step],), block_type, columns))
     return out
 
 
@@ -173,22 +177,12 @@ def _num_columns(checkpoint: Checkpoint, part: StoredPart) -> int:
     return _info(checkpoint, part.stem).shape[-1] if part.columns is None else len(part.columns)
 
 
-def _block(block_type: str) -> tuple[int, int]:
-    """Return the weights and the bytes of a block."""
-    if block_type in BLOCK_TYPES:
-        return BLOCK_TYPES[block_type].size, BLOCK_TYPES[block_type].num_bytes
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[block_type]]
-    return int(size), int(num_bytes)
-
-
 def _blocks(checkpoint: Checkpoint, part: StoredPart) -> Tensor:
     """Return a part's blocks, uint8 [n, bytes of a row]. Rows can be reordered while packed."""
     assert not part.transposed, "GGUF stores every matrix by rows"
     blocks = checkpoint.tensor(f"{part.stem}.weight").flatten(0, -2)
     if part.columns is not None:
-        size, num_bytes = _block(_info(checkpoint, part.stem).dtype)
+        size, num_bytes = block_size(_info(checkpoint, part.stem).dtype)
         blocks = blocks[:, part.columns.start // size * num_bytes : part.columns.stop // size * num_bytes]
     if part.order is None or not len(part.order):
         return blocks if part.order is None else blocks[:0]
