@@ -6,6 +6,7 @@ import pytest
 
 from localllm.cli import doctor, main
 from tests.hub.local_hub import LocalHub
+from tests.web.live_server import wait_until
 
 
 def test_the_hub_answers_or_the_reason_is_said(
@@ -19,7 +20,7 @@ def test_the_hub_answers_or_the_reason_is_said(
     [finding] = [each for each in json.loads(capsys.readouterr().out) if each["subject"] == "hub"]
     assert finding["verdict"] == "ok"
     assert hub.url in finding["text"]
-    assert len(hub.sent) == 1
+    wait_until(lambda: len(hub.sent) == 1)  # noted once the answer has been sent
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert main(["doctor", "--network", "--json"]) == 1
     [finding] = [each for each in json.loads(capsys.readouterr().out) if each["subject"] == "hub"]
