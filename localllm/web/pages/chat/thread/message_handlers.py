@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
@@ -140,8 +140,6 @@ async def stop_others(state: ChatState, chat: Chat, message: StoredMessage) -> b
     return True
 
 
-RATINGS = ("good", "bad")
-MAX_NOTE_CHARS = 2000
 ONE = "/c/{conversation_id:str}/m/{message_id:str}"
 Ask = Callable[[ChatState, str, Chat, StoredMessage, Mapping[str, str]], Awaitable[Turn]]
 
@@ -237,10 +235,10 @@ async def rate_message(request: Request[Any, Any, Any]) -> Response[Any]:
     rating, note = form.get("rating", ""), form.get("note", "").strip()
     if message.role != "assistant" or not chat_state(request).replies.current(message).details.get("finish_reason"):
         raise InvalidParameter("Only answers that are complete can be rated.", param="rating")
-    if rating not in ("", *RATINGS):
+    if rating not in get_args(m.Rating):
         raise InvalidParameter(f"An answer is not rated {rating[:20]!r}.", hint="Choose good or bad.", param="rating")
-    if len(note) > MAX_NOTE_CHARS:
-        why = f"It has {len(note):,} characters; a note has at most {MAX_NOTE_CHARS:,}."
+    if len(note) > m.MAX_NOTE_CHARS:
+        why = f"It has {len(note):,} characters; a note has at most {m.MAX_NOTE_CHARS:,}."
         raise InvalidParameter("The note is too long.", why, "Shorten it.", param="note")
     await chat_state(request).store.call(Chats.rate, message.id, rating, note)
     return await _updated_page(request, chat, f"Rated {rating}" if rating else "Rating removed", f"#m-{message.id}")

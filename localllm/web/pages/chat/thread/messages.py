@@ -88,6 +88,10 @@ class OpenBlock(View):
     text: str = ""
 
 
+Rating = Literal["", "good", "bad"]  # what a person thinks of a reply; empty: it is not rated
+MAX_NOTE_CHARS = 2000
+
+
 @view("chat/_message_actions.html")
 class MessageActions(View):
     """The actions of a message, and the links to its other versions."""
@@ -100,7 +104,7 @@ class MessageActions(View):
     previous_url: str = ""
     next_url: str = ""
     edits: bool = True
-    rating: Literal["", "good", "bad"] = ""
+    rating: Rating = ""
 
 
 @view("chat/_edit_form.html")
@@ -167,8 +171,9 @@ class RatingForm(View):
     """The form that says what a person thinks of a reply."""
 
     url: str  # of the message
-    rating: Literal["", "good", "bad"] = ""
+    rating: Rating = ""
     note: str = ""
+    most_chars: int = MAX_NOTE_CHARS
 
 
 @view("chat/_outline.html")

@@ -46,13 +46,12 @@ def as_markdown(chat: Chat, messages: Sequence[StoredMessage]) -> bytes:
 
 def as_json(chat: Chat, messages: Sequence[StoredMessage], everything: Sequence[StoredMessage]) -> bytes:
     """Return the shown branch as OpenAI's messages, and the tree with every branch."""
-    system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
     body = {
         "format": FORMAT,
         "version": VERSION,
         "title": chat.title,
         "settings": dict(chat.settings),
-        "messages": system + [{"role": message.role, "content": _whole(message)} for message in messages],
+        "messages": _openai_messages(chat, messages),
         "leaf": chat.leaf,
         "tree": [
             {
@@ -67,6 +66,11 @@ def as_json(chat: Chat, messages: Sequence[StoredMessage], everything: Sequence[
         ],
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=1)
+
+
+def _openai_messages(chat: Chat, messages: Sequence[StoredMessage]) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
+    return system + [{"role": message.role, "content": _whole(message)} for message in messages]
 
 
 def _details(details: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,12 +91,11 @@ def _whole(message: StoredMessage) -> str:
 def as_rating(chat: Chat, messages: Sequence[StoredMessage]) -> bytes:
     """Return the line of a rated reply: the rating, and the branch up to the reply as OpenAI's messages."""
     *read, reply = messages
-    system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
     line = {
         **reply.details["rating"],
         "model": reply.details.get("model"),
         "chat": chat.title,
-        "messages": system + [{"role": message.role, "content": _whole(message)} for message in read],
+        "messages": _openai_messages(chat, read),
         "answer": reply.text,
     }
     return msgspec.json.encode(line) + b"\n"
