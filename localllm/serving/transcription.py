@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from localllm.config.settings import Settings
@@ -35,7 +36,7 @@ from localllm.units import format_bytes
 if TYPE_CHECKING:
     from localllm.media.sound import Samples
     from localllm.media.speech import VadOptions, Window
-    from localllm.models.encoders.whisper import Decoding, SpokenSegment, SpokenText
+    from localllm.models.encoders.whisper import Decoding, SpokenText
     from localllm.models.library.catalog import ResolvedModel
     from localllm.text.tokenizer import Tokenizer
 
@@ -155,40 +156,30 @@ class TranscriptionClient(BatchClient):
         """Return what the model's result for a window says."""
         start_s = window.start / 16_000
         if self._whisper is None:
-            return Heard(window, self._words(result, start_s), [])
+            return Heard(window, self._words(((each.token_id, each) for each in result), start_s), [])
         text: SpokenText = result
         found = [
             TranscriptSegment(
                 words, start_s + each.start_s, start_s + each.stop_s, each.token_ids, text.avg_logprob,
-                tuple(self._spoken(each, start_s, text.language)), text.temperature, text.no_speech_prob,
+                tuple(self._words(zip(each.token_ids, each.tokens, strict=False), start_s, text.language)),
+                text.temperature, text.no_speech_prob,
             )
             for each in text.segments if (words := self._tokenizer.decode(each.token_ids).strip())
         ]  # fmt: skip
         return Heard(window, [], found, text.language)
 
-    def _spoken(self, segment: SpokenSegment, start_s: float, language: str) -> list[Word]:
-        """Return the words of a segment of a window that starts at `start_s`; none without times of its tokens. A word
+    def _words(self, tokens: Iterable[tuple[int, Any]], start_s: float, language: str = "") -> list[Word]:
+        """Return the words of tokens, (id, its times), of a window that starts at `start_s`; none without times. A word
         of a language without spaces is a character, or a token of several."""
         timed = [
             TimedToken(token_id, start_s + each.start_s, start_s + each.stop_s, each.probability)
-            for token_id, each in zip(segment.token_ids, segment.tokens, strict=False)
+            for token_id, each in tokens
         ]
-        return words_of(timed, self._tokenizer.decode, self._begins if language in UNSPACED else self._begins_word)
+        return words_of(timed, self._tokenizer.decode, partial(self._begins_word, language))
 
-    def _begins(self, token_id: int) -> bool:
-        """Return whether a token begins with the first byte of a character."""
-        return self._tokenizer.token_bytes(token_id)[:1] not in _CONTINUED
-
-    def _words(self, tokens: Sequence[Any], start_s: float) -> list[Word]:
-        """Return the words of the tokens of a window that starts at `start_s`."""
-        timed = [
-            TimedToken(each.token_id, start_s + each.start_s, start_s + each.stop_s, each.probability)
-            for each in tokens
-        ]
-        return words_of(timed, self._tokenizer.decode, self._begins_word)
-
-    def _begins_word(self, token_id: int) -> bool:
-        return self._tokenizer.token_bytes(token_id).startswith(b" ")
+    def _begins_word(self, language: str, token_id: int) -> bool:
+        first = self._tokenizer.token_bytes(token_id)[:1]
+        return first not in _CONTINUED if language in UNSPACED else first == b" "
 
 
 def transcriber_of(model: ServedModel) -> TranscriptionClient:
