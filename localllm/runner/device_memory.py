@@ -11,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,12 +67,13 @@ def record(
         finally:
             if crossing is not None:
                 crossing.split = None
-    return partial(_call_each, (*calls, graph.replay)) if calls else graph.replay
+    calls.append(graph.replay)
 
+    def replay() -> None:
+        for call in calls:
+            call()
 
-def _call_each(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+    return replay if len(calls) > 1 else graph.replay
 
 
 def empty_cache() -> None:

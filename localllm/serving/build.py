@@ -77,8 +77,8 @@ def build_engine(
         if spec == "transcribe":
             from localllm.serving.transcription import build_transcriber
 
-            return _note_tiers(build_transcriber(settings, found, on_phase, limits), config)
-        return _note_tiers(build_pooling(settings, found, spec, on_phase, limits), config)
+            return _note_unused(build_transcriber(settings, found, on_phase, limits), config)
+        return _note_unused(build_pooling(settings, found, spec, on_phase, limits), config)
     from localllm.models.fit.pictures import with_tower
 
     with ExitStack() as undo:
@@ -129,7 +129,7 @@ def _refuse_adapters(config: EngineConfig, name: str) -> None:
         )
 
 
-def _note_tiers(model: ServedModel, config: EngineConfig) -> ServedModel:
+def _note_unused(model: ServedModel, config: EngineConfig) -> ServedModel:
     """Name the KV tiers and the experts in RAM that were asked for in the notes of a model that has none of them:
     several models may share the settings, so they are not refused."""
     asked = [name for name in ("kv_offloading_size", "swap_space", "kv_disk_gib") if getattr(config, name)]
