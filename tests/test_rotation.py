@@ -1,4 +1,4 @@
-"""What costs much waits for its day, and its day comes."""
+"""Expensive cases wait for their day, and each has one within a week."""
 
 import json
 from collections import Counter

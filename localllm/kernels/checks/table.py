@@ -209,7 +209,7 @@ SUMS = CheckedKernel(
     _no_cases,
     needs_model=True,
 )
-"""What ranks compare among each other (ranks/one_shot.py): a model on one GPU has no sums."""
+"""Sums that ranks compare with each other (ranks/one_shot.py). A model on one GPU has none."""
 
 
 def kernel_of(error: BaseException, table: tuple[CheckedKernel, ...] = TABLE) -> CheckedKernel | None:

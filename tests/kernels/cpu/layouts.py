@@ -115,7 +115,7 @@ def _groups(kind: Kind, codes: Tensor, rng: torch.Generator) -> tuple[Tensor, Te
         if kind == Kind.MXFP4:
             exponents = torch.randint(117, 131, grouped.shape[:2], generator=rng)
             each, tails = torch.exp2(exponents.double() - 127)[..., None], [exponents.to(torch.uint8)]
-        elif kind == Kind.NVFP4:  # the stored scales are those of the doubled values
+        elif kind == Kind.NVFP4:  # the stored scales belong to the doubled values
             each = torch.stack((scales, minima), dim=2).double().repeat_interleave(16, dim=2) * 2
         else:
             each = scales.double()[..., None]
