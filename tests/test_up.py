@@ -82,6 +82,24 @@ def _run_example(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_an_idle_server_wakes_less_than_ten_times_a_second(tiny_llama_path: Path, tmp_path: Path) -> None:
+    with Server(tmp_path, "up", str(tiny_llama_path)) as server:
+        url = server.wait_for("ready")["url"]
+        body = {"model": tiny_llama_path.name, "prompt": "hi", "max_tokens": 4}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        time.sleep(1)  # threads of the request go back to their places
+        began_s, before = time.monotonic(), _switches(server.process.pid)
+        time.sleep(4)
+        assert (_switches(server.process.pid) - before) / (time.monotonic() - began_s) < 10
+
+
+def _switches(pid: int) -> int:
+    """Return how often the threads of a process have gone to sleep by themselves."""
+    tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for text in tasks)
+
+
 def test_a_second_signal_ends_running_answers(tiny_llama_path: Path, tmp_path: Path) -> None:
     body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with Server(tmp_path, "serve", str(tiny_llama_path)) as server:

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from functools import _lru_cache_wrapper
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,7 @@ ENDPOINTS: Endpoints = {
 }
 """What a line of a batch can ask for."""
 
+DATE_S = 1.0
 LAST_S = 0.2
 """How long a server that ends because it is idle waits for requests on connections that it has accepted."""
 
@@ -240,6 +242,8 @@ class Server(uvicorn.Server):
     def __init__(self, app: Litestar, *, drain_s: float = DRAIN_S) -> None:
         self.app, self.drain_s = app, drain_s
         self._engine_stop: asyncio.Future[None] | None = None
+        self._should_exit = False
+        self._exit_is_near: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None  # of the main loop
         asked: ServerConfig = app.state.settings.server
         super().__init__(
             uvicorn.Config(
@@ -258,6 +262,28 @@ class Server(uvicorn.Server):
             )
         )
         self.server_state = Connections(lambda: app.state.key_ring.is_locked)
+
+    @property
+    def should_exit(self) -> bool:
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        """May be set by a signal's handler, or on another thread."""
+        self._should_exit = value
+        if value and self._exit_is_near is not None:
+            loop, event = self._exit_is_near
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(event.set)
+
+    async def main_loop(self) -> None:
+        """Set the date of the headers once a second, until `should_exit`. uvicorn's own loop wakes ten times a second,
+        which are two thirds of what wakes an idle server."""
+        near = asyncio.Event()
+        self._exit_is_near = asyncio.get_running_loop(), near
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(near.wait(), DATE_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.closing.set()
