@@ -30,6 +30,7 @@ COMPOSITES = {
     "hyperclovax_vision_v2": "transformers",  # the whole model says that embeddings are tied
     "lfm3_vl": "transformers",
     "minicpmv4_7": "own",  # recurrent layers
+    "muse_glimmer": "own",
     "ovis2": "own",
 }
 REFUSED = {

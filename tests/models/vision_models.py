@@ -77,6 +77,16 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**_PATCHES, "model_type": "glm4v_vision", "out_hidden_size": 64, "image_size": 16},
     ),
+    "MuseGlimmerConfig": (
+        "MuseGlimmerForConditionalGeneration",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 5,
+            "sliding_window": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        _LAYERS,
+    ),
     "Glm4vMoeConfig": (
         "Glm4vMoeForConditionalGeneration",
         {

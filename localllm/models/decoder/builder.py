@@ -171,6 +171,7 @@ class DecoderBuilder:
             "positions": positions,
             "position_offset": spec.position_offset,
             "norm": self.norm("model.embed_norm") if spec.embedding_norm else None,
+            "row_norm": RMSNorm(self._ones(spec.hidden_size), spec.norm.eps) if spec.embedding_row_norm else None,
             "scales_given": spec.scales_given_embeds,
         }
         if self.shard.is_whole:
@@ -203,12 +204,16 @@ class DecoderBuilder:
         input_norm = norm(f"{prefix}input_layernorm")
         if topology == "parallel_one_norm":
             return self._parallel(ParallelLayer(kind, input_norm, attention, None, mlp))
+        if topology == "sandwich":
+            before = norm(f"{prefix}pre_feedforward_layernorm")
+            eps = self.spec.norm.part_eps
+            after_attention, after = (
+                norm(f"{prefix}post_{n}_layernorm", eps=eps) for n in ("attention", "feedforward")
+            )
+            return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
         after_attention = norm(f"{prefix}post_attention_layernorm")
         if topology == "parallel":
             return self._parallel(ParallelLayer(kind, input_norm, attention, after_attention, mlp))
-        if topology == "sandwich":
-            before, after = (norm(f"{prefix}{side}_feedforward_layernorm") for side in ("pre", "post"))
-            return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
         return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
 
     def _kind(self, index: int) -> LayerKind:
@@ -227,20 +232,23 @@ class DecoderBuilder:
     def _parallel(self, layer: ParallelLayer) -> DecoderLayer:
         return layer if self.shard.is_whole else SummedLayer(layer, self.group)
 
-    def norm(self, stem: str, factor: float = 1.0) -> RMSNorm | LayerNorm:
-        """Return a norm of the stream. factor: on its output."""
+    def norm(self, stem: str, factor: float = 1.0, eps: float | None = None) -> RMSNorm | LayerNorm:
+        """Return a norm of the stream. factor: on its output. eps: None: the family's."""
         spec, shape = self.spec.norm, (self.spec.hidden_size,)
         if spec.weight:
             weight = self.weights.take([f"{stem}.weight"], shape)
         else:
-            weight = torch.ones(shape, device=self.weights.device)
+            weight = self._ones(*shape)
         weight = weight.float() + 1.0 if spec.plus_one else weight
         weight = weight if factor == 1.0 else weight.float() * factor
         if spec.kind == "rms":
-            return RMSNorm(weight, spec.eps)
+            return RMSNorm(weight, spec.eps if eps is None else eps)
         assert factor == 1.0, "a bias would need the factor too"
         bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
         return LayerNorm(weight, bias, spec.eps)
+
+    def _ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, device=self.weights.device)
 
     def _mixer(self, index: int, prefix: str) -> MixerPart:
         """Build attention, a recurrent part, or both, by the layer's kind."""
@@ -396,9 +404,8 @@ class DecoderBuilder:
     def _head_norm(self, index: int, prefix: str) -> RMSNorm | None:
         """Return the norm of q and k, and of v without a weight, for one call: rows for each head, q's first."""
         spec, shard = self.spec, self.shard
-        if spec.qk_norm == "unweighted" and self._kind(index).has_rope:
-            ones = torch.ones(len(shard.heads) + len(shard.kv_heads), spec.head_dim, device=self.weights.device)
-            return RMSNorm(ones, spec.norm.eps)
+        if spec.qk_norm == "unweighted_all" or (spec.qk_norm == "unweighted" and self._kind(index).has_rope):
+            return RMSNorm(self._ones(len(shard.heads) + len(shard.kv_heads), spec.head_dim), spec.norm.eps)
         if spec.qk_norm != "head":
             return None
         (kv_heads, dim), keeps = kv_shape(spec, index), keeps_kv(spec, index)

@@ -226,7 +226,7 @@ def _gguf_gemma4(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) ->
 
 def _gguf_ropes(metadata: Metadata, checkpoint: GGUFTensors, head_dim: int) -> Fields:
     """Return the ropes of both kinds of layers. Which frequencies turn is a tensor of divisors: 1, or 1e30 for none."""
-    divisors = checkpoint.rope_factors("rope_freqs.weight")
+    divisors = checkpoint.values("rope_freqs.weight")
     turning = head_dim // 8 if divisors is None else divisors.count(1.0)  # a quarter, as in all released models
     if divisors is not None and (len(divisors) != head_dim // 2 or any(each < 1e20 for each in divisors[turning:])):
         raise UnsupportedModel(f"{metadata.file.name} scales single frequencies of its rotary embedding.")

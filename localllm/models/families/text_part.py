@@ -16,7 +16,15 @@ NOTE = "Text only: the vision part is not loaded."
 WITHIN = r"(?:model\.)?(?:language_model|text_model)\."
 """Begins the names of tensors of a text part under one of its usual names."""
 _OUTSIDE = rf"(?!{WITHIN}|lm_head\.).*"
-_VISION = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
+_VISION = (
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "vision_adapter",
+    "vision_projection",
+    "multi_modal_projector",
+    "connector",
+)
 _ALONE = ("image_newline",)  # tensors of the whole model that the text part does not have
 
 

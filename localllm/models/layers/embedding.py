@@ -25,7 +25,7 @@ def sinusoids(count: int, size: int, *, reaches_end: bool) -> Tensor:
 class EmbeddingTable:
     """The embedding table, in its stored type; outputs have the model's type."""
 
-    __slots__ = ("dtype", "norm", "position_offset", "positions", "scale", "scales_given", "weight")
+    __slots__ = ("dtype", "norm", "position_offset", "positions", "row_norm", "scale", "scales_given", "weight")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class EmbeddingTable:
         positions: Tensor | None = None,
         position_offset: int = 0,
         norm: RMSNorm | LayerNorm | None = None,
+        row_norm: RMSNorm | None = None,
         scales_given: bool = False,
     ) -> None:
         self.weight = weight  # [vocab, hidden]
@@ -45,11 +46,14 @@ class EmbeddingTable:
         self.positions = positions  # [rows, hidden]: learned, added (GPT-2); position p is in row p + position_offset
         self.position_offset = position_offset
         self.norm = norm  # norm of the output (Bloom)
+        self.row_norm = row_norm  # norm of the tokens' rows, before any that a request supplied (Muse Glimmer)
         self.scales_given = scales_given  # also scale embeddings that the request supplied (Granite)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenEmbeds | None = None) -> Tensor:
         """Return the embeddings [T, hidden] of T int64 tokens, in a fresh tensor that the caller may change."""
         rows = self._rows(token_ids)
+        if self.row_norm is not None:
+            rows = self.row_norm(rows)
         if given is not None and self.scales_given:
             rows.index_copy_(0, given.places, given.values)
         if self.scale is not None:

@@ -36,8 +36,8 @@ class GGUFTensors(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorFacts]: ...
 
-    def rope_factors(self, name: str) -> list[float] | None:
-        """Return the values of a list that is stored as a tensor; None: missing."""
+    def values(self, name: str) -> list[float] | None:
+        """Return config values that are stored as a tensor; None: missing."""
         ...
 
 
@@ -147,6 +147,7 @@ class GGUFFacts:
     rows: Mapping[str, Rows] = field(default_factory=dict)  # by the last word of a stem, as in `Storage`
     added: tuple[tuple[str, float], ...] = ()  # (suffix of a stored name, value that was added when it was stored)
     fused_gate_up: str | None = None  # Llama's name of the fused matrix: up_proj
+    ignored: tuple[str, ...] = ()  # patterns of names of tensors that the builder does not need
 
 
 def has(checkpoint: GGUFTensors, name: str, layer: int = 0) -> bool:

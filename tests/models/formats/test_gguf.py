@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,9 +29,10 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from localllm.text.gguf_tokenizer import tokenizer_of_gguf
-from tests.gguf_files import GGUF_SIZES, write_gguf
+from tests.gguf_files import GGUF_SIZES, blocks_of, write_gguf
 from tests.models.formats.fuzz import damaged, survives
-from tests.models.harness import CPU, Harness, prompt, reference_logits
+from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
+from tests.models.vision_models import make_model
 from tests.tiny import load_reference, make_tiny_model
 
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
@@ -105,6 +108,53 @@ def test_rows_of_q_and_k_are_moved_in_files_of_a_glm_that_sees(source: Callable[
     save_file(stored, sees / "model.safetensors")
     write_gguf(sees, tmp_path / "m.gguf", metadata={"glm4.rope.dimension_sections": [1, 1, 2, 0]})
     assert_agrees(tmp_path / "m.gguf", folder, {}, tmp_path)
+
+
+@pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
+def test_muse_glimmer(block_type: str, tmp_path: Path) -> None:
+    """Its converter adds one to the norms of layers, and writes the scale of queries as a norm of q."""
+    model = make_model(
+        tmp_path / "meant", "MuseGlimmerConfig", hidden_size=96, intermediate_size=96, qk_scale_factor=2.5
+    )
+    text, file = model.config.text_config, tmp_path / "model.gguf"
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.AFMOE, text.num_hidden_layers)
+    added, plain = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), torch.ones(text.head_dim)
+    writer = gguf.GGUFWriter(file, "muse-glimmer")
+    _write_muse_keys(writer, text)
+    with torch.no_grad():
+        for name, value in [*model.model.language_model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]:
+            stored = table.get_name(f"model.{name}".replace("model.lm_head", "lm_head"), (".weight",))
+            kind = "F32" if value.ndim == 1 else block_type
+            data, means = blocks_of(value + 1 if any(f".{part}." in stored for part in added) else value, kind)
+            writer.add_tensor(stored, data, raw_dtype=GGMLQuantizationType[kind])
+            value.copy_(means if value.ndim > 1 else value)
+        for layer in range(text.num_hidden_layers):
+            writer.add_tensor(f"blk.{layer}.attn_q_norm.weight", (plain * text.qk_scale_factor).numpy())
+            writer.add_tensor(f"blk.{layer}.attn_k_norm.weight", plain.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _, ours = Harness(file, cpu_weights="exact").prefill(prompt(47), chunk=16)
+    assert_close(ours, reference_logits(model, prompt(47)))
+
+
+def _write_muse_keys(writer: gguf.GGUFWriter, text: Any) -> None:
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_head_count_kv(text.num_key_value_heads)
+    writer.add_key_length(text.head_dim)
+    writer.add_value_length(text.head_dim)
+    writer.add_vocab_size(text.vocab_size)
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_rope_freq_base(text.rope_parameters["rope_theta"])
+    writer.add_sliding_window(text.sliding_window)
+    writer.add_sliding_window_pattern(4)
+    writer.add_logit_scale(text.output_multiplier)
+    writer.add_final_logit_softcapping(text.final_logit_softcapping)
 
 
 @pytest.mark.parametrize("block_type", ["Q8_0", "Q4_K", "Q6_K", "IQ2_S"])

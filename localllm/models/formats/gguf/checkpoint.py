@@ -88,7 +88,7 @@ class GGUFCheckpoint:
         }
         self.tensors: Mapping[str, TensorInfo] = join_expansions(tensors)
         self._maps: dict[Path, mmap.mmap] = {}
-        read = [re.escape(name) for name in ROPE_FACTORS if self.rope_factors(name) is not None]
+        read = [re.escape(name) for name in ROPE_FACTORS if self.values(name) is not None]
         self.storage: Storage = storage_of(headers[0], self.tensors, (*read, *_later_layers(headers[0])))
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class GGUFCheckpoint:
         info = TensorInfo(file, stored.block_type, stored.shape, stored.num_bytes)
         return widen(self.tensor(name), info, torch.float32)
 
-    def rope_factors(self, name: str) -> list[float] | None:
+    def values(self, name: str) -> list[float] | None:
         """Return config values that are stored as a tensor; None: missing.
 
         All zeros mean a hole, in a file of which only the header was downloaded. The weights of such a file are never
@@ -134,14 +134,14 @@ class GGUFCheckpoint:
         if info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > 65_536:
             raise CorruptModel(f"{name} in {info.file} is {info.dtype} {list(info.shape)}.", "It should be a list.")
         file, stored = self._stored[name]
-        factors = struct.unpack_from(f"<{info.shape[0]}f", self._map(file), stored.start)
-        if not any(factors):
+        values = struct.unpack_from(f"<{info.shape[0]}f", self._map(file), stored.start)
+        if not any(values):
             return None
-        if not all(factor > 0 and isfinite(factor) for factor in factors):
+        if not all(value > 0 and isfinite(value) for value in values):
             raise CorruptModel(
-                f"{name} in {info.file} contains RoPE factors that are not positive.", "All factors must be above 0."
+                f"{name} in {info.file} contains values that are not positive.", "All of them must be above 0."
             )
-        return list(factors)
+        return list(values)
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:

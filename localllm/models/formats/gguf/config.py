@@ -122,7 +122,7 @@ def _rope(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields
 def _scaling(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields | None:
     kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor")
     original = metadata.optional_count("rope.scaling.original_context_length")
-    short, long = (checkpoint.rope_factors(f"rope_factors_{length}.weight") for length in ("short", "long"))
+    short, long = (checkpoint.values(f"rope_factors_{length}.weight") for length in ("short", "long"))
     if short is not None and long is not None:
         return {
             "rope_type": "longrope",
@@ -130,7 +130,7 @@ def _scaling(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fie
             "long_factor": long,
             "original_max_position_embeddings": original or config["max_position_embeddings"],
         }
-    factors = checkpoint.rope_factors("rope_freqs.weight")
+    factors = checkpoint.values("rope_freqs.weight")
     if factors is not None:  # Llama 3's scaling, precomputed per dimension
         return {
             "rope_type": "longrope",

@@ -88,7 +88,7 @@ def storage_of(header: GGUFHeader, tensors: Mapping[str, TensorInfo], ignored: t
         fused_gate_up=facts.fused_gate_up,
         rows=facts.rows,
         added=facts.added,
-        ignored=(*ignored, *_INDEXER),
+        ignored=(*ignored, *facts.ignored, *_INDEXER),
         alternatives=_WITHOUT_SUFFIX,
     )
 
