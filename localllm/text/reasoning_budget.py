@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import InvalidParameter
-from localllm.text.answers.formats.harmony import ANALYSIS, CHANNEL, START
+from localllm.text.answers.formats.messages import MessageFormat
 from localllm.text.answers.reader import AnswerFormat
 from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.grammar import OutputGrammar, clear, ids_inside_text
@@ -167,11 +167,11 @@ def _marks(tokenizer: Tokenizer, format: AnswerFormat) -> ReasoningMarks | None:
     if format.reasoning is None:
         return None
     opener, closer = format.reasoning
-    again = format.tools is not None and format.tools.reads_reasoning
+    again = isinstance(format.tools, MessageFormat)
     forced, barred = closer, tuple[int, ...]()
-    if again:  # the next message must be in another channel; parsers skip a space before the channel's name
-        forced = f"{closer}{START}assistant{CHANNEL}"
-        barred = (*_beginnings(tokenizer, ANALYSIS), *_beginnings(tokenizer, f" {ANALYSIS}"))
+    if isinstance(format.tools, MessageFormat):  # the next message must be of another kind
+        forced, thought = f"{closer}{format.tools.to_next}", format.tools.thought
+        barred = (*_beginnings(tokenizer, thought), *_beginnings(tokenizer, f" {thought}"))
     end_ids = tuple(ids_inside_text(tokenizer, forced))
     if closer.encode() not in b"".join(map(tokenizer.token_bytes, end_ids)):
         return None

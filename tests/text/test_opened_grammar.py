@@ -13,11 +13,11 @@ from localllm.text.answers.reader import AnswerFormat
 from localllm.text.answers.reasoning import NO_PROMPT, ReasoningPair
 from localllm.text.grammar import Grammars, OutputGrammar
 from tests.text.answers.harness import CLOSERS, SCHEMAS, tool, vocabulary
-from tests.text.answers.reading import broken_in, calls_in, read
+from tests.text.answers.reading import MESSAGES, broken_in, calls_in, read
 
 TOOLS = [tool("scalars", SCHEMAS["scalars"]), tool("strings", SCHEMAS["strings"])]
 THINK = ReasoningPair("<think>", "</think>")
-UNMARKED = {"harmony", "llama3-json"}  # with tokens of their own; without them also pythonic and gigachat
+UNMARKED = {*MESSAGES, "llama3-json"}  # with tokens of their own; without them also pythonic and gigachat
 MARKED = [name for name in FORMATS if name not in UNMARKED]
 MOST = 6000  # tokens of an answer
 

@@ -142,6 +142,25 @@ def test_harmony_goes_on_in_another_channel(budget: int) -> None:
     assert again == [*commentary, *forced]  # nothing is left for a second time
 
 
+@pytest.mark.parametrize("budget", [0, 3])
+def test_muse_goes_on_with_another_recipient(budget: int) -> None:
+    raw = raw_tokenizer("byte_level").from_str(raw_tokenizer("byte_level").to_str())
+    raw.add_special_tokens(["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"])
+    raw.add_tokens(["assistant", " to=", "self", "user"])
+    made = Tokenizer(raw)
+    state = ReasoningBudgets(made, AnswerFormat(FORMATS["muse"], FORMATS["muse"].reasoning)).start(
+        budget, made.encode("<|start|>assistant"), None
+    )
+    thoughts = made.encode("the quick brown fox", add_special_tokens=False)
+    opener = [made.token_id(text) for text in (" to=", "self", "<|message|>")]
+    forced = [made.token_id(text) for text in ("<|eom|>", "<|start|>", "assistant", " to=")]
+    drawn = draw(made, state, random.Random(1), [*opener, *thoughts], 3 + budget + 4)
+    assert drawn == [*opener, *thoughts[:budget], *forced]
+    bits = np.zeros(-(-made.vocab_size // 32), np.int32)
+    state.fill(bits)
+    assert not bits.view(np.uint32)[made.token_id("self") // 32] >> np.uint32(made.token_id("self") % 32) & np.uint32(1)
+
+
 def test_a_grammar_comes_behind_the_forced_end() -> None:
     raw = raw_tokenizer("byte_level").from_str(raw_tokenizer("byte_level").to_str())
     raw.add_tokens(["<think>"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.errors import LocalLLMError
 from localllm.text.answers.formats import FORMATS
-from localllm.text.answers.formats.harmony import CHANNEL
+from localllm.text.answers.formats.messages import CHANNEL
 from localllm.text.answers.parts import Content, ToolArguments, ToolCallStart
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PAIRS
@@ -29,6 +29,7 @@ _TOLD: dict[str, Any] = {"role": "tool", "tool_call_id": "qzprobe00", "name": "q
 
 _SOURCE_MARKS = (
     ("harmony", CHANNEL),
+    ("muse", "<atem:function_calls>"),
     ("kimi-k2", "<|tool_calls_section_begin|>"),
     ("deepseek-v3", "<｜tool▁calls▁begin｜>"),
     ("mistral", "[TOOL_CALLS]"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
-from localllm.text.answers.formats.harmony import FINAL
+from localllm.text.answers.formats.messages import MessageFormat
 from localllm.text.answers.output import Enough, PartCollector, call_id
 from localllm.text.answers.parts import Part
 from localllm.text.answers.reasoning import NO_PROMPT, PromptEnd, ReasoningPair, read_reasoning
@@ -39,8 +39,8 @@ class AnswerFormat:
         whether it opens the reasoning."""
         if self.reasoning is None:
             return asked
-        if self.tools is not None and self.tools.reads_reasoning:
-            return replace(asked, after=("", FINAL), is_inside=True)
+        if isinstance(self.tools, MessageFormat):
+            return replace(asked, after=("", self.tools.final), is_inside=True)
         pair = self.reasoning
         return replace(asked, after=(pair.opener, pair.closer), is_inside=prompt.opens(pair))
 

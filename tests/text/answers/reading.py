@@ -85,6 +85,10 @@ ANSWERS = {
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_WEATHER_JSON}<|call|>"
     "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+    "muse": ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n'
+    '<atem:parameter name="city">Zürich "süd"</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n"
+    '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eot|>',
     "mistral": f"[TOOL_CALLS]{_LIST}",
     "granite": f"<|tool_call|>{_LIST}",
     "phi4": f"<|tool_call|>{_LIST}<|/tool_call|>",
@@ -93,6 +97,8 @@ ANSWERS = {
     "llama3-json": f'{{"name": "get_weather", "parameters": {_WEATHER_JSON}}}; {{"name": "now", "parameters": null}}',
     "pythonic": '[get_weather(city="Zürich \\"süd\\"", days=3), now()]',
 }
+MESSAGES = ("harmony", "muse")
+"""Formats whose answers are messages, with markers that are tokens."""
 OTHER_ANSWERS = {
     ("qwen3-coder", "no tag around it"): "<function=get_weather>\n<parameter=city>\nZürich \"süd\"\n</parameter>\n"
     "<parameter=days>\n3</parameter>\n</function>\n<function=now></function>",
@@ -116,6 +122,9 @@ OTHER_ANSWERS = {
     ("minimax-m2", "line breaks around values"): '<minimax:tool_call>\n<invoke name="get_weather">'
     '<parameter name="city">\nZürich "süd"\n</parameter><parameter name="days">\n3</parameter></invoke>'
     '</minimax:tool_call>\n<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>',
+    ("muse", "in one message, without the outer tag"): '<|start|>assistant to=get_weather<|message|>'
+    '<atem:invoke name="get_weather">\n<atem:parameter name="city">Zürich "süd"</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n<atem:invoke name="now">\n</atem:invoke><|eot|>',
     ("kimi-k2", "no section, no numbers"): "<|tool_call_begin|>get_weather<|tool_call_argument_begin|>"
     f"{_WEATHER_JSON}<|tool_call_end|>\n<|tool_call_begin|>now<|tool_call_argument_begin|>{{}}<|tool_call_end|>",
     ("gemma4", "quoted keys"): '<|tool_call>call:get_weather{<|"|>city<|"|>: <|"|>Zürich "süd"<|"|>, days: 3}'

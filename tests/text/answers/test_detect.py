@@ -147,6 +147,14 @@ PRINTED = {
             before="<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary <|message|>",  # noqa: E501
         )
     ],
+    "muse": [
+        printing(
+            '<atem:invoke name="{{ c.name }}">\n' + ITEMS + '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n'
+            "{% endfor %}</atem:invoke>\n",
+            before="<|start|>assistant to={{ m.tool_calls[0].function.name }}<|message|><atem:function_calls>\n",
+            after="</atem:function_calls><|eot|>",
+        )
+    ],
     "mistral": [
         printing('{{ (c | tojson)[:-1] }}, "id": "{{ t.id }}"}', before="[TOOL_CALLS][", after="]</s>"),
         printing("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
@@ -229,12 +237,6 @@ UNKNOWN = {
         "]<]minimax[>[<tool_call>\n",
         "]<]minimax[>[</tool_call>",
     ),
-    "Muse": printing(
-        '<atem:invoke name="{{ c.name }}">\n' + ITEMS + '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n'
-        "{% endfor %}</atem:invoke>\n",
-        "<atem:function_calls>\n",
-        "</atem:function_calls>",
-    ),
 }
 
 
@@ -267,9 +269,9 @@ def test_the_prompt_tells_whether_the_answer_begins_inside_reasoning():
     assert not PromptEnd(template.render(ask, off=True)).opens(pair)
 
 
-def test_harmony_reads_its_reasoning_itself():
-    format = answer_format(ChatTemplate(PRINTED["harmony"][0]))
-    assert format.reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
+def test_messages_have_markers_of_reasoning_of_their_own():
+    assert answer_format(ChatTemplate(PRINTED["harmony"][0])).reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert answer_format(ChatTemplate(PRINTED["muse"][0])).reasoning == (" to=self<|message|>", "<|eom|>")
 
 
 @pytest.mark.parametrize(

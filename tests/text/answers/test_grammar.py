@@ -11,10 +11,10 @@ from localllm.errors import InvalidParameter
 from localllm.text.answers.formats import FORMATS
 from localllm.text.structured import MAX_CHARACTERS, StructuredOutputsParams
 from tests.text.answers.harness import CLOSERS, SCHEMAS, properties, tool, typed, vocabulary
-from tests.text.answers.reading import ANSWERS, TOOLS, TWO_CALLS, broken_in, calls_in, content_of, read
+from tests.text.answers.reading import ANSWERS, MESSAGES, TOOLS, TWO_CALLS, broken_in, calls_in, content_of, read
 
-ONE_CALL = ("harmony", "llama3-json", "gigachat", "deepseek-v3")  # the last is written in another way than its answer
-WITHOUT_TOKENS = [name for name in FORMATS if name != "harmony"]
+ONE_CALL = (*MESSAGES, "llama3-json", "gigachat", "deepseek-v3")  # the last is written in another way than its answer
+WITHOUT_TOKENS = [name for name in FORMATS if name not in MESSAGES]
 FRAMES = ("", "<|message_sep|>")  # which the model's own reader drops
 
 
@@ -50,7 +50,7 @@ def test_forced_calls_are_read_back_and_fit_their_schema(name, with_markers):
     """Each schema where markers are text, half of them where they are tokens."""
     tokenizer, _ = vocabulary(with_markers)
     schemas = [*enumerate(SCHEMAS.items())]
-    for seed, (function, schema) in schemas[len(name) % 2 :: 2] if with_markers and name != "harmony" else schemas:
+    for seed, (function, schema) in schemas[len(name) % 2 :: 2] if with_markers and name not in MESSAGES else schemas:
         tools = [tool(function, schema), tool("other", SCHEMAS["scalars"])]
         choice = ("required", function)[seed % 2]
         grammar = FORMATS[name].call_grammar(tools, choice, parallel=choice == "required", tokenizer=tokenizer)
@@ -86,7 +86,7 @@ def test_calls_or_a_text_that_fits_are_told_apart(name):
     answer = StructuredOutputsParams(json=YES)
     tools = [tool("now", properties([])), tool("other", SCHEMAS["scalars"])]
     grammar = FORMATS[name].call_grammar(tools, "required", parallel=True, tokenizer=tokenizer, answer=answer)
-    text = ("<|channel|>final<|message|>" if name == "harmony" else "") + '{"yes": true}'
+    text = getattr(FORMATS[name], "final", "") + '{"yes": true}'
     matcher = LLMatcher(words, grammar)
     assert matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
     assert matcher.is_accepting()

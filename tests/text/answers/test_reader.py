@@ -14,6 +14,7 @@ from localllm.text.answers.reasoning import PAIRS
 from tests.draws import draws
 from tests.text.answers.reading import (
     ANSWERS,
+    MESSAGES,
     OTHER_ANSWERS,
     OTHER_TOOLS,
     TOOLS,
@@ -82,7 +83,7 @@ def test_broken_text_never_raises_and_pieces_do_not_matter(soup, places, prompt)
 @draws(200)
 def test_calls_of_unknown_tools_are_content_to_the_letter(soup):
     name, text = soup
-    if name != "harmony":  # whose markers the model does not write as text
+    if name not in MESSAGES:  # whose markers the model does not write as text
         assert content_of(read(name, [text], tools=OTHER_TOOLS)) == text
 
 
@@ -95,7 +96,7 @@ def test_a_call_cut_off_anywhere_loses_no_text(name, text):
         arguments = [part.text for part in parts if isinstance(part, ToolArguments)]
         assert len(arguments) == len(starts)
         assert "Zür" not in text[:length] or "Zür" in arguments[0] if starts else True
-        if not starts and name not in ("harmony", "deepseek-v3"):
+        if not starts and name not in (*MESSAGES, "deepseek-v3"):
             assert content_of(parts) == text[:length]
         if not starts and any(text[:length].startswith(opener) for opener in FORMATS[name].openers):
             assert broken_in(parts) == [None]
@@ -250,9 +251,25 @@ def test_harmony_sorts_messages_by_channel():
     assert calls_in(parts) == TWO_CALLS
 
 
-def test_harmony_without_tools_still_sorts_channels():
-    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
-    assert read("harmony", text, tools=[]) == [Reasoning("Hm."), Content("Yes.")]
+def test_muse_sorts_messages_by_recipient():
+    text = (
+        " to=self<|message|>Need it.<|eom|><|start|>assistant to=user<|message|>Looking.<|eom|>"
+        f"<|start|>assistant{ANSWERS['muse']}<|start|>assistant<|message|>It rains.<|eot|>"
+    )
+    parts = read("muse", text, tools=TOOLS)
+    assert (reasoning_of(parts), content_of(parts)) == ("Need it.", "Looking.It rains.")
+    assert calls_in(parts) == TWO_CALLS
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
+        ("muse", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes."),
+    ],
+)
+def test_messages_are_sorted_without_tools_too(name: str, text: str):
+    assert read(name, text, tools=[]) == [Reasoning("Hm."), Content("Yes.")]
 
 
 def test_ids_are_those_of_the_api_and_of_mistral():

@@ -3,10 +3,10 @@
 from localllm.text.answers.formats.arg_pairs import Glm4, Hunyuan3
 from localllm.text.answers.formats.base import ToolFormat
 from localllm.text.answers.formats.gemma import FunctionGemma, Gemma4
-from localllm.text.answers.formats.harmony import Harmony
 from localllm.text.answers.formats.json_list import Apertus, Apriel, Command, Granite, Mistral, Nemotron, Phi4
 from localllm.text.answers.formats.json_objects import GigaChat, Hermes, Llama3Json, MiniMaxM1
 from localllm.text.answers.formats.marked import DeepSeek, DeepSeek31, Functionary, KimiK2, Solar
+from localllm.text.answers.formats.messages import Harmony, Muse
 from localllm.text.answers.formats.pythonic import Pythonic
 from localllm.text.answers.formats.tagged import DeepSeek4, DeepSeek32, MiniCpm, MiniMaxM2, Qwen3Coder, SeedOss
 
@@ -22,6 +22,7 @@ FORMATS: dict[str, ToolFormat] = {
         DeepSeek32(),
         DeepSeek4(),
         Harmony(),
+        Muse(),
         KimiK2(),
         MiniMaxM1(),
         MiniMaxM2(),
