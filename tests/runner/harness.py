@@ -202,12 +202,13 @@ def serve(
     speculates: bool = False,
     drafter: Callable[[int], OpenDrafter] | None = None,
     then: Sequence[Request] = (),
+    walk: random.Random | None = None,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
     """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
     ledger: in place of one of `num_blocks` blocks for each group. num_places: of
     recurrent states, which are NaN at the start, as K and V then are; 0: the model has none.
     speculates: with the runner's drafts, as many of them as fit into a step. drafter: made for a number of blocks.
-    then: requests that come when the others have ended."""
+    then: requests that come when the others have ended. walk: draws when each request comes, and which are aborted."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
@@ -243,10 +244,16 @@ def serve(
             told[output.request_id].append(output)
 
     loop.deliver = receive
-    loop.submit(*requests)
+    coming = [] if walk is None else list(requests)
+    loop.submit(*(requests if walk is None else ()))
     for _ in range(3000):
+        if walk is not None and coming and (not scheduler.has_work or walk.random() < 0.3):
+            loop.submit(coming.pop(0))
+        begun = [name for name, outputs in told.items() if outputs and outputs[-1].finish_reason is None]
+        if walk is not None and begun and walk.random() < 0.08:
+            loop.cancel(walk.choice(begun))
         loop.step()
-        if not scheduler.has_work:
+        if not scheduler.has_work and not coming:
             if not then:
                 return told, scheduler
             loop.submit(*then)
