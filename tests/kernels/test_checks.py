@@ -240,6 +240,8 @@ def walk(seed: int, folder: Path) -> None:
     assert without_failed(CheckRecord.read(folder, KEY), 999, DEFAULTS).chosen == choice.chosen
 
 
+# 25 ms of processor time a walk, most of it to start and join threads, which a busy machine stretches tenfold.
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "seeds", [range(40), pytest.param(range(40, 1040), marks=pytest.mark.slow)], ids=["40", "1000"]
 )

@@ -4,6 +4,7 @@ Without a native library on the testing machine, the operations' definitions (op
 """
 
 import copy
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localllm.kernels.cpu import pack
+from localllm.kernels.cpu import half, pack
+from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
@@ -34,6 +37,7 @@ from localllm.models.spec.model_spec import FINAL_HIDDEN
 from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import LORA_TARGETS, make_tiny_adapter
+from tests.gguf_files import write_gguf
 from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
@@ -112,14 +116,15 @@ def token(place: int, seed: int = 0) -> int:
 
 
 def largest_error(
-    model: DecoderModel, reference: DecoderModel, *, steps: int = STEPS, kv_dtype: torch.dtype = torch.float32
-) -> float:
+    model: DecoderModel, reference: DecoderModel, *, steps: int = STEPS, kv_dtype: torch.dtype = torch.float32,
+    adapter: int = -1,
+) -> float:  # fmt: skip
     """The largest difference of a logit between native steps of `model` and torch's steps of `reference`, over the
     standard deviation of the logits. The prompt's keys and values are the reference's in both caches."""
     ours, theirs = LoneHarness(model, kv_dtype=kv_dtype, seed=1), LoneHarness(reference, kv_dtype=kv_dtype)
     prompt = [token(place) for place in range(LONG)]
     ours.model = reference
-    (mine, _), (other, _) = ours.prefill(prompt), theirs.prefill(prompt)
+    (mine, _), (other, _) = (each.prefill(prompt, adapter=adapter) for each in (ours, theirs))
     worst = 0.0
     for place in range(LONG, LONG + steps):
         mine.token_ids.append(token(place))
@@ -313,6 +318,48 @@ def test_16_bit_weights_lose_nothing() -> None:
     assert kinds[0] is not kinds[1]
     assert largest_error(half, _with_plain_weights(half), steps=40) < 1e-5
     assert largest_error(wide, wide, steps=40) < 1e-5
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "GGUF F32", "GGUF F16", "GGUF BF16", "experts"])
+def test_16_bit_weights_are_multiplied_natively_however_they_come(
+    stored: str, dtype: torch.dtype, tiny_model_path: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--dtype over checkpoints of another type and over GGUF files, with and without an adapter: the logits are those
+    of the same numbers in fp32."""
+    monkeypatch.setattr(half, "HALF_MIN_ELEMENTS", 0)
+    source, wide, file = tiny_model_path("llama" if stored != "experts" else "qwen2_moe"), tmp_path / "wide", tmp_path
+    types = {"32": torch.float32, "xperts": torch.float32, "F16": torch.float16, "float16": torch.float16}
+    narrow = next((kind for name, kind in types.items() if stored.endswith(name)), torch.bfloat16)
+    if stored.endswith("BF16"):
+        narrow = torch.bfloat16
+    held = narrow if dtype == torch.float32 else dtype
+    tensors = load_file(source / "model.safetensors")
+    for folder, values in (
+        (tmp_path / "model", {name: each.to(narrow) for name, each in tensors.items()}),
+        (wide, {name: each.to(narrow).to(held).float() for name, each in tensors.items()}),
+    ):
+        shutil.copytree(source, folder)
+        save_file(values, folder / "model.safetensors", {"format": "pt"})
+        file = folder if folder != wide else file
+    if stored.startswith("GGUF"):
+        file = tmp_path / "model.gguf"
+        write_gguf(tmp_path / "model", file, stored.removeprefix("GGUF "))
+    adapter = make_tiny_adapter(tmp_path / "adapter", source, seed=3) / "adapter_model.safetensors"
+    save_file({name: each.to(held).float() for name, each in load_file(adapter).items()}, adapter)
+    model = load_model(file, read_spec(file), CPU, dtype, half_weights=True, lora=LoraLimits(1, 8))
+    reference = load(wide, lora=LoraLimits(1, 8))
+    assert isinstance(model, DecoderModel)
+    for each in (model, reference):
+        assert each.lora is not None
+        put_lora(open_lora(tmp_path / "adapter"), each.lora, 0)
+    attention, head = _parts(model)[0], model.lm_head
+    assert head is not None
+    kinds = {type(each.weight) for each in (attention.qkv, attention.out, head)}
+    assert kinds == {Tensor if held == torch.float32 else CpuHalfWeight}
+    assert largest_error(model, reference) < 1e-4
+    assert largest_error(model, reference, adapter=0) < 1e-4
 
 
 @needs_library

@@ -145,7 +145,7 @@ class _OptionSearch:
         if on_gpu and self.spec.mixture is not None and config.n_cpu_moe != "auto":
             yield [{"n_cpu_moe": "auto"}], "more experts in RAM: slower"
         if config.dtype in ("auto", "float32"):
-            yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: slower on most CPUs"
+            yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: fewer digits"
         if config.quantization is None:
             for name in QUANTIZATIONS:
                 yield [{"quantization": name}, {"quantization": name, **small, **eight_bits}], f"weights in {name}"

@@ -50,7 +50,8 @@ class Linear:
         """Map [T, K] to [T, N] fp32, in `out` if given, without an adapter."""
         if isinstance(self.weight, Tensor):
             return linear_fp32(x, self.weight, self.bias, out)
-        y = self.weight.linear(x, self.bias)
+        # A 16-bit weight on a CPU is multiplied in fp32: no digit is lost unless x's type is given back.
+        y = self.weight.linear(x.float() if isinstance(self.weight, CpuHalfWeight) else x, self.bias)
         return y.float() if out is None else out.copy_(y)
 
 

@@ -59,7 +59,8 @@ class MetaWeights(Weights):
         stored, own = self._expert_views(stacked, shape)[0].dtype, cut.shape(*shape[1:])
         is_half = self._quantize is None and self.keeps_half(stored, own)
         for _ in cut.own:
-            empty = torch.empty(own, dtype=stored if is_half else self._dtype, device="meta")
+            is_stored = is_half and self._dtype == torch.float32
+            empty = torch.empty(own, dtype=stored if is_stored else self._dtype, device="meta")
             yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
         self.read.add(stacked)
 

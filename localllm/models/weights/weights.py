@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.cpu.half import fits_half, pack_half
+from localllm.kernels.cpu.half import HALVES, fits_half, pack_half
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.linear import StackedWeight, should_pack
@@ -70,12 +70,12 @@ class Weights:
 
         lora_storage: the names and row order that adapters use; None: the checkpoint's own. cpu_weights: the layout of
         quantised matrices on a CPU: fast, small or exact. half_weights: keep large 16-bit matrices 16 bits wide on a
-        CPU, if the model's type is float32; False: widen them.
+        CPU, if the model's type is float32; False: widen them. If that type has 16 bits, all large matrices have it.
         """
         self._target = device
         self.device = self._load_device(device)
         self._quantize, self.packer = quantize, CpuPacker(cpu_weights)
-        self._half_weights = half_weights and device.type == "cpu" and dtype == torch.float32
+        self._half_weights = device.type == "cpu" and (dtype in HALVES or (half_weights and dtype == torch.float32))
         self._lora, self._lora_storage = lora, lora_storage
         self.layout, self._dtype = layout, dtype
         self.read = TensorsRead(layout, progress)
@@ -97,7 +97,8 @@ class Weights:
         return self.layout.name(name) in self.layout.checkpoint.tensors
 
     def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
-        return self._half_weights and fits_half(dtype, *shape)
+        kept = self._dtype if self._dtype in HALVES else dtype
+        return self._half_weights and fits_half(kept, *shape)
 
     def take(
         self,
@@ -306,7 +307,7 @@ class Weights:
             parts = [view[expert] if order is None else view[expert][order] for view, order in each]
             matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
             if self._quantize is None and self.keeps_half(matrix.dtype, (matrix.shape[0], matrix.shape[1])):
-                yield pack_half(matrix)
+                yield pack_half(matrix.to(self._dtype) if self._dtype in HALVES else matrix)
             else:
                 yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
         self.read.add(stacked)
@@ -379,7 +380,8 @@ class Weights:
             rows = self.layout.rows_of(parts[0].stem) if parts[0].order is None else len(parts[0].order)
             may_view = len(parts) == 1 and should_pack(rows * layer[1], self.device, self._dtype)
             is_half = not keep_narrow and self._is_half(parts, layer[1])
-            matrix = self._plain(named, None, keep_narrow or is_half, columns=layer[1], may_view=may_view)
+            keep_narrow |= is_half and self._dtype == torch.float32
+            matrix = self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
             return pack_half(matrix) if is_half else matrix
         assert self.layout.format is not None
         weight = self._read(self.layout.format, parts)
@@ -394,7 +396,8 @@ class Weights:
         types = {matrices.TYPES.get(info.dtype) for info in stored}
         rows = sum(self.layout.rows_of(part.stem) if part.order is None else len(part.order) for part in parts)
         dtype = types.pop()
-        return not types and dtype is not None and self.keeps_half(dtype, (rows, columns))
+        is_one_type = (not types and dtype is not None) or self._dtype in HALVES
+        return is_one_type and self.keeps_half(dtype or self._dtype, (rows, columns))
 
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
         return format.read(self.layout.checkpoint, parts, self.device, self._dtype)
