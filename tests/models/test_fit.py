@@ -12,6 +12,7 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
+from localllm.models.fit.plan_attempt import THROUGH_TRANSFORMERS
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -368,6 +369,12 @@ def test_cpu_dtype(free_gib: float, asked: str, dtype: str) -> None:
     made = plan(QWEN_05B, hardware, dtype=asked, max_num_seqs=4)
     assert made.dtype == dtype
     assert any("bfloat16 instead" in note for note in made.notes) == (asked == "auto" and dtype == "bfloat16")
+
+
+def test_a_model_of_transformers_is_said_to_be_slower_on_a_cpu() -> None:
+    spec = replace(QWEN_05B, implementation="transformers")
+    assert plan(spec, NO_GPU).notes == (THROUGH_TRANSFORMERS,)
+    assert THROUGH_TRANSFORMERS not in (*plan(QWEN_05B, NO_GPU).notes, *plan(spec, gpu_machine(24)).notes)
 
 
 def test_a_gpu_before_turing_is_not_used_and_says_why() -> None:

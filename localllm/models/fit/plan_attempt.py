@@ -71,6 +71,10 @@ LEAST_RAM_BYTES, MOST_RAM_BYTES = 8 * 2**30, 8 * 2**30
 FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
+THROUGH_TRANSFORMERS = (
+    "transformers' code computes this model: on a CPU an answer takes about three times as long as that of a model "
+    "which localllm's own code computes, and prompts as long."
+)  # docs/lab.md
 CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
 
 
@@ -182,6 +186,8 @@ class PlanAttempt:
             note = ""  # the plan's note about pictures says more
         if note and spec.vision is None and (spec.drafter is None or spec.drafter.method != "mtp"):
             notes.append(note)
+        if spec.implementation != "localllm" and self.gpu is None:
+            notes.append(THROUGH_TRANSFORMERS)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
         if config.trust_remote_code and spec.implementation != "remote":

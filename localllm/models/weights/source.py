@@ -41,8 +41,8 @@ class TensorSource(Protocol):
         ...
 
     def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
-        """Return whether a matrix stored in `dtype` is held in 16 bits for the native library: though the model computes
-        in float32, or because the model's type has 16 bits."""
+        """Return whether a matrix stored in `dtype` is held in 16 bits for the native library: the model's type has
+        16 bits, or the matrix is stored so and the model computes in float32."""
         ...
 
     def has(self, name: str) -> bool: ...
