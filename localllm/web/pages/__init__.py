@@ -7,6 +7,8 @@ Does not know: the API's dialects, access checks (web/access/auth.py).
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 from litestar import Litestar, Router
 
 from localllm.web.access.scopes import RouteRules
@@ -31,10 +33,18 @@ PAGES: tuple[Page, ...] = (
 )
 
 
+class OwnedRouter(Router):
+    """A router that belongs to one application. Litestar registers a deep copy of any other, with all of its handlers,
+    which is a tenth of the processor time until the first page is served."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
 def routes() -> list[Router]:
     """Return everything to mount. The pages are not in the OpenAPI document."""
     return [
-        Router(
+        OwnedRouter(
             path="/",
             route_handlers=[*frame.HANDLERS, *(handler for page in PAGES for handler in page.handlers)],
             guards=[same_origin],
