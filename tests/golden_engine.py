@@ -15,7 +15,7 @@ from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import TokenLogprobs
 from localllm.models.layers.lora import LoraLimits
-from localllm.models.loader import load_model
+from localllm.models.loader import DiskExperts, load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.tower import load_tower
 from localllm.runner.kv_cache import KVCache, StateCache
@@ -34,7 +34,8 @@ class Engine:
     def __init__(
         self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0,
         staged: bool | None = None, encoder_rows: int = 0, lora: LoraLimits | None = None,
-        far_layers: Sequence[int] = (), **config: int,
+        far_layers: Sequence[int] = (), disk: DiskExperts | None = None, half_weights: bool = False,
+        **config: int,
     ):  # fmt: skip
         spec = read_spec(path)
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
@@ -50,7 +51,9 @@ class Engine:
         hasher = BlockHasher(str(path).encode(), BLOCK_SIZE)
         pool = StatePool(24) if spec.recurrent is not None else None
         self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
-        self.model = model = load_model(path, spec, CPU, torch.float32, lora=lora, far_layers=far_layers)
+        self.model = model = load_model(
+            path, spec, CPU, torch.float32, lora=lora, far_layers=far_layers, disk=disk, half_weights=half_weights
+        )
         kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, "float32")
         states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
         for layer in filter(None, kv.layers):

@@ -150,3 +150,20 @@ def test_it_takes_no_torch() -> None:
     code = "import sys; from localllm.machine import bandwidth; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+def test_a_disk_is_measured_once_and_nothing_stays_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "DISK_BYTES", 16 * 1024**2)
+    folder = tmp_path / "experts"
+    found = bandwidth.disk_bandwidth(folder)
+    if found is None:  # a file system without direct reads
+        return
+    assert 1e6 < found < 1e12
+    assert not list(folder.iterdir())
+    monkeypatch.setattr(bandwidth, "_read_speed", lambda path: pytest.fail("measured again"))
+    assert bandwidth.disk_bandwidth(folder) == round(found)
+
+
+def test_a_disk_without_room_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "DISK_BYTES", 2**60)
+    assert bandwidth.disk_bandwidth(tmp_path / "experts") is None

@@ -195,7 +195,9 @@ def test_the_context_changes_the_fingerprint_where_it_chooses_longropes_factors(
     assert short == edge != long == longer
 
 
-IN_THE_PLAN = {"device", "dtype", "kv_cache_dtype", "block_size", "n_cpu_moe", "cpu_moe", "cpu_offload_gb"}
+IN_THE_PLAN = {"device", "dtype", "kv_cache_dtype", "block_size", "n_cpu_moe", "cpu_moe", "cpu_offload_gb"} | {
+    "weights_on"
+}
 IN_THE_SPEC = {"model", "revision", "max_model_len", "speculative", "draft", "speculative_config", "trust_remote_code"}
 IN_THE_CONFIG = {"quantization", "cpu_weights", "model_impl", "kernels", "deterministic"}
 IN_A_BLOCKS_NAME = {"lora_modules", "mmproj", "image_max_tokens", "image_min_tokens", "mm_processor_kwargs"}
@@ -206,7 +208,7 @@ CHANGE_NO_KV = """
     pipeline_parallel_size data_parallel_size routing_policy prefill_replicas tensor_split pipeline_layer_partition
     device_ids enable_expert_parallel nodes ray_address distributed_executor_backend rank_timeout max_num_seqs
     max_num_batched_tokens long_prefill_token_threshold max_num_queued_reqs scheduling_policy async_scheduling draft_max
-    enforce_eager programmatic_launch check_kernels torch_profiler_dir
+    expert_cache_gib enforce_eager programmatic_launch check_kernels torch_profiler_dir
 """
 
 

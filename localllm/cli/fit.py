@@ -56,12 +56,15 @@ def _speeds(spec: ModelSpec, estimates: Sequence[Estimate], hardware: Hardware) 
     of it, so that its size does not tell its speed. Measures the memory's bandwidth once, and keeps it."""
     if spec.mixture is None:
         return [None] * len(estimates)
-    from localllm.machine.bandwidth import memory_bandwidth
+    from localllm.files.folders import cache_folder
+    from localllm.machine.bandwidth import disk_bandwidth, memory_bandwidth
     from localllm.models.library.speed import checkpoint_speed
 
-    ram = memory_bandwidth(hardware)
+    ram, plans = memory_bandwidth(hardware), [each.plan for each in estimates]
+    on_disk = any(plan.far.disk for plan in plans if plan is not None and plan.far is not None)
+    disk = disk_bandwidth(cache_folder()) if on_disk else None
     return [
-        None if each.plan is None else checkpoint_speed(spec, each.plan, hardware, ram, each.read_bytes)
+        None if each.plan is None else checkpoint_speed(spec, each.plan, hardware, ram, each.read_bytes, disk)
         for each in estimates
     ]
 

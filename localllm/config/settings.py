@@ -215,6 +215,13 @@ class EngineConfig:
     cpu_offload_gb: float = setting(
         0.0, MEMORY, "move as few layers of experts to RAM as take this much of the GPU, in GiB", unit="GiB", low=0,
         is_of_one_model=True)
+    weights_on: str = setting(
+        "auto", MEMORY, "memory of the experts that the GPU does not hold", choices=("auto", "ram", "disk"),
+        allowed_text="auto (as ram), ram, or disk (read for each token that needs them)",
+        note="disk: for mixtures of experts that are larger than RAM; slow", is_of_one_model=True)
+    expert_cache_gib: float = setting(
+        0.0, MEMORY, "RAM for the latest used experts of a model on disk, in GiB", unit="GiB", low=0,
+        unset="most of what is free", is_of_one_model=True)
     kv_cache_memory_bytes: int | None = setting(
         None, MEMORY, "size of the KV cache, e.g. 4GiB", unit="bytes", low=1, unset="all remaining memory")
     kv_cache_dtype: str = setting(
@@ -348,6 +355,9 @@ class EngineConfig:
         if sum(asked) > 1:
             what = "Only one of --n-cpu-moe, --cpu-moe and --cpu-offload-gb can be set."
             raise ConfigError(what, "Each says which experts are in RAM.", "--n-cpu-moe N", param="n_cpu_moe")
+        if self.expert_cache_gib and self.weights_on != "disk":
+            what, why = "--expert-cache-gib is for experts on disk.", f"--weights-on is {self.weights_on}."
+            raise ConfigError(what, why, "--weights-on disk", param="expert_cache_gib")
         count = len(self.lora_modules)
         if count > self.max_loras:
             what, why = f"--lora-modules names {count} adapters.", f"--max-loras is {self.max_loras}."
@@ -365,8 +375,15 @@ class EngineConfig:
         return None if self.n_cpu_moe == "auto" else int(self.n_cpu_moe)
 
     @property
+    def moves_experts(self) -> bool:
+        """Return whether experts were asked for in RAM or on disk."""
+        return bool(self.far_layers) or self.weights_on == "disk"
+
+    @property
     def far_flag(self) -> str:
-        """The flag that asks for experts in RAM."""
+        """The flag that asks for experts in RAM or on disk."""
+        if self.weights_on == "disk" and not self.far_layers:
+            return "--weights-on disk"
         return "--cpu-moe" if self.cpu_moe else "--cpu-offload-gb" if self.cpu_offload_gb else "--n-cpu-moe"
 
     @property

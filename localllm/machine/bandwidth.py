@@ -3,7 +3,8 @@
 A decode step reads every active weight once, so this number bounds the speed of a model on a CPU. It is measured as
 weights are read: several threads at once, each through its part of a buffer. The C library's `memcmp` reads with vector
 loads, two streams at once and without Python's lock, so neither numpy nor torch is imported.
-A GPU's bandwidth comes from NVML (links.py).
+A GPU's bandwidth comes from NVML (links.py). A disk's is measured by writing a file and reading it without the page
+cache, several parts at once.
 Does not know: models, how a speed follows from the bandwidth (models/library/speed.py).
 """
 
@@ -13,6 +14,8 @@ import ctypes
 import json
 import math
 import mmap
+import os
+import shutil
 import sys
 import threading
 import time
@@ -35,6 +38,8 @@ RAN_SHARE = 0.8  # of a pass; with less, other work had the processor
 MOST_RESOLUTION_S = 1e-4
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 FILLED = 1
+DISK_FILE = "disk_bandwidth.json"
+DISK_BYTES, DISK_PART, DISK_READERS = 256 * 1024**2, 1024**2, 8
 AGAIN_S = 60.0  # after which a disturbed measurement is repeated
 
 
@@ -65,6 +70,52 @@ def memory_bandwidth(hardware: Hardware) -> float | None:
         disturbed = {"disturbed": True} if best.is_disturbed else {}
         write_whole(path, json.dumps({**machine, "bytes_per_s": round(best.bytes_per_s), **disturbed}) + "\n")
     return best.bytes_per_s
+
+
+def disk_bandwidth(folder: Path) -> float | None:
+    """Return the bytes/s at which large files of a folder's disk are read, from the cache folder or measured now, which
+    writes and deletes a file of 256 MiB; None: it cannot be measured here."""
+    path, device = cache_folder() / DISK_FILE, {"device": 0}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        device = {"device": folder.stat().st_dev}
+        if (kept := _read(path, device)) is not None:
+            return kept.bytes_per_s
+        if not hasattr(os, "O_DIRECT") or shutil.disk_usage(folder).free < 8 * DISK_BYTES:
+            return None
+        found = _read_speed(folder / f".{os.urandom(8).hex()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({**device, "bytes_per_s": round(found)}) + "\n")
+    except OSError:  # also a file system without direct reads
+        return None
+    return found
+
+
+def _read_speed(path: Path) -> float:
+    """Return bytes/s of a file that is written and deleted."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            part = os.urandom(DISK_PART)
+            for _ in range(DISK_BYTES // DISK_PART):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        buffers = [mmap.mmap(-1, DISK_PART) for _ in range(DISK_READERS)]
+
+        def read(reader: int) -> int:
+            places = range(reader * DISK_PART, DISK_BYTES, DISK_READERS * DISK_PART)
+            return sum(os.preadv(descriptor, [buffers[reader]], place) for place in places)
+
+        try:
+            with ThreadPoolExecutor(DISK_READERS, "bandwidth") as threads:
+                began_s = time.perf_counter()
+                count = sum(threads.map(read, range(DISK_READERS)))
+                return count / (time.perf_counter() - began_s)
+        finally:
+            os.close(descriptor)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def measure(hardware: Hardware) -> Measured | None:

@@ -72,6 +72,11 @@ def read_hardware() -> Hardware:
     return Hardware(_read_gpus(), _read_cpu_name(), count_cores(), total, available, _read_shm())
 
 
+def available_ram() -> int:
+    """Return the bytes of RAM that can be allocated now without swapping, within a container's limit."""
+    return _read_ram()[1]
+
+
 def _read_shm(folder: Path = Path("/dev/shm")) -> int | None:
     try:
         return shutil.disk_usage(folder).free

@@ -9,26 +9,31 @@ Does not know: how tensors are named and stored (weights/, formats/), how they m
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedOption
+from localllm.files.folders import cache_folder
+from localllm.files.record_file import RecordFile
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.decoder.mixture import build_mixture, held_experts
+from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts
 from localllm.models.families import text_part
 from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.registry import linear_format, open_checkpoint
+from localllm.models.layers.disk import ExpertCache, write_experts
 from localllm.models.layers.far import Crossing, RamLink
 from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.lora import LoraBank, LoraLimits
@@ -44,6 +49,8 @@ from localllm.models.weights.weights import Weights
 
 if TYPE_CHECKING:
     from localllm.models.transformers_backend.model import TransformersModel
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -62,6 +69,7 @@ def load_model(
     shard: Shard | None = None,
     group: Group | None = None,
     far_layers: Sequence[int] = (),
+    disk: DiskExperts | None = None,
 ) -> DecoderModel | TransformersModel:
     """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
@@ -73,7 +81,7 @@ def load_model(
     half_weights: whether matrices stored in 16 bits stay so on a CPU that computes in float32.
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
-    far_layers: the layers whose routed experts stay in RAM and are computed there.
+    far_layers: the layers whose routed experts stay in RAM and are computed there. disk: if they are read from disk.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     _refuse_shard(spec, shard, verify=verify)
@@ -94,7 +102,9 @@ def load_model(
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 DecoderBuilder(spec, counted, device, dtype, shard).build(1)
             weights.read.total_bytes = counted.read.done_bytes
-        builder = DecoderBuilder(spec, weights, device, dtype, shard, group, _far(weights, device, far_layers))
+        form = f"{cpu_weights} {quantization}"
+        cache = None if disk is None else disk.open(weights.in_ram(), spec, far_layers, form)
+        builder = DecoderBuilder(spec, weights, device, dtype, shard, group, _far(weights, device, far_layers, cache))
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
     if shard is None:
@@ -177,8 +187,60 @@ def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
     return {layer: frozenset(each) for layer, each in forms.items()}
 
 
-def _far(weights: Weights, device: torch.device, layers: Sequence[int]) -> FarWeights | None:
-    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device))) if layers else None
+def _far(
+    weights: Weights, device: torch.device, layers: Sequence[int], cache: ExpertCache | None = None
+) -> FarWeights | None:
+    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache)) if layers else None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskExperts:
+    """The experts that are read from disk: how much of RAM keeps the latest, and what may still be taken of it."""
+
+    cache_bytes: int
+    free_bytes: Callable[[], int]  # of RAM, besides what stays free
+    folder: Path | None = None  # of the file of experts; None: in the cache folder
+
+    def open(self, weights: Weights, spec: ModelSpec, layers: Sequence[int], form: str) -> ExpertCache:
+        """Open the file of these layers' experts, which is written first if there is none for this checkpoint. weights:
+        the source of parts in RAM, of which nothing has been read. form: the settings that their layout depends on.
+        Raises `DoesNotFit`, `UnsupportedOption`, `DiskFull`, `NotWritable`."""
+        mixture, checkpoint = spec.mixture, weights.layout.checkpoint
+        assert mixture is not None
+        digest = _digest(checkpoint, layers, form)
+        folder = cache_folder() / "experts" if self.folder is None else self.folder
+        path = folder / f"{checkpoint.path.stem[:60]}-{digest}.experts"
+        try:
+            file = RecordFile(path, digest)
+        except (FileNotFoundError, CorruptModel) as error:
+            if isinstance(error, CorruptModel):
+                log.warning("the file of experts is written again: %s", error)
+            write_experts(
+                path, digest, layers, mixture.num_experts,
+                lambda layer: expert_pairs(spec, mixture, weights, layer), lambda: weights.read.names,
+            )  # fmt: skip
+            file = RecordFile(path, digest)
+        weights.read.add(file.facts["tensors"])
+        return ExpertCache(file, self.cache_bytes, mixture.top_k, self.free_bytes)
+
+
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+
+
+def _digest(checkpoint: Checkpoint, layers: Sequence[int], form: str) -> str:
+    """Return a hash of what a file of experts depends on: the tensors, samples of the checkpoint's files, the layers,
+    and the form in which their weights are held."""
+    found = blake2b(f"{[*layers]} {form}".encode(), digest_size=16)
+    for name, info in sorted(checkpoint.tensors.items()):
+        found.update(f"{name} {info.dtype} {info.shape}\n".encode())
+    for path in sorted({info.file for info in checkpoint.tensors.values()}):
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            found.update(f"{path.name} {size}\n".encode())
+            for place in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * place // (SAMPLES - 1))
+                found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 AROUND = "around."

@@ -20,7 +20,7 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats, Runner
 from localllm.errors import DeviceLost
 from localllm.kernels.launch import launching_with
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Hardware, available_ram
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter
@@ -29,7 +29,7 @@ from localllm.models.fit import MemoryPlan
 from localllm.models.fit.checkpoint import lora_limits
 from localllm.models.layers.group import Group
 from localllm.models.layers.lora import LoraBank
-from localllm.models.loader import load_model
+from localllm.models.loader import DiskExperts, load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.vision.tower import Tower, load_tower, tower_dtype
@@ -138,7 +138,7 @@ class LocalExecutor:
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
-                far_layers=() if plan.far is None else plan.far.layers,
+                far_layers=() if plan.far is None else plan.far.layers, disk=_disk_of(plan),
             )  # fmt: skip
             drafter = _load_drafter(spec, model, device, config, plan, shard)
             tower: Tower | SourceEncoder | None = None
@@ -181,9 +181,9 @@ class LocalExecutor:
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
         weights = self.weights_bytes
+        hardware = replace(hardware, ram_available_bytes=hardware.ram_available_bytes + self._far_bytes)
         if self._device.type == "cpu":
             return replace(hardware, ram_available_bytes=hardware.ram_available_bytes + weights)
-        hardware = replace(hardware, ram_available_bytes=hardware.ram_available_bytes + self._far_bytes)
         if self._is_on_host:
             return hardware
         index = self._device.index or 0
@@ -247,6 +247,14 @@ class BankSlots:
 
     def put(self, slot: int, lora: LoraFile) -> None:
         put_lora(lora, self._bank, slot)
+
+
+def _disk_of(plan: MemoryPlan) -> DiskExperts | None:
+    """Return what is read from disk, bounded by what is free now besides the plan's reserve."""
+    if plan.far is None or plan.far.disk is None:
+        return None
+    reserve = plan.reserve_bytes if plan.device == "cpu" else 0
+    return DiskExperts(plan.far.disk.cache_bytes, lambda: available_ram() - reserve)
 
 
 def _load_drafter(

@@ -240,8 +240,11 @@ class TorchRunner:
         fall_backs, check = self._kernels
         row_s = 0.0 if self._encoder is None else self._encoder.row_s
         far_s = 0.0 if self._crossing is None else self._crossing.seconds
+        cache = None if self._crossing is None else self._crossing.cache
+        read = (0, 0, 0) if cache is None else (cache.read_bytes, cache.reads, cache.hits)
         return self._steps.stats()._replace(
-            fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s, far_bytes=self._far_bytes, far_s=far_s
+            fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s, far_bytes=self._far_bytes, far_s=far_s,
+            disk_read_bytes=read[0], disk_reads=read[1], disk_hits=read[2],
         )  # fmt: skip
 
     def reset(self) -> None:

@@ -268,6 +268,7 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
         states = f" · experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
+        states += f" of {format_bytes(plan.far.disk.file_bytes)} on disk" if plan.far and plan.far.disk else ""
         states += f" · recurrent states {format_bytes(plan.state_bytes)}" if plan.num_places else ""
         states += f" · KV in RAM up to {format_bytes(plan.kv_ram_bytes)}" if plan.kv_ram_bytes else ""
         states += f" · KV on disk up to {format_bytes(plan.kv_disk_bytes)}" if plan.kv_disk_bytes else ""

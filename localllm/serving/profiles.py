@@ -336,7 +336,8 @@ def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig, spec: ModelS
     digest.update(f"{plan.dtype}:{plan.kv_dtype}:{plan.block_size}:{kind}:{__version__}".encode())
     made_by = (
         config.quantization, config.cpu_weights, config.model_impl, config.kernels, config.deterministic,
-        plan.far and plan.far.layers, spec.rope.has_long_factors(plan.max_model_len),
+        plan.far and (plan.far.layers if plan.far.disk is None else (plan.far.layers, "disk")),
+        spec.rope.has_long_factors(plan.max_model_len),
         drafter and (drafter.method, drafter.quantization, drafter.spec.rope.has_long_factors(plan.max_model_len)),
     )  # fmt: skip
     digest.update(repr(made_by).encode())

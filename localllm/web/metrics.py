@@ -90,7 +90,11 @@ OWN_GAUGES = (
     ),
     ("failed_graphs", "Step shapes that could not be recorded as CUDA graphs.", "runner.failed_graphs"),
     ("graph_bytes", "Device memory used by CUDA graphs.", "runner.graph_bytes"),
-    ("far_weights_bytes", "Bytes of experts in RAM beside a GPU.", "runner.far_bytes"),
+    (
+        "far_weights_bytes",
+        "Bytes of experts in RAM beside a GPU, or of the cache of experts on disk.",
+        "runner.far_bytes",
+    ),
     ("spec_width", "Most drafts of a request in the last step that generated.", "speculation.last_width"),
     ("spec_tokens_per_step", "Tokens that a request generates in a step, on average.", "speculation.tokens_per_row"),
     ("uptime_seconds", "Seconds since the engine started.", "uptime_s"),
@@ -112,6 +116,9 @@ OWN_COUNTERS = (
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
     ("far_seconds", "Seconds that the CPU has computed experts in RAM.", "runner.far_s"),
+    ("disk_read_bytes", "Bytes of experts read from disk.", "runner.disk_read_bytes"),
+    ("disk_expert_reads", "Experts read from disk.", "runner.disk_reads"),
+    ("disk_expert_hits", "Experts of a model on disk that were found in RAM.", "runner.disk_hits"),
     ("late_compiles", "Kernels compiled while a request waited; expected to stay 0.", "runner.late_compiles"),
     ("late_allocations", "Device memory allocations during steps; expected to stay 0.", "runner.late_allocations"),
 )

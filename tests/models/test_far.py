@@ -278,3 +278,65 @@ def test_a_dense_model_reads_all_of_its_weights() -> None:
     (found,) = estimate(EngineConfig(device="cpu"), LLAMA_8B, sizes, desk(96), None)
     assert found.plan is not None
     assert found.read_bytes == found.plan.weights_bytes
+
+
+def test_a_mixture_larger_than_ram_is_planned_on_disk_when_it_is_asked_for() -> None:
+    """On 32 GB without a GPU, and beside one: the cache takes what the rest leaves, and a token waits for misses."""
+    spec, sizes = spec_of_config(GPT_OSS_120B), sized(spec_of_config(GPT_OSS_120B), 4.25, 3.07 * G)
+    small = replace(desk(32), gpus=())
+    found = estimate(EngineConfig(), spec, 10 * GIB, small, sizes)
+    assert [(each.device, each.verdict) for each in found] == [
+        ("cpu", "does not fit"), ("cpu + disk", "fits with a shorter context"),
+    ]  # fmt: skip
+    with pytest.raises(DoesNotFit) as caught:
+        plan(spec, sizes, small)
+    assert "--weights-on disk (slow)" in caught.value.hint
+    made = plan(spec, sizes, small, weights_on="disk")
+    assert found[1].plan == made
+    assert (made.place, made.target_step_s) == ("cpu + disk", 0.0)
+    far = made.far
+    assert far is not None
+    assert far.disk is not None
+    assert len(far.layers) == 36
+    assert far.disk.file_bytes == sum(each.ram_bytes for each in sizes.experts("cpu", "bfloat16", None))
+    assert far.ram_bytes == far.disk.cache_bytes > 15 * GIB
+    assert made.total_bytes + made.reserve_bytes + far.ram_bytes <= small.ram_available_bytes
+    assert made.max_model_len >= 8192
+    least, most = checkpoint_speed(spec, made, small, 77 * G, None, 3 * G) or (0, 0)
+    misses_s = [(1 - hits) * far.read_bytes / (3 * G) for hits in far.disk.hits]
+    assert 0.9 / most < misses_s[1] + token_s(3.07 * G, 77 * G, 1.9 * G, 77 * G, 36, gpu_share=0.8) < 1.6 / most
+    assert misses_s[0] < 1 / least < 2 * misses_s[0]
+    assert checkpoint_speed(spec, made, small, 77 * G, None) is None  # a disk that was not measured
+
+    asked = plan(spec, sizes, small, weights_on="disk", expert_cache_gib=4.0)
+    assert asked.far is not None
+    assert asked.far.ram_bytes == 4 * GIB
+    beside = plan(spec, sizes, desk(32), weights_on="disk").far
+    assert beside is not None
+    assert beside.disk is not None
+    assert 0 < len(beside.layers) < 36
+    assert plan(spec, sizes, desk(96), weights_on="ram").place == "cuda:0 + RAM"
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "why"),
+    [
+        ({"expert_cache_gib": 40.0}, DoesNotFit, r"are left; 40\.0 GiB are set, and a token needs 5\d\.\d MiB"),
+        ({"expert_cache_gib": 0.01}, DoesNotFit, r"10\.2 MiB are set, and a token needs 5\d\.\d MiB in each layer"),
+        ({"deterministic": True}, UnsupportedOption, "--weights-on disk is not supported.*--deterministic needs"),
+        ({"tensor_parallel_size": 2}, UnsupportedOption, "--weights-on disk cannot be combined with several ranks"),
+    ],
+)
+def test_what_does_not_go_with_experts_on_disk_is_refused_with_numbers(
+    asked: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    with pytest.raises(error, match=why):
+        plan(spec, sized(spec, 4.25, 3.07 * G), replace(desk(32), gpus=()), weights_on="disk", **asked)
+
+
+def test_dense_models_and_a_cache_without_a_disk_are_refused() -> None:
+    with pytest.raises(UnsupportedOption, match="LlamaForCausalLM has no experts"):
+        plan_memory(EngineConfig(weights_on="disk"), LLAMA_8B, WEIGHTS[LLAMA_8B.architecture], desk(96))
+    with pytest.raises(ConfigError, match="--expert-cache-gib is for experts on disk"):
+        EngineConfig(expert_cache_gib=3.0)

@@ -2,6 +2,8 @@
 
     matrix_of      one weight and its bias; None: another layout
     matrices_of    likewise, a `StackedWeight` as several matrices
+    NativeWeight   a weight of which nothing but its matrix is known
+    parts_of       the bytes that a matrix consists of
 
 A matrix points into the memory of the weight that torch's products read, so nothing is copied except biases and small
 plain weights. oneDNN does not promise its layouts: a few columns of each matrix are compared with their products.
@@ -11,6 +13,7 @@ Does not know: layers, what is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +22,18 @@ from torch import Tensor
 from localllm.kernels.cpu.blocks import memory_of
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
-from localllm.kernels.cpu.native.structures import MAX_INT8_INPUTS, OUTPUTS, Kind, NativeMatrix
-from localllm.kernels.cpu.q4 import CpuQ4Weight
-from localllm.kernels.cpu.stored_blocks import CpuStoredWeight
+from localllm.kernels.cpu.native.structures import (
+    KIND_STORED,
+    MAX_INT8_INPUTS,
+    MAX_ROWS,
+    OUTPUTS,
+    Kind,
+    NativeMatrix,
+    Stored,
+)
+from localllm.kernels.cpu.native_product import native_linear, native_unpack
+from localllm.kernels.cpu.q4 import PER_GROUP, CpuQ4Weight, blocks_nbytes
+from localllm.kernels.cpu.stored_blocks import CpuStoredWeight, block_size
 from localllm.kernels.linear import PACK_MIN_ELEMENTS, StackedWeight, linear
 from localllm.kernels.quantized_weight import QuantizedWeight
 
@@ -36,10 +48,62 @@ class HeldMatrix:
     owners: tuple[object, ...]
 
 
+class MatrixPart(NamedTuple):
+    """Bytes that a field of a matrix points to."""
+
+    field: str
+    num_bytes: int
+
+
+def parts_of(matrix: NativeMatrix) -> list[MatrixPart]:
+    """Return the parts of a matrix without its bias, in the order of the fields."""
+    outputs, inputs, kind = matrix.outputs, matrix.inputs, matrix.kind
+    blocks = -(-outputs // OUTPUTS)
+    if kind >= KIND_STORED:
+        size, num_bytes = block_size(Stored(kind - KIND_STORED).name)
+        weights = outputs * (inputs // size) * num_bytes
+    elif kind in PER_GROUP:
+        weights = blocks_nbytes(outputs, inputs, Kind(kind))
+    else:
+        halves = (inputs + 1) // 2 * 4
+        each = {Kind.F32: 4 * inputs, Kind.BF16: halves, Kind.F16: halves, Kind.I8: inputs}
+        weights = blocks * OUTPUTS * each[Kind(kind)]
+    parts = [MatrixPart("weights", weights)]
+    parts += [MatrixPart("scales", blocks * OUTPUTS * 4)] if matrix.scales else []
+    return parts + ([MatrixPart("input_order", inputs * 4)] if matrix.input_order else [])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeWeight:
+    """A `QuantizedWeight` that the native library alone multiplies, of any layout of matrix.h."""
+
+    native: NativeMatrix  # without a bias
+    owner: object  # of its memory
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.native.outputs, self.native.inputs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.num_bytes for part in parts_of(self.native))
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        y = native_linear(self.native, x.float(), is_fine=len(x) <= MAX_ROWS)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return [N, K] in the order of the matrix's columns."""
+        return native_unpack(self.native, dtype)
+
+
 def matrix_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> HeldMatrix | None:
     """Return the matrix of a weight on the CPU, with its bias [N]; None: its layout is not one of matrix.h."""
     if isinstance(weight, CpuQ4Weight | CpuHalfWeight | CpuStoredWeight):
         return _held(weight.matrix(), bias, weight)
+    if isinstance(weight, NativeWeight):
+        return _held(NativeMatrix.from_buffer_copy(weight.native), bias, weight)
     if isinstance(weight, CpuInt8Weight):
         return _int8(weight, bias)
     if isinstance(weight, Tensor) and weight.is_mkldnn:

@@ -8,11 +8,15 @@ Does not know: files, formats, other parts of a layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
 from localllm.errors import UnsupportedOption
+from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.far import FarExperts
-from localllm.models.layers.linear import Linear
+from localllm.models.layers.linear import Linear, Weight
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import Experts, LatentExperts, MoE, Routing
 from localllm.models.spec.mixture import MixtureSpec
@@ -22,7 +26,7 @@ from localllm.models.weights.source import ShardWeights, TensorSource, stacked_r
 
 
 def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> MoE:
-    """Build the layer's mixture with the shard's part of the experts, which may be in RAM."""
+    """Build the layer's mixture with the shard's part of the experts, which may be in RAM or on disk."""
     prefix = f"model.layers.{layer}.mlp."
     weights, own = share.source, share.shard.experts
     correction = None
@@ -72,27 +76,47 @@ def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix
     return Linear(weights.take([f"{prefix}gate.weight"], shape, dtype=dtype), bias)
 
 
+class _Matrices(NamedTuple):
+    """The names and the shape [E, N, K] of the first or the last matrices of all experts of a layer."""
+
+    names: list[str]
+    shape: tuple[int, int, int]
+
+
+def _matrices(spec: ModelSpec, mixture: MixtureSpec) -> tuple[_Matrices, _Matrices]:
+    count, width, names = mixture.num_experts, mixture.intermediate_size, _first_names(spec)
+    hidden = mixture.latent_size or spec.hidden_size
+    return _Matrices(names, (count, len(names) * width, hidden)), _Matrices(["down_proj"], (count, hidden, width))
+
+
+def _stem(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.experts"
+
+
+def expert_pairs(
+    spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, layer: int
+) -> Iterator[tuple[Weight, Weight]]:
+    """Yield both matrices of one expert of the layer after another, each read when it is asked for."""
+    return zip(*(weights.each_expert(_stem(layer), *each) for each in _matrices(spec, mixture)), strict=True)
+
+
 def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> Experts | FarExperts:
     """Build the shard's experts, or its features of all experts."""
-    count, width, hidden, bias = mixture.num_experts, mixture.intermediate_size, spec.hidden_size, mixture.expert_bias
-    own, features, stem = share.shard.experts, share.shard.expert_features, f"model.layers.{layer}.mlp.experts"
+    width, bias, activation = mixture.intermediate_size, mixture.expert_bias, mixture.activation or spec.hidden_act
+    own, features, stem = share.shard.experts, share.shard.expert_features, _stem(layer)
     far = share.far if share.far is not None and layer in share.far.layers else None
     weights = share.source if far is None else far.source
-    held, names = _held_features(share, stem, width), _first_names(spec)
-    hidden = mixture.latent_size or hidden
+    first, last = _matrices(spec, mixture)
+    if far is not None and (cache := far.crossing.cache) is not None:
+        biases = [weights.expert_biases(stem, each.names, each.shape[:2]) if bias else None for each in (first, last)]
+        on_disk = DiskMatrices(cache, layer, "gate_up"), DiskMatrices(cache, layer, "down")
+        return FarExperts(Experts(*on_disk, activation, *biases), far.crossing, spec)
+    held = _held_features(share, stem, width)
     gate_up, gate_up_bias = weights.experts(
-        stem,
-        names,
-        (count, len(names) * width, hidden),
-        bias=bias,
-        own=own,
-        order=stacked_rows(features, width, len(names)),
+        stem, *first, bias=bias, own=own, order=stacked_rows(features, width, len(first.names))
     )
-    down, down_bias = weights.experts(
-        stem, ["down_proj"], (count, hidden, width), bias=bias and features.start == 0, own=own, columns=held
-    )
+    down, down_bias = weights.experts(stem, *last, bias=bias and features.start == 0, own=own, columns=held)
     padding = (0, 0) if held is None else (features.start - held.start, held.stop - features.stop)
-    activation = mixture.activation or spec.hidden_act
     experts = Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
     return experts if far is None else FarExperts(experts, far.crossing, spec)
 

@@ -6,11 +6,12 @@ Does not know: torch, files, how a table is drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import ConfigError, DoesNotFit
+from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.conversation_bytes import Need, RequestCost, request_cost
 from localllm.models.fit.conversation_bytes import needs as one_request
@@ -34,7 +35,7 @@ Verdict = Literal["fits", "fits with a shorter context", "does not fit"]
 class Estimate:
     """The estimate for one device."""
 
-    device: str  # cpu, cuda:0, cuda:0 + cuda:1, cuda:0 + RAM
+    device: str  # cpu, cuda:0, cuda:0 + cuda:1, cuda:0 + RAM, cpu + disk
     name: str  # name of the GPU, or CPU
     plan: MemoryPlan | None  # None: it does not fit
     needs: MemoryPlan  # the plan, or the refused plan with a short context
@@ -95,7 +96,7 @@ def estimate(
         devices = list(dict.fromkeys(rank.device for rank in needs.ranks)) or [needs.device]
         names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
-        device = " + ".join([*devices, *(["RAM"] if needs.far else [])])
+        device = " + ".join([*devices, *([needs.far.place] if needs.far else [])])
         alone = one_request(plan, here, spec, made.max_model_len) if made is not None else ()
         read = None if made is None else _read_bytes(made, here, spec, resident_bytes)
         return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone, read)
@@ -105,7 +106,10 @@ def estimate(
     if first.ranks and asked_division(config) is not None:
         return found
     if first.far is not None:
-        whole = replace(config, device=first.device, n_cpu_moe="0", cpu_moe=False, cpu_offload_gb=0.0)
+        whole = replace(
+            config, device=first.device, n_cpu_moe="0", cpu_moe=False, cpu_offload_gb=0.0, weights_on="ram",
+            expert_cache_gib=0.0,
+        )  # fmt: skip
         found.append(of_config(whole, False))
     gpus = [f"cuda:{gpu.index}" for gpu in gpus_of(config, hardware) if gpu.is_supported]
     for device in (*gpus, "cpu") if config.device == "auto" else ():
@@ -117,6 +121,9 @@ def estimate(
                 found.append(of_config(alone, False))
             except ConfigError:  # a flag that this device does not support
                 continue
+    if config.weights_on == "auto" and not first.ranks and all(each.plan is None for each in found):
+        with suppress(LocalLLMError):  # not a mixture of experts, or a flag that does not go with it
+            found.append(of_config(replace(config, weights_on="disk"), False))
     return found
 
 
@@ -157,6 +164,9 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     far = [each.needs.far for each in estimates]
     if any(far):
         yield "experts in RAM", [format_bytes(each.ram_bytes) if each else "" for each in far]
+        if any(each.disk for each in far if each):
+            sizes = [each.disk.file_bytes if each and each.disk else 0 for each in far]
+            yield "  of those on disk", [format_bytes(size) if size else "" for size in sizes]
         yield "  of layers", [f"{len(each.layers)} of {each.num_layers}" if each else "" for each in far]
     is_uniform = all(each.cost.is_uniform for each in estimates)
     has_cache = any(each.kv_token_bytes for each in estimates)

@@ -6,6 +6,10 @@ CPU where they are, since a desktop's RAM is read faster than it is copied to a 
 
     seconds of a token = G / (0.8 B_gpu) + F / (0.78 B_ram) + crossings * x + t0
 
+If RAM does not hold them either, the experts of these layers are on disk, and RAM keeps as many as it has place for:
+
+    + misses * F / B_disk
+
 G, F: bytes of the GPU and of RAM that a token reads. B: bytes/s of both. The two shares and x, what it costs to wait
 for the CPU once in a layer, are fitted to published speeds of llama.cpp (docs/lab.md, "speeds with experts in RAM").
 Does not know: torch, files, how experts are computed (models/layers/far.py).
@@ -14,12 +18,13 @@ Does not know: torch, files, how experts are computed (models/layers/far.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.files.record_file import padded
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.rank_budget import ResidentBytes
@@ -31,6 +36,11 @@ GPU_SHARE, RAM_SHARE = 0.8, 0.78  # of the bandwidth that products reach
 CROSSING_S = 85e-6  # of one layer that the GPU waits for
 STEP_S = 0.003  # launches and sampling
 LEAST_SHARE, MOST_SHARE = 0.6, 0.95  # of the bandwidth, for the range that is shown
+RECENCY = 0.2
+"""The best share of hits is the share of experts in RAM to this power: 0.66 for an eighth of them, 0.87 for half.
+Published traces of keeping the latest used experts have 0.44 to 0.95; the worst is the share itself."""
+CACHE_SHARE = 0.8  # of the RAM that is left, for experts that are read from disk
+SLOW_TOKENS_PER_S = 1.0
 
 
 class LayerExperts(NamedTuple):
@@ -60,22 +70,46 @@ class CheckpointBytes:
         return self.whole(device, dtype, max_model_len, quantization, shard)
 
 
+class DiskPlan(NamedTuple):
+    """The experts that are read from disk, and how many of them RAM keeps."""
+
+    file_bytes: int  # of all of them
+    cache_bytes: int  # of RAM, at most
+
+    @property
+    def hits(self) -> tuple[float, float]:
+        """The least and the largest share of a token's experts that are expected in RAM."""
+        share = min(1.0, self.cache_bytes / self.file_bytes)
+        return share, share**RECENCY
+
+
 @dataclass(frozen=True, slots=True)
 class FarPlan:
-    """The layers whose experts are in RAM."""
+    """The layers whose experts are in RAM, or on disk."""
 
     layers: tuple[int, ...]
     num_layers: int  # that have experts
     gpu_bytes: int  # that these experts do not take on the GPU
-    ram_bytes: int
+    ram_bytes: int  # that they take, or their cache
     read_bytes: int  # of RAM, by one token
     idle_bytes: int  # of the weights on the GPU, that one token does not read
+    disk: DiskPlan | None = None  # None: none of them are on disk
+
+    @property
+    def place(self) -> str:
+        return "RAM" if self.disk is None else "disk"
 
     def words(self) -> str:
         """Return where the experts are, as a sentence for the user."""
         count = (
             "all layers" if len(self.layers) == self.num_layers else f"{len(self.layers)} of {self.num_layers} layers"
         )
+        if self.disk is not None:
+            return (
+                f"The experts of {count} are on disk ({format_bytes(self.disk.file_bytes)}); RAM keeps the latest used "
+                f"({format_bytes(self.disk.cache_bytes)}). The first start writes them to a file, and each step of a "
+                "prompt reads nearly all of them."
+            )
         return (
             f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU, prompts "
             "included: slower than a GPU that holds all of them."
@@ -93,18 +127,23 @@ def token_s(
 
 
 def far_speed(
-    far: FarPlan, weights_bytes: int, gpu_bandwidth: float | None, ram_bandwidth: float | None
-) -> tuple[float, float] | None:
+    far: FarPlan, weights_bytes: int, gpu_bandwidth: float | None, ram_bandwidth: float | None,
+    disk_bandwidth: float | None = None,
+) -> tuple[float, float] | None:  # fmt: skip
     """Return the least and the most tokens per second; None without a bandwidth. weights_bytes: on the GPU."""
-    if gpu_bandwidth is None or ram_bandwidth is None:
+    if gpu_bandwidth is None or ram_bandwidth is None or (far.disk is not None and disk_bandwidth is None):
         return None
     read = max(0, weights_bytes - far.idle_bytes)
+    misses_s = [0.0, 0.0]
+    if far.disk is not None and disk_bandwidth is not None:
+        misses_s = [(1 - hits) * far.read_bytes / disk_bandwidth for hits in far.disk.hits]
     slow, fast = (
-        token_s(
+        missing_s
+        +        token_s(
             read, gpu_bandwidth, far.read_bytes, ram_bandwidth, len(far.layers), gpu_share=min(share, GPU_SHARE),
             ram_share=share,
         )
-        for share in (LEAST_SHARE, MOST_SHARE)
+        for share, missing_s in zip((LEAST_SHARE, MOST_SHARE), misses_s, strict=True)
     )  # fmt: skip
     return 1 / slow, 1 / fast
 
@@ -140,7 +179,8 @@ def fewest_layers(most: int, fits: Callable[[int], bool]) -> int | None:
 
 @dataclass(frozen=True)
 class FarChoice:
-    """The experts in RAM that the settings ask for, and those that a model and this machine allow, beside one GPU."""
+    """The experts in RAM or on disk that the settings ask for, and those that a model and this machine allow: beside
+    one GPU, or on the CPU."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -164,17 +204,18 @@ class FarChoice:
 
     def require_possible(self) -> None:
         """Raise `UnsupportedOption` if the settings ask for what cannot be. On a CPU everything is in RAM."""
-        if self.why_none and self.config.far_layers and self.gpu is not None:
-            flag = self.config.far_flag
+        on_disk, flag = self.config.weights_on == "disk", self.config.far_flag
+        hint = f"Leave {flag} out{'' if on_disk else ', or --device cpu'}."
+        if self.why_none and ((self.config.far_layers and self.gpu is not None) or on_disk):
             raise UnsupportedOption(
-                f"{flag} is not supported for this model.", self.why_none, f"Leave {flag} out, or --device cpu.",
-                param="n_cpu_moe",
+                f"{flag} is not supported for this model.", self.why_none, hint,
+                param="weights_on" if on_disk else "n_cpu_moe",
             )  # fmt: skip
 
     def experts(self, dtype: str) -> Sequence[LayerExperts]:
         assert isinstance(self.resident, CheckpointBytes)
-        assert self.gpu is not None
-        return self.resident.experts(f"cuda:{self.gpu.index}", dtype, self.config.quantization)
+        device = "cpu" if self.gpu is None else f"cuda:{self.gpu.index}"
+        return self.resident.experts(device, dtype, self.config.quantization)
 
     def asked(self, experts: Sequence[LayerExperts]) -> int | None:
         """Return how many layers the settings move; None: as few as needed."""
@@ -203,3 +244,20 @@ class FarChoice:
                 "Close other programs, or choose a smaller model or one with fewer bits per weight.",
                 param="n_cpu_moe",
             )  # fmt: skip
+
+    def on_disk(self, far: FarPlan, room: int) -> FarPlan:
+        """Return the plan with these experts on disk. room: bytes of RAM that everything else leaves. Raises
+        `DoesNotFit` if RAM does not hold the experts that one token needs in one layer."""
+        assert self.spec.mixture is not None
+        each = padded(far.ram_bytes // (len(far.layers) * self.spec.mixture.num_experts))
+        asked, least = int(self.config.expert_cache_gib * 2**30), each * self.spec.mixture.top_k
+        cache = min(far.ram_bytes, asked or max(least, int(room * CACHE_SHARE)))
+        if not least <= cache <= room:
+            raise DoesNotFit(
+                "RAM does not hold the cache of the experts on disk.",
+                f"{format_bytes(max(0, room))} are left; {format_bytes(cache)} are "
+                f"{'set' if asked else 'needed'}, and a token needs {format_bytes(least)} in each layer.",
+                "Close other programs, or set another --expert-cache-gib." if asked else "Close other programs.",
+                param="expert_cache_gib",
+            )  # fmt: skip
+        return replace(far, ram_bytes=cache, disk=DiskPlan(far.ram_bytes, cache))

@@ -63,7 +63,7 @@ class MemoryPlan:
     def place(self) -> str:
         """Return where the model runs, for display: its device, or its number of ranks and their devices."""
         if not self.ranks:
-            return self.device if self.far is None else f"{self.device} + RAM"
+            return self.device if self.far is None else f"{self.device} + {self.far.place}"
         return f"{len(self.ranks)} ranks on {', '.join(dict.fromkeys(rank.device for rank in self.ranks))}"
 
     @property

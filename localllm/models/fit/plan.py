@@ -104,7 +104,7 @@ def _check_deterministic(plan: MemoryPlan) -> MemoryPlan:
 def _far_ranks(flag: str) -> UnsupportedOption:
     return UnsupportedOption(
         f"{flag} cannot be combined with several ranks.",
-        "Experts in RAM are supported beside one GPU.",
+        "Experts in RAM or on disk are supported beside one GPU, or on the CPU in one process.",
         f"Leave out {flag}, or --tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size.",
         param="n_cpu_moe",
     )
@@ -153,10 +153,10 @@ class _Planner:
         require_possible(self.spec, division or division_of(self.config, 1, 1), num_gpus)
         if self.config.data_parallel_size > 1:
             require_replicable(self.spec)
-            if self.config.far_layers and num_gpus:
+            if self.config.moves_experts and num_gpus:
                 raise _far_ranks(self.config.far_flag)
         if division is not None and division.num_ranks > 1:
-            if self.config.far_layers and num_gpus:
+            if self.config.moves_experts and (num_gpus or self.config.weights_on == "disk"):
                 raise _far_ranks(self.config.far_flag)
             return self._several(division)
         if division is None and self._may_use_several():
@@ -181,6 +181,8 @@ class _Planner:
         few layers of experts as needed are in RAM."""
         whole = self._attempt([gpu])
         asked = self.config.far_layers
+        if self.config.weights_on == "disk" and self.far is None and not self.measured:
+            return self._on_disk(whole, choice)
         if gpu is None or choice.why_none or self.measured or self.far is not None or asked == 0:
             return self._noted(whole) if gpu is None and asked else whole.plan()
         useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
@@ -206,6 +208,32 @@ class _Planner:
             if asked is None and whole.holds(MIN_CONTEXT):  # a short context is better than none
                 return whole.plan()
             raise moved.refused_with(error) from None
+        moved.notes.append(moved.far.words())
+        return moved.plan()
+
+    def _on_disk(self, whole: PlanAttempt, choice: FarChoice) -> MemoryPlan:
+        """Plan with experts on disk: on a GPU of as few layers as a useful context needs, on a CPU of all."""
+        experts = choice.experts(whole.dtype)
+        table = 0 if self.spec.tie_word_embeddings else self.spec.vocab_size * self.spec.hidden_size * 2
+        useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
+
+        def attempt(count: int, room: int | None = None) -> PlanAttempt:
+            far = last_layers(experts, count, self.spec, table)
+            far = replace(far, ram_bytes=0) if room is None else choice.on_disk(far, room)
+            return self._attempt([choice.gpu], far=far)
+
+        count: int | None = len(experts)
+        if choice.gpu is not None and (count := choice.asked(experts)) is None:
+            count = fewest_layers(len(experts), lambda layers: attempt(layers).holds(useful)) or len(experts)
+        assert count is not None
+        free, reserve = free_and_reserve(self.hardware, None)
+        rest = attempt(count)
+        room = free - reserve - (rest.bytes_with(useful) if choice.gpu is None else 0)
+        try:
+            moved = attempt(count, room)
+        except DoesNotFit as error:
+            raise rest.refused_with(error) from None
+        assert moved.far is not None
         moved.notes.append(moved.far.words())
         return moved.plan()
 
@@ -245,7 +273,7 @@ class _Planner:
         gpus = [gpu for gpu in gpus_of(self.config, self.hardware) if gpu.is_supported]
         free = self.config.device == "auto" or (self.config.device == "cuda" and bool(self.config.device_ids))
         divides = self.spec.implementation == "localllm" and divides_by_layers(self.spec)
-        return len(gpus) > 1 and free and not self.measured and divides and not self.config.far_layers
+        return len(gpus) > 1 and free and not self.measured and divides and not self.config.moves_experts
 
     def _least(self) -> MemoryPlan:
         """Plan for as few GPUs as hold the model with a useful context; failing that, for the longest context. Experts

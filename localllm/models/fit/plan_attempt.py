@@ -203,6 +203,11 @@ class PlanAttempt:
         is_held = all(need <= budget for need, budget in zip(needs, self.budgets, strict=True))
         return is_held and self._context_fits(max_model_len)
 
+    def bytes_with(self, max_model_len: int) -> int:
+        """Return all bytes of the first rank with a cache for one request of this context, if so much fits."""
+        length = max_model_len if self.holds(max_model_len) else self._least_context
+        return self.ranks[0].needs(length, self.split.needs(length))
+
     def refused_with(self, error: DoesNotFit) -> DoesNotFit:
         """Return the error with the plan of a short context, for its sizes."""
         error.plan = self._plan_for(self._least_context, self.split.needs(self._least_context))
@@ -408,6 +413,8 @@ class PlanAttempt:
         half = "--dtype bfloat16, " if self.dtype == "float32" else ""
         if self.far is not None and len(self.far.layers) < self.far.num_layers:
             half = f"a larger --n-cpu-moe (at most {self.far.num_layers}), {half}"
+        if self.spec.mixture is not None and self.far is None and self.spec.implementation == "localllm":
+            half = f"--weights-on disk (slow), {half}"
         cpu = " or --device cpu" if self.gpu is not None else ""
         return f"{half}a smaller model, fewer --max-num-seqs or --max-num-batched-tokens{cpu}."
 
@@ -477,7 +484,10 @@ class PlanAttempt:
 
     def _is_paced(self) -> bool:
         """Return whether times of steps limit prompts beside decodes. Not with ranks: a pipeline's steps overlap."""
-        return self.gpu is None and not self.shards and self.config.long_prefill_token_threshold is None
+        reads_disk = self.far is not None and self.far.disk is not None  # a short step takes as long as a large one
+        return (
+            self.gpu is None and not self.shards and not reads_disk and self.config.long_prefill_token_threshold is None
+        )
 
     # -- words
 

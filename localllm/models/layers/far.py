@@ -4,6 +4,7 @@
     Crossing      the way of those rows to RAM and back; one for all layers of a model
     RamLink       the copies of that way
 
+Where RAM does not hold them either, they are on disk (disk.py), and the model may be on the CPU as well.
 The host waits at each such layer until the device has done everything before it. A CUDA graph cannot wait for the
 host, so a recorded step is cut into segments at the crossings (runner/graphs.py), and the host computes between them.
 
@@ -16,15 +17,16 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native
-from localllm.kernels.cpu.native.structures import MAX_ROWS, NativeRow
-from localllm.models.layers.moe import Experts
+from localllm.kernels.cpu.native.structures import MAX_ROWS, NativeMatrix, NativeRow
+from localllm.models.layers.disk import DiskMatrices, ExpertCache
+from localllm.models.layers.moe import Experts, matrix_shape
 from localllm.models.layers.native_writer import NotSupportedNatively, Writer
 from localllm.models.spec.model_spec import ModelSpec
 
@@ -59,11 +61,12 @@ class Crossing:
     """The buffers in RAM between a model's layers on a device and its experts in RAM. Not thread-safe: they hold one
     step."""
 
-    __slots__ = ("_buffers", "_max_rows", "link", "seconds", "split")
+    __slots__ = ("_buffers", "_max_rows", "cache", "link", "seconds", "split")
     stays_in_ram = True
 
-    def __init__(self, link: RamLink) -> None:
-        self.link = link
+    def __init__(self, link: RamLink, cache: ExpertCache | None = None) -> None:
+        """cache: of the experts that are on disk; None: all of them are in RAM."""
+        self.link, self.cache = link, cache
         self.split: Callable[[Callable[[], None]], None] | None = None
         """Takes the host's work while a step is recorded, in place of doing it."""
         self.seconds = 0.0  # that the host has computed
@@ -108,7 +111,7 @@ class Crossing:
 
 
 class FarExperts:
-    """The matrices of all experts of a layer, in RAM."""
+    """The matrices of all experts of a layer, in RAM or on disk."""
 
     __slots__ = ("_crossing", "_few", "_has_few", "_spec", "experts")
     stays_in_ram = True
@@ -137,36 +140,71 @@ class FarExperts:
             return out
 
     def _products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if len(x) > MAX_ROWS or not self._has_few:
+        gate_up, few = self.experts.gate_up, self._few_rows(ids.shape[1]) if len(x) <= MAX_ROWS else None
+        if few is None:
+            if isinstance(gate_up, DiskMatrices):
+                gate_up.prepare(ids)
             return self.experts(x, ids, weights)
-        if self._few is None:
+        if not isinstance(gate_up, DiskMatrices):
+            return few(x, ids, weights)
+        outs = []
+        for first, end, experts in _row_groups(ids.tolist(), gate_up.cache.num_slots):
+            few.place(experts, gate_up.cache.require(gate_up.layer, experts))
+            outs.append(few(x[first:end], ids[first:end], weights[first:end]).clone())
+        return torch.cat(outs)
+
+    def _few_rows(self, top_k: int) -> FewRows | None:
+        """Return the native operations; None: the library cannot multiply with these weights."""
+        if self._few is None and self._has_few:
             library = native()
             try:
-                self._few = None if library is None else FewRows(self.experts, ids.shape[1], self._spec, library)
+                self._few = None if library is None else FewRows(self.experts, top_k, self._spec, library)
             except NotSupportedNatively:
                 pass
             self._has_few = self._few is not None
-        return self.experts(x, ids, weights) if self._few is None else self._few(x, ids, weights)
+        return self._few
+
+
+def _row_groups(ids: list[list[int]], most: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield neighbouring rows that choose at most `most` distinct experts, more than one row does: the first, the one
+    after the last, and their experts."""
+    first, chosen = 0, dict[int, None]()
+    for row, own in enumerate(ids):
+        if len(more := chosen | dict.fromkeys(own)) > most:
+            yield first, row, list(chosen)
+            first, more = row, dict.fromkeys(own)
+        chosen = more
+    yield first, len(ids), list(chosen)
 
 
 class FewRows:
     """The products of up to MAX_ROWS rows with their experts, as two operations of the native library."""
 
-    __slots__ = ("_buffers", "_described", "_kept", "_library", "_operations", "_rows")
+    __slots__ = ("_buffers", "_described", "_experts", "_kept", "_library", "_operations", "_rows")
     stays_in_ram = True
 
     def __init__(self, experts: Experts, top_k: int, spec: ModelSpec, library: Library) -> None:
         """Raises `NotSupportedNatively`."""
-        if experts.gate_up[0].shape[0] != 2 * experts.down[0].shape[1]:
+        if matrix_shape(experts.gate_up)[0] != 2 * matrix_shape(experts.down)[1]:
             raise NotSupportedNatively("experts without a gate")
         writer = Writer(spec, (), lambda kind: None)
-        self._described = experts.described(writer, top_k)
+        self._experts, self._described = experts, experts.described(writer, top_k)
         chosen = ctypes.addressof(self._described)
         experts.write(writer, chosen, top_k, None)
         experts.write_out(writer, chosen, writer.part)
         self._library, self._operations, self._kept = library, writer.lowered(), writer.kept
         self._buffers = writer.stream.values, writer.part.values
         self._rows = (NativeRow * MAX_ROWS)()
+
+    def place(self, experts: Sequence[int], addresses: Sequence[int]) -> None:
+        """Read these experts of a layer on disk from where their records are in RAM."""
+        for weights, array in (
+            (self._experts.gate_up, self._described.gate_up), (self._experts.down, self._described.down)
+        ):  # fmt: skip
+            assert isinstance(weights, DiskMatrices)
+            matrices = (NativeMatrix * len(weights)).from_address(array)
+            for expert, address in zip(experts, addresses, strict=True):
+                weights.form.place(matrices[expert], address)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [n, H] fp32, ids [n, top_k] int32, weights [n, top_k] fp32 -> [n, H] fp32, valid until the next call."""

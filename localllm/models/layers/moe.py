@@ -26,6 +26,7 @@ from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import LEAST_SUM, route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
+from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.native_writer import ACTIVATIONS, Buffer, NotSupportedNatively, Writer, sizes
@@ -53,6 +54,12 @@ def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, packe
     packer: packs that list's quantised matrices on a CPU.
     """
     return stack_experts(matrices, count) if at_once else [to_device_layout(matrix, packer) for matrix in matrices]
+
+
+def matrix_shape(weights: ExpertWeights) -> tuple[int, int]:
+    """Return the outputs and inputs of each expert's matrix, without reading one that is on disk."""
+    outputs, inputs = weights.shape if isinstance(weights, DiskMatrices) else weights[0].shape
+    return outputs, inputs
 
 
 class Experts:
@@ -106,8 +113,9 @@ class Experts:
 
     def write(self, writer: Writer, chosen: int, top_k: int, norm: Any) -> None:
         """Write the first matrices of the chosen experts. chosen: address of `described`."""
-        width = self.gate_up[0].shape[0] // 2
-        writer.stream.widen(self.gate_up[0].shape[1])
+        outputs, inputs = matrix_shape(self.gate_up)
+        width = outputs // 2
+        writer.stream.widen(inputs)
         writer.expert_features.widen(top_k * width)
         writer.plan(
             Op.EXPERTS_GATED, writer.stream, writer.expert_features, experts=chosen, norm=writer.normed_by(norm),
@@ -116,7 +124,7 @@ class Experts:
 
     def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0) -> None:
         """Write the last matrices: added to the stream, or written to another buffer."""
-        outputs = self.down[0].shape[0]
+        outputs = matrix_shape(self.down)[0]
         target.widen(outputs)
         writer.plan(
             Op.EXPERTS_DOWN, writer.expert_features, target, experts=chosen, adds=target is writer.stream,

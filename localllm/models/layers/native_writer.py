@@ -32,6 +32,7 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
 from localllm.kernels.layer_cache import LayerCache, LayerState
+from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLinear
 from localllm.models.layers.norm import LayerNorm, RMSNorm
@@ -131,6 +132,10 @@ class Writer:
 
     def each_expert(self, weights: Any, biases: Tensor | None) -> int:
         """Return the address of the matrices of all experts."""
+        if isinstance(weights, DiskMatrices):
+            matrices, owned = weights.matrices(biases)
+            self.kept += [matrices, *owned]
+            return ctypes.addressof(matrices)
         count = len(weights)
         each = [None] * count if biases is None else list(biases)
         held = [self._held(matrices_of(weights[i], each[i]), weights[i]) for i in range(count)]

@@ -123,14 +123,17 @@ def speed_range(
 
 
 def checkpoint_speed(
-    spec: ModelSpec, plan: MemoryPlan, hardware: Hardware, cpu_bandwidth: float | None, read_bytes: int | None
-) -> SpeedRange | None:
+    spec: ModelSpec, plan: MemoryPlan, hardware: Hardware, cpu_bandwidth: float | None, read_bytes: int | None,
+    disk_bandwidth: float | None = None,
+) -> SpeedRange | None:  # fmt: skip
     """Return the speed of a checkpoint; None for a model that does not generate text. read_bytes: of its weights, that
-    one token reads, as in `Estimate`; None: unknown. Of a mixture with experts in RAM the plan tells what is read.
+    one token reads, as in `Estimate`; None: unknown. Of a mixture with experts in RAM or on disk the plan tells what is
+    read. Bandwidths: bytes/s; None: unknown.
     """
     if plan.far is not None:
-        gpu = next(gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device)
-        return far_speed(plan.far, plan.weights_bytes, gpu.place.bandwidth, cpu_bandwidth)
+        on_gpu = [gpu.place.bandwidth for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device]
+        bandwidth = on_gpu[0] if on_gpu else cpu_bandwidth
+        return far_speed(plan.far, plan.weights_bytes, bandwidth, cpu_bandwidth, disk_bandwidth)
     if read_bytes is None or spec.task != "generate":
         return None
     return speed_range(read_bytes, plan, hardware, cpu_bandwidth, is_mixture=spec.mixture is not None)

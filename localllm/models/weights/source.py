@@ -6,7 +6,7 @@ Does not know: checkpoints and how they store tensors (weights.py, meta.py), lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from localllm.kernels.moe.weights import ExpertWeights
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.layers.far import Crossing
 from localllm.models.layers.group import GatheredInput, Group, PaddedInput, Projection
-from localllm.models.layers.linear import Linear
+from localllm.models.layers.linear import Linear, Weight
 from localllm.models.spec.shard import Shard, even
 
 Progress = Callable[[int, int], None]
@@ -113,6 +113,14 @@ class TensorSource(Protocol):
         """
         ...
 
+    def expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int]) -> Tensor:
+        """Return the biases of `experts`, [E, N]."""
+        ...
+
+    def each_expert(self, prefix: str, names: Sequence[str], shape: tuple[int, int, int]) -> Iterator[Weight]:
+        """Yield the matrices of `experts` one after another, each read when it is asked for."""
+        ...
+
     def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range | None:
         """Return what `widened` does, for the matrices `prefix`.E.`name` of the experts."""
         ...
@@ -136,7 +144,8 @@ class ExpertCut:
 
 @dataclass(frozen=True, slots=True)
 class FarWeights:
-    """The layers whose experts stay in RAM, the source of their tensors, and the way of a step's rows to them."""
+    """The layers whose experts stay in RAM or on disk, the source of their tensors, and the way of a step's rows to
+    them."""
 
     source: TensorSource
     layers: frozenset[int]

@@ -25,7 +25,7 @@ from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
-from localllm.models.layers.linear import Linear, Weight, as_head
+from localllm.models.layers.linear import Linear, Weight, as_head, to_device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
@@ -210,7 +210,12 @@ class Weights:
                 if cut.order is None and cut.columns is None
                 else "--enable-expert-parallel, so that each rank has whole experts.",
             ) from error
-        return experts, self._expert_biases(prefix, names, shape[:2], cut) if bias else None
+        return experts, self.expert_biases(prefix, names, shape[:2], cut) if bias else None
+
+    def each_expert(self, prefix: str, names: Sequence[str], shape: tuple[int, int, int]) -> Iterator[Weight]:
+        """Yield the matrices that `experts` returns one after another, each read when it is asked for."""
+        for matrix in self._expert_matrices(prefix, names, shape, ExpertCut(range(shape[0]), None, None)):
+            yield to_device_layout(matrix, self.packer)
 
     def unused(self, prefix: str = "") -> frozenset[str]:
         """Return the names of tensors below `prefix` that no layer has taken, without those that carry no
@@ -324,7 +329,11 @@ class Weights:
                 return each
         raise wrong_shape(stacked, views[0].shape, shape)
 
-    def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut) -> Tensor:
+    def expert_biases(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut | None = None
+    ) -> Tensor:
+        """Return the biases [E, N] of `experts`. cut: the part of them to return; None: all."""
+        cut = cut or ExpertCut(range(shape[0]), None, None)
         biases = self._all_expert_biases(prefix, names, shape)
         if biases.is_meta:
             return biases.new_empty((len(cut.own), shape[1] if cut.order is None else len(cut.order)))

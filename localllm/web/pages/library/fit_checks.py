@@ -281,6 +281,9 @@ def verdict(download_bytes: int | None, estimates: Sequence[Estimate], speed: Sp
         return FitVerdict(
             "offload", TITLES["offload"], _memory_line(other), f"{hint}all of it on the CPU, slower.", download
         )
+    if other is not None and other.plan is not None and other.plan.far is not None and other.plan.far.disk is not None:
+        title, hint = "Runs with its experts on disk", f"{why} --weights-on disk reads them for each token: slow."
+        return FitVerdict("offload", title, _memory_line(other), hint, download)
     if other is not None:
         return FitVerdict(
             "offload", f"Fits on {other.device} only", _memory_line(other), f"--device {other.device}", download
