@@ -18,9 +18,10 @@ from torch import Tensor
 
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
-from localllm.kernels.layer_cache import LayerCache, state_of
+from localllm.kernels.layer_cache import LayerCache, LayerKV, state_of
 from localllm.models.decoder.decoder import TappedModel, Taps
 from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotSupportedNatively, open_native_program
+from localllm.models.encoders.source import SourcePool
 from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch, StepRows
@@ -104,12 +105,13 @@ class HostSteps:
         *,
         deterministic: bool = False,
         taps: tuple[int, ...] = (),
+        sources: SourcePool | None = None,
     ) -> None:
         """deterministic: compute and sample each request so that no bit depends on the others. taps: features that
-        each step returns for a drafter."""
+        each step returns for a drafter. sources: of an encoder-decoder."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
         self._taps = taps
-        self._lone, self._decode_steps = _lone_step(model, layers)
+        self._lone, self._decode_steps = _lone_step(model, layers, () if sources is None else sources.layers)
         self._native = NativeSteps()
         if self._lone is not None:
             self._native = NativeSteps(MAX_ROWS, self._lone.rounds)
@@ -161,7 +163,8 @@ class HostSteps:
     def _run_lone(self, lone: NativeProgram, batch: StepBatch) -> Forward:
         """Run the batch natively. Rows that do not sample are computed with the others."""
         rows = batch.rows
-        logits = lone.forward(self._inputs.decode_rows(rows), samples=bool(len(batch.slots)))
+        inputs = self._inputs.decode_rows(rows)._replace(source=batch.source)
+        logits = lone.forward(inputs, samples=bool(len(batch.slots)))
         features = lone.features() if self._taps else None
         if not len(batch.slots):
             return Forward(None, None, features)
@@ -296,10 +299,12 @@ def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
     return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
 
 
-def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> tuple[NativeProgram | None, str]:
+def _lone_step(
+    model: CausalModel, layers: Sequence[LayerCache | None], sources: Sequence[LayerKV]
+) -> tuple[NativeProgram | None, str]:
     """Return the native step and a line about it, or None and why there is none."""
     try:
-        lone = open_native_program(model, layers)
+        lone = open_native_program(model, layers, sources)
         told = f"decode steps of up to {MAX_ROWS} requests run natively"
     except NotSupportedNatively as reason:
         lone, told = None, f"decode steps run through torch: {reason}"

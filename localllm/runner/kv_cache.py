@@ -18,6 +18,7 @@ from localllm.errors import DoesNotFit
 from localllm.kernels.kv_format import KVFormat, Plane, format_of
 from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState, state_of
 from localllm.kernels.paged_attention import KVReads, kv_cache_shape
+from localllm.models.encoders.source import SourcePool
 from localllm.models.fit import kv_cache_bytes
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups, state_group
@@ -37,6 +38,7 @@ class KVCache:
     ) -> None:
         """kv_dtype: a name of `KV_FORMATS`."""
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.sources: SourcePool | None = None  # what an encoder-decoder reads of prompts, beside its answers
         groups = kv_groups(spec)
         try:
             kept = {

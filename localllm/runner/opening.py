@@ -422,6 +422,8 @@ def _runner(
     profiler: StepProfiler | None = None, encoder: PictureEncoder | SourcePool | None = None,
 ) -> TorchRunner:  # fmt: skip
     opened = TorchRunner if profiler is None else partial(ProfiledRunner, profiler=profiler)
+    if isinstance(encoder, SourcePool):
+        kv.sources = encoder
     runner = opened(
         model,
         spec,
@@ -440,8 +442,6 @@ def _runner(
         drafter=drafter,
         has_drafts=has_drafts,
     )
-    if isinstance(encoder, SourcePool):
-        runner.attend_to(encoder)
-    elif encoder is not None:
+    if isinstance(encoder, PictureEncoder):
         runner.see_with(encoder)
     return runner

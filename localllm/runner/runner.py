@@ -77,6 +77,8 @@ class TorchRunner:
 
     profiler: Profiler | None = None  # that of a ProfiledRunner (profiling.py)
     _encoder: PictureEncoder | SourcePool | None = None  # of a model that sees, or of an encoder-decoder
+    _steps: HostSteps | DeviceSteps | None
+    _thread: int | None = None  # the last calling thread
     _kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
 
     def __init__(
@@ -107,7 +109,6 @@ class TorchRunner:
         moves = states.num_places == 0 and samples and (group is None or group.size == 1)  # shards do not move
         self._copies = block_copies(kv, drafter) if moves else None
         self.block_bytes = self._copies.block_bytes if self._copies else ()
-        self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
             draws = 0 if why_no_drafts else most_draws(max_num_seqs, max_num_batched_tokens)
@@ -133,13 +134,16 @@ class TorchRunner:
                 num_groups=len(kv.num_blocks),
             )  # fmt: skip
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
-            taps = drafter.drafter.taps if drafter is not None else ()
-            self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps)
+            self._steps = HostSteps(
+                model, cache, host, self._sampling, device, deterministic=is_lone, sources=kv.sources,
+                taps=() if drafter is None else drafter.drafter.taps,
+            )  # fmt: skip
         self._inputs = inputs
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
         )  # fmt: skip
+        self._encoder = self._slots.sources = kv.sources
         self._drafters: Drafters | None = None
         self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
         if self.drafts.proposes and isinstance(inputs, HostInputs) and samples:
@@ -149,7 +153,6 @@ class TorchRunner:
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
-        self._thread: int | None = None  # the last calling thread
 
     def _host_drafts(self, inputs: HostInputs, drafter: OpenDrafter | None, max_num_seqs: int) -> HostDrafts:
         """Return the sources of drafts of host steps. Steps with a drafter run some tokens ahead, or again."""
@@ -164,10 +167,6 @@ class TorchRunner:
         """Use the encoder of a model that sees, from the first step on."""
         self._encoder = encoder
         self._slots.see(encoder.rows, encoder.hidden_size)
-
-    def attend_to(self, sources: SourcePool) -> None:
-        """Use the sources of an encoder-decoder, from the first step on."""
-        self._encoder = self._slots.sources = sources
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)

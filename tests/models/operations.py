@@ -44,7 +44,8 @@ class DefinedLibrary:
     def run_step(self, operations: Any, rows: Any, num_rows: int) -> None:
         for operation in operations:
             for row in range(num_rows):
-                _RUN[Op(operation.op)](operation, row, rows[row])
+                group = NativeAttention.from_address(operation.attention).group if operation.attention else 0
+                _RUN[Op(operation.op)](operation, row, rows[group * MAX_ROWS + row])
 
 
 def _floats(address: int | None, count: int, kind: Any = np.float32) -> Array:
@@ -194,6 +195,9 @@ def _head(a: NativeAttention, head: int, q: Array, keys: Array, values: Array, p
     scores = np.tanh(scores / a.softcap) * a.softcap if a.softcap else scores
     if a.slopes:
         scores += _floats(a.slopes, a.heads)[head] * (positions - positions[-1])
+    if a.distance_bias:
+        biases = _floats(a.distance_bias, a.heads * a.distances).reshape(a.heads, -1)[head]
+        scores += biases[np.minimum(positions[-1] - positions, a.distances - 1)]
     peak = max(scores.max(), _floats(a.sinks, a.heads)[head]) if a.sinks else scores.max()
     weights = np.exp(scores - peak)
     total = weights.sum() + (np.exp(_floats(a.sinks, a.heads)[head] - peak) if a.sinks else 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,11 @@ from localllm import LLM, SamplingParams
 from localllm.engine.beam_search import BeamSearchParams
 from localllm.engine.media import Encode, EncoderPrompt
 from localllm.errors import ContextTooLong, CorruptModel, InvalidParameter, UnsupportedOption, UnsupportedParameter
+from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.decoder import native_program
+from localllm.models.decoder.native_program import DecodeRows, NativeProgram, open_native_program
 from localllm.models.encoders.source import SourcePool, load_encoder, with_encoder_bytes
 from localllm.models.families.encoder_decoder import source_of
 from localllm.models.fit.pictures import SourceSizes
@@ -27,6 +31,7 @@ from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.encoder_decoders import FAMILIES, load_reference, save_encoder_decoder
 from tests.models.harness import CPU, Harness, Sequence, assert_close, prompt
+from tests.models.operations import DefinedLibrary
 
 PathOf = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -47,9 +52,9 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
 class SourcedHarness(Harness):
     """A decoder whose sequences attend to sources, in a pool full of NaN."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_blocks: int = 7) -> None:
         super().__init__(path)
-        shape = kv_cache_shape(7, 8, self.spec.num_kv_heads, self.spec.head_dim)
+        shape = kv_cache_shape(num_blocks, 8, self.spec.num_kv_heads, self.spec.head_dim)
         kept = [LayerKV(*(torch.full(shape, torch.nan) for _ in "kv")) for _ in range(self.spec.num_layers)]
         self.pool = SourcePool(load_encoder(path, CPU, torch.float32), self.model, kept)
         self.digests: dict[int, bytes] = {}  # by sequence
@@ -90,6 +95,54 @@ def test_logits_of_answers_in_chunks_beside_each_other(family: str, path_of: Pat
         assert_close(torch.cat(parts), reference_logits(reference, source, answer))
     harness.read([], dropped=tuple(digests))
     assert sorted(harness.pool._free) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("defined", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_native_steps_are_torchs(family: str, defined: bool, path_of: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows attend to sources of unlike lengths, shorter and longer than what a thread takes at a time."""
+    if defined or native() is None:
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
+    harness, reference = (SourcedHarness(path_of(family), num_blocks=200) for _ in range(2))
+    sources = [[5] * count for count in (19, 700, 3, 512)]
+    for pool in (harness.pool, reference.pool):
+        digests = pool_filled_at_random(pool, sources)
+    program = open_native_program(harness.model, harness.kv_cache, harness.pool.layers)
+    for each in (harness, reference):
+        sequences = [Sequence(prompt(9 + 5 * row, seed=row)) for row in range(4)]
+        each.digests = {id(row): digest for row, digest in zip(sequences, digests, strict=True)}
+        each.step([(row, len(row.token_ids) - 4) for row in sequences])
+        if each is harness:
+            ours = [natively(harness, program, sequences[: 4 - step]) for step in range(4)]
+        else:
+            theirs = [each.step([(row, 1) for row in sequences[: 4 - step]]) for step in range(4)]
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert_close(found, torch.cat(wanted))
+
+
+def pool_filled_at_random(pool: SourcePool, sources: list[list[int]]) -> list[bytes]:
+    """Read sources of any lengths, whose states are random."""
+    pool._encoder.encode = lambda ids: torch.from_numpy(  # type: ignore[method-assign]
+        np.random.default_rng(len(ids)).standard_normal((len(ids), pool._model.spec.hidden_size), np.float32)
+    )
+    read = [EncoderPrompt.of(ids, 8) for ids in sources]
+    pool.apply(SimpleNamespace(dropped=(), encodes=[Encode(s.digest, s.rows, s.inputs) for s in read]))
+    return [source.digest for source in read]
+
+
+def natively(harness: SourcedHarness, program: NativeProgram, sequences: list[Sequence]) -> torch.Tensor:
+    """Run the next token of each sequence in one native step; logits [R, vocab]."""
+    inputs = harness._inputs([(each, 1) for each in sequences], all_logits=False)
+    group, each = inputs.groups[0], np.arange(len(sequences))
+    tables = group.block_table.data_ptr() + each[None] * group.block_table.stride(0) * 4
+    logits = program.forward(DecodeRows(
+        inputs.token_ids.numpy(), inputs.positions.numpy(), group.slot_mapping.numpy()[None], tables,
+        source=inputs.source,
+    )).clone()  # fmt: skip
+    for sequence in sequences:
+        sequence.computed += 1
+    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -59,20 +59,22 @@ def attend_decodes(
     softcap: float | None,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    distance_bias: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write the attention of q [n, heads, dim] to out [n, heads * dim].
 
     rows: of `rows_of`, whose block table is kept. window: tokens that a query sees, its own included; None: all. sinks,
-    slopes: [heads]. Raises MemoryError.
+    slopes: [heads]. distance_bias: [heads, distances]. Raises MemoryError.
     """
     count, heads, dim = q.shape
     queries, wide = q.float().reshape(count, heads * dim), out.float()  # out itself if it is fp32
-    extras = [None if each is None else each.float().contiguous() for each in (sinks, slopes)]
-    sink_scores, tilts = (None if each is None else each.data_ptr() for each in extras)
+    extras = [None if each is None else each.float().contiguous() for each in (sinks, slopes, distance_bias)]
+    sink_scores, tilts, biases = (None if each is None else each.data_ptr() for each in extras)
     attention = NativeAttention(
         **cache_fields(kv), heads=heads, window=window or 0, scale=scale, softcap=softcap or 0.0, sinks=sink_scores,
-        slopes=tilts, growth_period=1,
+        slopes=tilts, distance_bias=biases, distances=0 if distance_bias is None else distance_bias.shape[1],
+        growth_period=1,
     )  # fmt: skip
     library.attend(attention, rows, queries, wide)
     if wide is not out:

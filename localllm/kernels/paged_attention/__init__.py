@@ -149,11 +149,11 @@ def paged_attention(
         Scoring(scale, softcap, sinks, alibi_slopes, distance_bias),
     )
     library, decodes = native(), plan.decodes
-    if library is None or decodes.native_rows is None or not reads_cache(kv) or distance_bias is not None:
+    if library is None or decodes.native_rows is None or not reads_cache(kv):
         return attend_on_host(q, kv, plan, scoring)
     rows, count = decodes.native_rows, len(decodes.context_lens)
 
     def attend(out: Tensor) -> None:
-        attend_decodes(library, q[:count], kv, rows, decodes.layout.window, *scoring[:4], out[:count])
+        attend_decodes(library, q[:count], kv, rows, decodes.layout.window, *scoring, out[:count])
 
     return attend_on_host(q, kv, plan, scoring, attend)

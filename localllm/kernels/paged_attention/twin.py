@@ -200,13 +200,13 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """The plain-torch twin of paged_attention."""
-    return attend_on_host(
-        q, LayerKV(k_cache, v_cache, k_scale, v_scale), plan, Scoring(scale, softcap, sinks, alibi_slopes)
-    )
+    scoring = Scoring(scale, softcap, sinks, alibi_slopes, distance_bias)
+    return attend_on_host(q, LayerKV(k_cache, v_cache, k_scale, v_scale), plan, scoring)
 
 
 def attend_on_host(

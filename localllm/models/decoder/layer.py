@@ -352,7 +352,19 @@ class CrossLayer:
                 residual.copy_(norm(residual))
 
     def write(self, writer: Writer, cache: Any) -> None:
-        raise NotSupportedNatively("cross-attention")
+        for part, norm in enumerate(self.norms):
+            before = None if self.norms_sums else norm
+            if part == 0:
+                self.attention.write(writer, self.kind, cache, before)
+                self.attention.write_out(writer, writer.stream)
+            elif part == 1:
+                self.cross.write(writer, writer.sources[self.index], before)
+                self.cross.write_out(writer, writer.stream)
+            else:
+                self.mlp.write(writer, before)
+                self.mlp.write_out(writer, writer.stream)
+            if self.norms_sums:
+                writer.add(writer.stream, writer.stream, norm, adds=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ cache: a request may change between both from token to token. Every layer needs 
     GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if they are stored in different ways)
     LINEAR     down, added to the residual stream
 
+Cross-attention adds three: LINEAR for the queries, ATTEND to the keys and values of the row's source, LINEAR.
 A norm after a part (sandwich, post_norm) adds an operation of its own. Each layer writes its own operations
 (`DecoderLayer.write`), its parts theirs. What has no operation is refused with a reason, and such models run through
 torch.
@@ -26,10 +27,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import rows_of
 from localllm.kernels.cpu.native.library import Library, native, why_none
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind, NativeOperation, NativeRow
-from localllm.kernels.layer_cache import LayerCache
+from localllm.kernels.layer_cache import LayerCache, LayerKV
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.inputs import SourceInputs
 from localllm.models.layers.group import Alone
 from localllm.models.layers.native_writer import NotSupportedNatively, Writer
 from localllm.models.spec.model_spec import FINAL_HIDDEN, kv_groups
@@ -48,6 +51,7 @@ class DecodeRows(NamedTuple):
     adapters: npt.NDArray[np.int64] | None = None  # [R] slot of each row's adapter, -1: none; None: no row has one
     starts: npt.NDArray[np.int64] | None = None  # [B + 1] first row of each request; None: one row each
     rotary: npt.NDArray[np.int64] | None = None  # [R] position to rotate by; None: `positions`
+    source: SourceInputs | None = None  # of the R tokens; None: not an encoder-decoder
 
 
 class NativeProgram:
@@ -57,10 +61,13 @@ class NativeProgram:
     Not thread-safe: its buffers hold one step.
     """
 
-    def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
-        """Raises `NotSupportedNatively` with the reason if the model or this machine has none."""
+    def __init__(
+        self, model: DecoderModel, cache: Sequence[LayerCache | None], sources: Sequence[LayerKV] = ()
+    ) -> None:
+        """sources: what each layer's cross-attention reads. Raises `NotSupportedNatively` with the reason if the model
+        or this machine has none."""
         self._library, self._model, self._num_rows = _library(), model, 0
-        writer, self._starts = _write(model, cache)
+        writer, self._starts = _write(model, cache, sources)
         self._operations, self._kept = writer.lowered(), writer.kept
         self._without_head = self._part(0, len(self._operations) - 1)
         self._taps: tuple[int, ...] = ()
@@ -70,7 +77,8 @@ class NativeProgram:
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
         self._adapters = writer.adapters
         self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
-        self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
+        self._num_groups = len(kv_groups(model.spec))
+        self._rows = (NativeRow * ((self._num_groups + bool(sources)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 4)
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
         self._states = states.T  # [5, MAX_ROWS] of each request the first token, the end, and its places
@@ -111,7 +119,9 @@ class NativeProgram:
                 self._layer_inputs[one, : given.shape[1]] = given
             if model.lora is not None:
                 model.lora.end()
-        columns = self._columns[:, :count]
+        if rows.source is not None:
+            self._columns[-1, :count] = rows_of(rows.source.block_table, rows.source.lens_host)
+        columns = self._columns[: self._num_groups, :count]
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         columns[..., 3] = rows.positions if rows.rotary is None else rows.rotary
         if model.spec.recurrent is not None:
@@ -143,11 +153,13 @@ class NativeProgram:
                 self._features[: len(values), place] = values
 
 
-def open_native_program(model: object, cache: Sequence[LayerCache | None]) -> NativeProgram:
+def open_native_program(
+    model: object, cache: Sequence[LayerCache | None], sources: Sequence[LayerKV] = ()
+) -> NativeProgram:
     """Return the list of a model as a runner holds it. Raises `NotSupportedNatively`."""
     if not isinstance(model, DecoderModel):
         raise NotSupportedNatively(f"{type(model).__name__} is not computed by localllm's own layers alone")
-    return NativeProgram(model, cache)
+    return NativeProgram(model, cache, sources)
 
 
 def _library() -> Library:
@@ -170,10 +182,12 @@ def _refuse(model: DecoderModel) -> None:
 # ---- the list of a model ---------------------------------------------------------------------------------------------
 
 
-def _write(model: DecoderModel, cache: Sequence[LayerCache | None]) -> tuple[Writer, list[int]]:
+def _write(
+    model: DecoderModel, cache: Sequence[LayerCache | None], sources: Sequence[LayerKV]
+) -> tuple[Writer, list[int]]:
     """Return the list, and the first operation of each layer."""
     _refuse(model)
-    writer, starts = Writer(model.spec, cache, model.rope_table), list[int]()
+    writer, starts = Writer(model.spec, cache, model.rope_table, sources), list[int]()
     for layer, kv, group in zip(model.layers, cache, model.layer_groups, strict=True):
         writer.group = group
         starts.append(len(writer.planned))

@@ -92,7 +92,7 @@ class SourcePool:
 
     def __init__(self, encoder: SourceEncoder, model: DecoderModel, layers: Sequence[LayerKV]) -> None:
         """layers: the keys and values of each layer. Block 0 is not used: tables are filled up with it."""
-        self._encoder, self._model, self._layers = encoder, model, layers
+        self._encoder, self._model, self.layers = encoder, model, layers
         self._num_blocks, self._block_size = layers[0].k.shape[1:3]
         self._blocks: dict[bytes, tuple[list[int], int]] = {}  # by digest, and the tokens of the source
         self._free = list(range(1, self._num_blocks))
@@ -110,7 +110,7 @@ class SourcePool:
             at = torch.arange(count)
             slots = torch.tensor(blocks)[at // size] * size + at % size
             states = self._encoder.encode(token_ids).to(self._model.dtype)
-            self._model.store_source(states, self._layers, slots.to(self._encoder.device))
+            self._model.store_source(states, self.layers, slots.to(self._encoder.device))
 
     def clear(self) -> None:
         """Forget all sources."""
@@ -124,4 +124,4 @@ class SourcePool:
         rows = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks, _ in tables], dtype=torch.int32)
         lens = tuple(count for _, count in tables)
         device = self._encoder.device
-        return SourceInputs(self._layers, rows.to(device), torch.tensor(lens, dtype=torch.int32).to(device), lens)
+        return SourceInputs(self.layers, rows.to(device), torch.tensor(lens, dtype=torch.int32).to(device), lens)

@@ -9,7 +9,6 @@ Does not know: which request owns which block (the step's `AttentionPlan` does).
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.attention import cache_fields, reads_cache
-from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention, Op
+from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
@@ -232,6 +231,20 @@ class CrossAttention:
         k, v = self.states(states).unflatten(1, (2 * self.num_heads, -1)).chunk(2, dim=1)
         store_kv(k, v, kv.k, kv.v, slots, all_valid=True)
 
+    def write(self, writer: Writer, kv: LayerKV, norm: Any) -> None:
+        """Write the operations up to the last projection; the result is in the writer's buffer `attended`. The rows of
+        sources come behind the rows of all KV groups."""
+        writer.linear(self.query, writer.stream, writer.qkv, norm=norm)
+        description = NativeAttention(
+            **cache_fields(kv), heads=self.num_heads, group=len(kv_groups(writer.spec)), scale=self.scale,
+            made=HeadsMade.Q, growth_period=1,
+        )  # fmt: skip
+        writer.attend(description)
+
+    def write_out(self, writer: Writer, target: Buffer) -> None:
+        """Write the last projection: added to the stream, or written to another buffer."""
+        writer.linear(self.out, writer.attended, target)
+
 
 class Attention:
     __slots__ = (
@@ -317,14 +330,9 @@ class Attention:
         """Write the operations up to the last projection; the result is in the writer's buffer `attended`."""
         writer.linear(self.qkv, writer.stream, writer.qkv, norm=norm)
         description = self._described(writer, kind, kv)
-        writer.kept.append(description)
-        width = description.heads * description.head_dim
-        writer.attended.widen(width)
-        writer.plan(
-            Op.ATTEND, writer.qkv, writer.attended, source_offset=self.gate_size,
-            attention=ctypes.addressof(description),
-        )  # fmt: skip
+        writer.attend(description, self.gate_size)
         if self.gate_size:
+            width = description.heads * description.head_dim
             writer.multiply(writer.qkv, 0, writer.attended, 0, width, Activation.SIGMOID)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
@@ -350,6 +358,8 @@ class Attention:
             angles=writer.address(table), rotary_dim=0 if table is None else table.shape[1],
             window=window or 0, group=writer.group, scale=self.scale, softcap=self.softcap or 0.0,
             sinks=writer.address(self.sinks), slopes=writer.address(self.alibi_slopes),
+            distance_bias=writer.address(self.distance_bias),
+            distances=0 if self.distance_bias is None else self.distance_bias.shape[1],
             **changes, made=_HEADS_MADE[self.made], norms_values=self.norms_values,
             query_growth=spec.query_scaling or 0.0,
             growth_period=spec.rope.parameters["original_max_position_embeddings"] if spec.query_scaling else 1,

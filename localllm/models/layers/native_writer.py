@@ -20,6 +20,7 @@ from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
     Activation,
+    NativeAttention,
     NativeConvolution,
     NativeGatedNorm,
     NativeLowRank,
@@ -31,7 +32,7 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
-from localllm.kernels.layer_cache import LayerCache, LayerState
+from localllm.kernels.layer_cache import LayerCache, LayerKV, LayerState
 from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLinear
@@ -88,10 +89,12 @@ class Writer:
     """Writes the operations of a model one by one. In the order of the forward pass."""
 
     def __init__(
-        self, spec: ModelSpec, kv_cache: Sequence[LayerCache | None], rope_table: Callable[[Any], Tensor | None]
-    ) -> None:
-        """rope_table: returns the cosines and sines of layers of a kind."""
-        self.spec, self.rope_table = spec, rope_table
+        self, spec: ModelSpec, kv_cache: Sequence[LayerCache | None], rope_table: Callable[[Any], Tensor | None],
+        sources: Sequence[LayerKV] = (),
+    ) -> None:  # fmt: skip
+        """rope_table: returns the cosines and sines of layers of a kind. sources: what each layer's cross-attention
+        reads."""
+        self.spec, self.rope_table, self.sources = spec, rope_table, sources
         self.stream, self.qkv, self.attended, self.part, self.logits = (Buffer() for _ in range(5))
         self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (Buffer() for _ in range(5))
         self.projected, self.mixed, self.recurred = (Buffer() for _ in range(3))  # of recurrent layers
@@ -106,6 +109,7 @@ class Writer:
         self.chosen_experts = 0  # address of the layer's experts
         self.kept: list[object] = [
             kv_cache,
+            sources,
             self.states,
             self.adapters,
         ]  # owners of the memory that the operations point to
@@ -214,6 +218,13 @@ class Writer:
             return
         self._products(gate_up, self.stream, self.gate_up, norm)
         self.plan(Op.GATE, self.gate_up, self.features, matrix=sizes(width), activation=activation)
+
+    def attend(self, attention: NativeAttention, offset: int = 0) -> None:
+        """Attend from the heads in `qkv`, from column `offset` on. The result is in `attended`."""
+        self.kept.append(attention)
+        self.attended.widen(attention.heads * attention.head_dim)
+        address = ctypes.addressof(attention)
+        self.plan(Op.ATTEND, self.qkv, self.attended, source_offset=offset, attention=address)
 
     def multiply(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int,

@@ -276,7 +276,7 @@ class Case:
 
     def attended(
         self, pool: Pool, rows: slice = slice(None), *, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, distance_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return attention of some rows, whose keys and values are in the cache, by a call of its own. Without a
         rotation the queries are those of x."""
@@ -286,8 +286,9 @@ class Case:
         queries, out = self.x[: len(self.positions), : self.y.shape[1]][rows], torch.full_like(self.y[rows], math.nan)
         q = queries.unflatten(1, (self.heads, -1))
         attend_decodes(
-            pool, q, self.kv, plan.decodes.native_rows, window, 0.2, softcap, sinks, alibi_slopes, out[: len(lengths)]
-        )
+            pool, q, self.kv, plan.decodes.native_rows, window, 0.2, softcap, sinks, alibi_slopes, distance_bias,
+            out[: len(lengths)],
+        )  # fmt: skip
         return out[: len(lengths)]
 
     def compare(self, pool: Pool, native_fields: dict[str, Any], twin_fields: dict[str, Any]) -> None:
@@ -358,9 +359,12 @@ def test_blocks_before_the_window_are_not_read(pool: Pool) -> None:
 
 MANY = [(7919 * row) % 700 for row in range(130)]
 SCORINGS: list[dict[str, Any]] = [{}, {"window": 99}, {"softcap": 3.0}, {"sinks": torch.tensor([0.5] * 6)}]
+BIASES = torch.linspace(-3, 3, 6 * 40).view(6, 40)  # of distances 0 to 39; larger ones have the last
 
 
-@pytest.mark.parametrize("scoring", [*SCORINGS, {"alibi_slopes": torch.linspace(0.001, 0.01, 6)}], ids=" ".join)
+@pytest.mark.parametrize(
+    "scoring", [*SCORINGS, {"alibi_slopes": torch.linspace(0.001, 0.01, 6)}, {"distance_bias": BIASES}], ids=" ".join
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_attention_of_any_number_of_rows(pool: Pool, dtype: torch.dtype, scoring: dict[str, Any]) -> None:
     case = Case(MANY, dtype=dtype, rotary_dim=0)
@@ -399,11 +403,13 @@ def test_rows_whose_results_are_larger_than_what_is_computed_at_a_time(pool: Poo
     assert torch.equal(case.attended(pool, slice(5, 6)), whole[5:6])
 
 
-def test_softcap_sinks_and_slopes(pool: Pool) -> None:
+def test_softcap_sinks_slopes_and_biases(pool: Pool) -> None:
     sinks, slopes = torch.randn(6), torch.rand(6) / 100
     Case([600, 20]).compare(pool, {"softcap": 3.0}, {"softcap": 3.0})
     Case([600, 20]).compare(pool, {"sinks": sinks}, {"sinks": sinks})
     Case([600, 20], rotary_dim=0).compare(pool, {"slopes": slopes}, {"alibi_slopes": slopes})
+    given = {"distance_bias": BIASES, "distances": BIASES.shape[1]}
+    Case([600, 20, 39, 40], rotary_dim=0).compare(pool, given, {"distance_bias": BIASES})
     Case([600, 20]).compare(
         pool, {"softcap": 3.0, "sinks": sinks, "window": 99}, {"softcap": 3.0, "sinks": sinks, "window": 99}
     )

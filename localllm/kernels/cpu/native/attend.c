@@ -294,6 +294,8 @@ static void finish_scores(const Attention* a, int64_t head, int64_t first, int64
   for (int64_t i = 0; i < n; i++) scores[i] *= scale;
   for (int64_t i = 0; cap && i < n; i += 16) store16(scores + i, tanh16(load16(scores + i)) * all_lanes(cap));
   for (int64_t i = 0; slope && i < n; i++) scores[i] += slope * (float)(first + i - position);
+  const float* biases = a->distance_bias ? a->distance_bias + head * a->distances : NULL;
+  for (int64_t i = 0; biases && i < n; i++) scores[i] += biases[smaller(position - first - i, a->distances - 1)];
 }
 
 // Replace n scores by exp(score - largest), and the places up to a multiple of 16 by 0. Sets the largest, returns the sum.

@@ -367,10 +367,14 @@ static void run_product(Step* step, int64_t operation, int64_t piece, int64_t th
 
 // Attention ------------------------------------------------------------------------------------------------------------
 
+static const StepRow* row_of(const Step* step, const Attention* attention, int64_t row) {
+  return &step->rows[attention->group * MAX_ROWS + row];
+}
+
 static int64_t count_attention_pieces(const Step* step, const Attention* attention) {
   int64_t pieces = 0;
   for (int64_t r = 0; r < step->num_rows; r++) {
-    pieces += attention->kv_heads * attention_pieces(attention, step->rows[r].position);
+    pieces += attention->kv_heads * attention_pieces(attention, row_of(step, attention, r)->position);
   }
   return pieces;
 }
@@ -386,8 +390,7 @@ static void run_store(Step* step, int64_t operation, int64_t piece, int64_t thre
   const Operation* o = &step->operations[operation];
   const Attention* attention = o->attention;
   const int64_t row = piece / attention->kv_heads;
-  store_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride,
-              piece % attention->kv_heads, step->memory->locals[thread].attention);
+  store_piece(attention, row_of(step, attention, row), o->x + row * o->x_stride, piece % attention->kv_heads, step->memory->locals[thread].attention);
 }
 
 // Run piece number `piece` of an attention, in which row number r has `pieces` of each KV head from piece `start` on. Who
@@ -408,12 +411,12 @@ static void attend_part(
 static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
   const Attention* attention = o->attention;
-  int64_t row = 0, start = 0, pieces = attention_pieces(attention, step->rows[0].position);
+  int64_t row = 0, start = 0, pieces = attention_pieces(attention, row_of(step, attention, 0)->position);
   while (piece >= start + attention->kv_heads * pieces) {
     start += attention->kv_heads * pieces;
-    pieces = attention_pieces(attention, step->rows[++row].position);
+    pieces = attention_pieces(attention, row_of(step, attention, ++row)->position);
   }
-  attend_part(step->memory, attention, &step->rows[attention->group * MAX_ROWS + row], row, start, pieces, piece,
+  attend_part(step->memory, attention, row_of(step, attention, row), row, start, pieces, piece,
               o->x + row * o->x_stride, !step->stores_first, thread, o->y + row * o->y_stride);
 }
 

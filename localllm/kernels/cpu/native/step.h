@@ -66,10 +66,12 @@ typedef struct {
   const float* angles;         // [positions, rotary_dim]: cosines, then sines; NULL: no rotation
   int64_t rotary_dim;          // dimension i rotates with i + rotary_dim / 2
   int64_t window;              // positions that a query sees, its own included; 0: all
-  int64_t group;               // whose block tables are read: rows group * MAX_ROWS and on
+  int64_t group;               // whose block tables and positions are read: rows group * MAX_ROWS and on
   double scale, softcap, clip;  // softcap, clip 0: none
   const float* sinks;          // [heads]; NULL
   const float* slopes;         // [heads] of ALiBi; NULL
+  const float* distance_bias;  // [heads, distances], added to scores; the last one also at larger distances; NULL
+  int64_t distances;
   int64_t head_norm;           // of q and k, before the rotation; RMS_LAST: after it
   const float* head_norm_weight;  // [heads + kv_heads, head_dim], and of v's heads if they are normed
   double head_norm_eps;
@@ -131,8 +133,9 @@ typedef struct {
   int64_t turn;                // row of the angles that its heads turn by: the position, but behind a picture less
 } StepRow;
 
-// Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS], with the same positions for each group. Returns 0,
-// and has done nothing, if memory runs out.
+// Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS]. The groups of a request's own tokens have the same
+// positions. Of a group of sources, which heads of MADE_Q alone read, a row's position is that of its source's last token.
+// Returns 0, and has done nothing, if memory runs out.
 int64_t localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
 
 // y [count, heads * head_dim] = attention of any number of rows of one token each, whose keys and values are in the cache:

@@ -163,6 +163,8 @@ class NativeAttention(ctypes.Structure):
         ("clip", c_double),
         ("sinks", c_void_p),
         ("slopes", c_void_p),
+        ("distance_bias", c_void_p),
+        ("distances", c_int64),
         ("head_norm", c_int64),
         ("head_norm_weight", c_void_p),
         ("head_norm_eps", c_double),
