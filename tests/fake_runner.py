@@ -333,7 +333,7 @@ class FakeRunner:
         """Return the tokens up to `position`, after reading through each group's block table what its attention would
         see there."""
         for group, window in enumerate(self.windows):
-            for earlier in range(0 if window is None else max(0, position - window + 1), position + 1):
+            for earlier in range(first_seen(window, position), position + 1):
                 token_id, crc = self._memory.get((group, self._cache_slot(slot, group, earlier)), (-1, -1))
                 if token_id != slot.token_ids[earlier] or crc != slot.prefix_crcs[earlier]:
                     raise CorruptKV(
@@ -443,6 +443,18 @@ class _Later:
 
     def result(self) -> StepResult:
         return self.pipeline.read(self.step_id)
+
+
+def first_seen(window: int | None, position: int) -> int:
+    """Return the first position that a layer with this window sees from `position`: found by asking for each one."""
+    if window is None:
+        return 0
+    alike = [
+        earlier
+        for earlier in range(position + 1)
+        if (position - earlier < window if window > 0 else earlier // -window == position // -window)
+    ]
+    return alike[0]
 
 
 def next_token(context: Sequence[int], vocab_size: int, bits: Bits | None = None) -> int:

@@ -86,7 +86,8 @@ def _dense(config: Config) -> int:
 def _latent(config: Config) -> dict[str, Any]:
     rope, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
     dense = _dense(config) if config.get("mlp_layer_types") else config["first_k_dense_replace"]
-    indexed = {"attention.indexer.top_k": config["index_topk"]} if config.get("index_topk") else {}
+    indexer = {"top_k": "index_topk", "head_count": "index_n_heads", "key_length": "index_head_dim"}
+    indexed = {f"attention.indexer.{key}": config[name] for key, name in indexer.items() if config.get(name)}
     return {
         **_experts(config, "n_shared_experts"),
         "leading_dense_block_count": dense,
@@ -243,7 +244,7 @@ def converted(state: State, config: Config) -> dict[str, Tensor]:
         elif "input_linear" in name:  # Granite's experts, or its shared one
             gate, up = tensor.chunk(2, dim=-2)
             out[_granite_half(name, "gate")], out[_granite_half(name, "up")] = gate.contiguous(), up.contiguous()
-        elif "indexer" not in name:
+        else:
             out[_renamed(name)] = tensor
     return out
 

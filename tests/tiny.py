@@ -57,7 +57,7 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
-_INDEXER = {"q_lora_rank": 24, "index_topk": 96, "index_head_dim": 32, "index_n_heads": 2}
+_INDEXER = {"q_lora_rank": 24, "index_topk": 24, "index_head_dim": 32, "index_n_heads": 8}
 _GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 6,
     "head_dim": 16,
@@ -360,8 +360,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 96,
             "num_local_experts": 4,
             "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 100,
-            "floor_scale": 96,
+            "attention_chunk_size": 40,
+            "floor_scale": 24,
         },
     ),
     "mistral4": (

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from localllm.engine.step import RunnerStats
+from localllm.kernels.kv_format import window_name
 
 STALE_S = 2.0
 """Seconds after the last step until the rates are shown as 0."""
@@ -198,14 +199,14 @@ NO_SPECULATION = SpeculationStats(why_off="this model is served without drafts")
 class KVGroupStats:
     """The blocks of one KV group: layers with the same window."""
 
-    window: int | None  # tokens that the layers see; None: all
+    window: int | None  # which tokens the layers see, as in kernels/kv_format.py; None: all
     total_blocks: int  # usable, without the null block
     used_blocks: int
     cached_blocks: int
 
     @property
     def name(self) -> str:
-        return "full" if self.window is None else f"window_{self.window}"
+        return window_name(self.window)
 
     @property
     def free_blocks(self) -> int:

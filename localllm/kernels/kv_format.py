@@ -1,6 +1,12 @@
-"""Formats of the KV cache: bits of a number, scales, zero points, rotation.
+"""Formats of the KV cache: bits of a number, scales, zero points, rotation; and the window of a layer.
 
     format_of("k8v4", window).token_bytes(128)     bytes of K and V of one token position and KV head
+
+The *window* of a layer says which keys its query at position p reads, besides those after it, which it never does:
+
+    None    all
+    n       the last n, its own included: from p - n + 1 on (a sliding window)
+    -n      the ones in its chunk of n positions: from p - p % n on (Llama 4)
 
 A plane is the keys or the values of a layer. Its numbers are stored
 
@@ -50,6 +56,11 @@ class KVFormat(NamedTuple):
     v: Plane
 
     @property
+    def index_type(self) -> str:
+        """The type of index keys: that of K if it has 16 bits or more, else bfloat16, without scales."""
+        return self.k.stored if self.k.bits >= 16 else "bfloat16"
+
+    @property
     def has_four_bits(self) -> bool:
         return 4 in (self.k.bits, self.v.bits)
 
@@ -69,8 +80,25 @@ KV_FORMATS = {
 """The formats by the names that a memory plan gives them. The plain ones are torch's types."""
 
 
+def first_visible(window: int | None, position: int) -> int:
+    """Return the first position that a query at `position` sees."""
+    if window is None:
+        return 0
+    return max(0, position - window + 1 if window > 0 else position - position % -window)
+
+
+def first_unseeing(window: int, end: int) -> int:
+    """Return the first position whose query sees no position before `end`."""
+    return end + window - 1 if window > 0 else -(end // window) * -window
+
+
+def window_name(window: int | None) -> str:
+    """Return the name of such layers: full, window_1024, chunk_8192."""
+    return "full" if window is None else f"window_{window}" if window > 0 else f"chunk_{-window}"
+
+
 def format_of(name: str, window: int | None) -> KVFormat:
-    """Return the format of layers that see `window` tokens (None: all) in a cache of this name: 4 bits become int8
-    where few tokens are kept."""
+    """Return the format of layers with this window in a cache of this name: 4 bits become int8 where few tokens are
+    kept."""
     named = KV_FORMATS[name]
     return KV_FORMATS["int8"] if window is not None and named.has_four_bits else named

@@ -21,13 +21,15 @@ class LayerKV(NamedTuple):
     A float8_e4m3fn cache has an fp32 scale per head, [num_kv_heads], fixed before the first token. int8 has one per
     token and head, [num_kv_heads, num_blocks, block_size], written with the token. 4 bits are uint8, half as wide, with
     scales and zero points [num_kv_heads, num_blocks, block_size, 2, groups] fp16; such keys are rotated (kv_format.py).
-    Other caches have none. If attention reads one latent as key and value, v is k itself and v_scale is k_scale.
+    Other caches have none. If attention reads one latent as key and value, v is k itself and v_scale is k_scale. Layers
+    with an indexer keep its keys, [1, num_blocks, block_size, D], in 16 bits or more.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    index_keys: Tensor | None = None
 
     @property
     def values_are_keys(self) -> bool:
@@ -44,7 +46,7 @@ class LayerKV(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """Return the existing tensors, each once."""
-        kept = (self.k, self.k_scale) if self.values_are_keys else self
+        kept = (self.k, self.k_scale, self.index_keys) if self.values_are_keys else self
         return [tensor for tensor in kept if tensor is not None]
 
 

@@ -44,7 +44,6 @@ _FACTORS = (
     "attention_softcap",
     "final_softcap",
     "clip_qkv",
-    "query_scaling",
     "embedding_scale",
     "residual_multiplier",
     "logits_multiplier",

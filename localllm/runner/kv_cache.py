@@ -83,7 +83,10 @@ def _layer(group: KVGroup, num_blocks: int, block_size: int, device: torch.devic
     shape = kv_cache_shape(num_blocks, block_size, group.num_kv_heads, group.head_dim)
     k, k_scale = _part(shape, device, stored.k)
     v, v_scale = (k, k_scale) if group.values_are_keys else _part(shape, device, stored.v)
-    return LayerKV(k, v, k_scale, v_scale)
+    index = None
+    if group.index_size:
+        index = zeros((1, num_blocks, block_size, group.index_size), device, _dtype(stored.index_type))
+    return LayerKV(k, v, k_scale, v_scale, index)
 
 
 def _part(shape: tuple[int, int, int, int], device: torch.device, plane: Plane) -> tuple[Tensor, Tensor | None]:

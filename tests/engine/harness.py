@@ -29,7 +29,7 @@ from localllm.engine.speculation import Speculation
 from localllm.engine.step import DraftSupport, HostBlocks, PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
-from tests.fake_runner import FakePipeline, FakeRunner
+from tests.fake_runner import FakePipeline, FakeRunner, first_seen
 
 BLOCK_SIZE = 4
 MOST_VERIFIED = 64  # tokens of a step with drafts
@@ -283,11 +283,11 @@ def check_windows(ledger: Ledger, request: Request, position: int) -> None:
     """Check that the request holds every block that its queries from `position` on read, and none that is long past."""
     size = ledger.block_size
     for pool, window, table in zip(ledger.pools, ledger.windows, request.block_tables, strict=True):
-        first = 0 if window is None else max(0, position - window + 1) // size
+        first = first_seen(window, position) // size
         assert all(table[first:]), f"{request.request_id} has given back what it reads: {table}, from place {first} on"
         assert all(pool.ref_count[block] for block in table[first:])
-        past = 0 if window is None else (position - window + 1 - MOST_PLACEHOLDERS) // size
-        assert not any(table[: max(0, past)]), f"{request.request_id} keeps what nothing reads: {table}"
+        past = first_seen(window, max(0, position - MOST_PLACEHOLDERS)) // size
+        assert not any(table[:past]), f"{request.request_id} keeps what nothing reads: {table}"
 
 
 def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:

@@ -19,7 +19,7 @@ from localllm.models.spec.model_spec import held_blocks, main_group
 from tests.draws import draws
 from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
-from tests.fake_runner import FakeRunner, expected_output
+from tests.fake_runner import FakeRunner, expected_output, first_seen
 
 NAMES = [bytes([place]) for place in range(40)]
 
@@ -28,7 +28,9 @@ class Walk(EngineMachine):
     """Requests come, run, share prefixes, are preempted and aborted in any order."""
 
     @initialize(
-        windows=st.sampled_from([(None, 6), (None, 1), (7,), (None, 9, 17), (13, None), (5, 21)]),
+        windows=st.sampled_from(
+            [(None, 6), (None, 1), (7,), (None, 9, 17), (13, None), (5, 21), (None, -12), (-8,), (-5, None)]
+        ),
         depth=st.sampled_from([1, 2]),
         num_stages=st.sampled_from([1, 1, 1, 2]),
         main=st.sampled_from([14, 24, 80]),
@@ -74,7 +76,7 @@ def held(engine: SmallEngine, name: str) -> tuple[int, ...]:
     return engine.scheduler.requests[name].num_held_blocks
 
 
-@pytest.mark.parametrize("window", [1, 4, 5, 8, 11])
+@pytest.mark.parametrize("window", [1, 4, 5, 8, 11, -5, -8])
 def test_a_decoding_request_holds_its_window_and_no_more(window: int) -> None:
     engine = make_engine(windows=(None, window), num_blocks=64, max_num_batched_tokens=32)
     engine.add("r", range(30), max_tokens=60)
@@ -130,13 +132,20 @@ def ledger_with(windows: tuple[int | None, ...], named: dict[int, set[int]]) -> 
         (9, {2, 3, 4, 8, 9}, 10),
         (10, {2, 3, 4, 8, 9}, 5),
         (64, set(range(9)), 9),
+        (-8, set(), 10),  # 40 positions: the next query begins a chunk
+        (-12, {9}, 10),  # positions 36 .. 39
+        (-12, {0, 1, 2}, 9),
+        (-16, {8, 9}, 10),
+        (-16, {9}, 8),
+        (-6, {9}, 10),  # positions 36 .. 39
+        (-7, {8}, 9),  # position 35 alone
     ],
 )
 def test_a_hit_needs_the_window_before_it(window: int, cached: set[int], found: int) -> None:
     ledger = ledger_with((None, window), {0: set(range(10)), 1: cached})
     hit = ledger.lookup(NAMES[:12])
     assert hit.num_blocks == found
-    first = max(0, found * BLOCK_SIZE - window + 1) // BLOCK_SIZE
+    first = first_seen(window, found * BLOCK_SIZE) // BLOCK_SIZE
     assert [bool(block) for block in hit.blocks[1]] == [place >= first for place in range(found)]
 
 

@@ -28,6 +28,7 @@ from localllm.kernels.paged_attention import device as device_code
 from localllm.kernels.paged_attention.device import AttentionLaunch, DevicePlan
 from localllm.kernels.paged_attention.twin import GROUP_WASTE_TOKENS, HostPlan
 from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation, rotary_store_kv, store_kv
+from tests.fake_runner import first_seen
 from tests.kernels.conftest import DTYPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -147,7 +148,7 @@ class Batch:
                 if position >= length:
                     out[start + i] = torch.nan  # not defined
                     continue
-                first = max(self.first_key, 0 if window is None else position - window + 1)
+                first = max(self.first_key, first_seen(window, position))
                 end = self.limit(row, position)
                 scores = torch.einsum("hd,lhd->hl", self.q[start + i].cpu().double(), k[first:end]) * scale
                 if softcap is not None:
@@ -239,7 +240,11 @@ def _unwritten_outputs_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Each window, group and block size is a kernel of its own: on a GPU few of them, or compiling would take minutes.
 ON_GPU = DEVICE.type == "cuda"
-WINDOWS = st.sampled_from([None, 1, 16, 45]) if ON_GPU else st.one_of(st.none(), st.integers(1, 45))
+WINDOWS = (
+    st.sampled_from([None, 1, 16, 45, -16, -20])
+    if ON_GPU
+    else st.one_of(st.none(), st.integers(1, 45), st.integers(-45, -1))
+)
 
 
 @settings(max_examples=8 if INTERPRETED else 20 if ON_GPU else 60, deadline=None)
@@ -339,7 +344,7 @@ def test_queries_that_take_more_rows_than_a_program_has(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 50] if INTERPRETED else [None, 1, 16, 50])
+@pytest.mark.parametrize("window", [None, 1, 50, -20] if INTERPRETED else [None, 1, 16, 50, -16, -20])
 def test_odd_sizes(window: int | None, dtype: torch.dtype) -> None:
     """63 tokens, 5 key heads, a half-filled last block."""
     lens = [1, 1, 7] if INTERPRETED and (window or dtype == torch.float16) else [1, 1, 63, 7]
@@ -525,7 +530,7 @@ def test_queries_of_another_type_than_the_cache() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 5, 100, 200])
+@pytest.mark.parametrize("window", [None, 5, 100, 200, -100])
 @pytest.mark.parametrize("context_len", [300, 310])
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter, and the twin is what cuts prompts")
 def test_long_prompts_are_cut_into_chunks(context_len: int, window: int | None, softcap: float | None) -> None:
@@ -537,7 +542,7 @@ def test_long_prompts_are_cut_into_chunks(context_len: int, window: int | None, 
 
 @kernel_only
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 40, -40])
 def test_a_long_row_is_split_and_put_together(window: int | None, queries: int) -> None:
     long = 300 if INTERPRETED else 6 * device_code.MIN_SPLIT_TOKENS + 44
     batch = Batch([queries] * 4, [long, 0, 31, 64], 6, 2, 16, 16, decode_queries=queries)
@@ -551,7 +556,7 @@ def test_a_long_row_is_split_and_put_together(window: int | None, queries: int) 
     assert all(row == -1 for row, *_ in items[sum(parts) :])
     for row, length in enumerate(batch.context_lens):
         spans = [(first, end) for item_row, first, end in items if item_row == row]
-        first = max(0, length - (window or length))
+        first = first_seen(window, max(0, length - queries)) if window else 0
         covered = [tile for first, end in spans for tile in range(first, end)]
         assert covered == list(range(first // plan.decode.tile, -(-length // plan.decode.tile)))
     assert_matches(batch, window=window)

@@ -18,7 +18,7 @@ from localllm.models.drafters.eagle import EagleDrafter
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_groups, kv_shape
+from localllm.models.spec.model_spec import ModelSpec, index_size, keeps_kv, kv_groups, kv_shape
 from localllm.models.spec.rope import RopeSpec
 from tests.tiny import VOCAB_SIZE, load_reference
 
@@ -57,7 +57,9 @@ class ModelHarness:
 
         def cache_of(layer: int) -> LayerKV:
             k = unwritten(layer)
-            return LayerKV(k, k if self.spec.latent is not None else unwritten(layer))
+            size = index_size(self.spec, layer)
+            index = torch.full((1, num_blocks, block_size, size), torch.nan, device=model.device) if size else None
+            return LayerKV(k, k if self.spec.latent is not None else unwritten(layer), index_keys=index)
 
         layers = range(self.spec.num_layers)
         kept = {layer: cache_of(layer) for layer in layers if keeps_kv(self.spec, layer)}
@@ -268,7 +270,7 @@ def gpu_machine(free_gib: float, total_gib: float = 24, capability: tuple[int, i
 
 THOROUGH = (
     "llama", "smollm3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_moe", "phi3", "cohere2", "olmo2",
-    "gpt_neox", "bloom", "gpt2",
+    "gpt_neox", "bloom", "gpt2", "glm_moe_dsa",
 )  # fmt: skip
 """Between them: every way to string a layer, every notion of position, windows, caps, and norms of q and k."""
 

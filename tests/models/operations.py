@@ -34,6 +34,7 @@ from localllm.kernels.cpu.native.structures import (
     NormKind,
     Op,
 )
+from tests.fake_runner import first_seen
 
 Array = npt.NDArray[Any]
 
@@ -181,7 +182,7 @@ def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     keys, values = (cache.reshape(a.kv_heads, -1, a.head_dim) for cache in caches)
     if a.made != HeadsMade.Q:
         keys[:, at.slot], values[:, at.slot] = turning[a.heads :], v
-    positions = np.arange(max(0, at.position + 1 - a.window) if a.window else 0, at.position + 1)
+    positions = np.arange(first_seen(a.window or None, at.position), at.position + 1)
     table = _floats(at.block_table, at.position // a.block_size + 1, np.int32)
     seen = table[positions // a.block_size] * a.block_size + positions % a.block_size
     growth = 1 + a.query_growth * math.log(1 + at.position // a.growth_period) if a.query_growth else 1

@@ -13,7 +13,7 @@ from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
 from localllm.models.fit.plan_attempt import THROUGH_TRANSFORMERS
-from localllm.models.spec.latent import LatentSpec
+from localllm.models.spec.latent import IndexSpec, LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from tests.draws import draws
@@ -41,6 +41,21 @@ def test_a_context_that_ends_before_the_trained_one_says_why() -> None:
     assert made.notes == ("Context 2,048 tokens: Beyond it the indexer chooses.",)
     with pytest.raises(ConfigError, match=r"2049 is longer.*Beyond it the indexer"):
         plan(short, NO_GPU, max_model_len=2049)
+
+
+def test_a_context_beyond_what_an_indexer_chooses_needs_a_cpu() -> None:
+    index = IndexSpec(2048, num_heads=4, head_dim=32, interleaved=False, layers=(True,) * LLAMA_8B.num_layers)
+    latent = LatentSpec(512, 64, 128, 128, 256, index=index)
+    spec = replace(LLAMA_8B, latent=latent, num_kv_heads=1, head_dim=576)
+    assert plan(spec, NO_GPU).max_model_len > 2048
+    made = plan(spec, gpu_machine(70, 80))
+    assert made.max_model_len == 2048
+    assert "--device cpu" in made.notes[0]
+    with pytest.raises(ConfigError, match="Beyond 2,048 tokens"):
+        plan(spec, gpu_machine(70, 80), max_model_len=4096)
+    without = replace(spec, latent=replace(latent, index=None))
+    assert kv_bytes_per_token(spec, "bfloat16") - kv_bytes_per_token(without, "bfloat16") == 32 * 32 * 2
+    assert kv_bytes_per_token(spec, "int8") - kv_bytes_per_token(without, "int8") == 32 * 32 * 2
 
 
 def test_gpu_defaults() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.families.registry import FAMILY_OF
 from localllm.models.read_spec import read_spec, weights_bytes
-from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
+from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token
+from localllm.models.spec.shard import divides_by_layers
 from tests.draws import draws
 from tests.tiny import FAMILIES, tiny_config
 
@@ -66,35 +67,53 @@ def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_p
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         assert (spec.layer_is_windowed or (False,) * spec.num_layers) == tuple(
-            kind == "sliding_attention" for kind in layer_types
+            kind in ("sliding_attention", "chunked_attention") for kind in layer_types
         )
     assert weights_bytes(tiny_model_path(family)) > 0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_an_indexed_context_ends_where_the_indexer_begins_to_choose(
-    family: str, tiny_model_path: Callable[[str], Path], tmp_path: Path
+def test_an_indexer_may_be_shared_by_layers(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tiny_model_path("glm_moe_dsa")
+    config, spec = json.loads((path / "config.json").read_text()), read_spec(path)
+    assert (spec.max_position, spec.context_limit) == (config["max_position_embeddings"], "")
+    assert [(group.layers, group.index_size) for group in kv_groups(spec)] == [((0,), 32), ((1,), 0)]
+    assert not divides_by_layers(spec)
+    kinds = {"indexer_types": None, "num_hidden_layers": 6, "mlp_layer_types": ["dense"] * 6}
+    spaced = spec_of(tmp_path, {**config, **kinds, "index_topk_freq": 3})
+    assert spaced.latent is not None
+    assert spaced.latent.index is not None
+    assert spaced.latent.index.layers == (True, True, False, False, True, False)
+    for wrong in ({"index_topk_pattern": "FS"}, {"index_topk_pattern": "SFFFFF"}, {"q_lora_rank": None}):
+        with pytest.raises(CorruptModel, match="indexer"):
+            spec_of(tmp_path, {**config, **kinds, **wrong})
+
+
+def test_without_its_indexer_a_context_ends_where_the_indexer_begins_to_choose(
+    tiny_model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = tiny_model_path(family)
-    spec, config = read_spec(path), json.loads((path / "config.json").read_text())
-    assert spec.max_position == 96 < config["max_position_embeddings"]
-    assert "Beyond 96 tokens" in spec.context_limit
-    short = spec_of(tmp_path, {**config, "max_position_embeddings": 64})
-    assert (short.max_position, short.context_limit) == (64, "")
+    config = json.loads((tiny_model_path("deepseek_v32") / "config.json").read_text())
+    spec = spec_of(tmp_path, {**config, "index_n_heads": 0})
+    assert spec.max_position == 24 < config["max_position_embeddings"]
+    assert "Beyond 24 tokens" in spec.context_limit
+    short = spec_of(tmp_path, {**config, "index_n_heads": 0, "max_position_embeddings": 16})
+    assert (short.max_position, short.context_limit) == (16, "")
 
 
-def test_llama4_ends_with_its_first_chunk(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
+def test_llama4_attends_within_chunks_where_it_rotates(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
     path = tiny_model_path("llama4")
     config = json.loads((path / "config.json").read_text())
     spec = read_spec(path)
-    assert (spec.max_position, spec.layer_has_rope) == (95, (True, True, True, False))  # queries grow from 95 on
-    assert "Beyond 95 tokens" in spec.context_limit
-    chunked = spec_of(tmp_path, {**config, "attn_temperature_tuning": False})
-    assert chunked.max_position == 100
+    assert (spec.max_position, spec.layer_has_rope) == (config["max_position_embeddings"], (True, True, True, False))
+    assert [(group.name, group.window) for group in kv_groups(spec)] == [("chunk_40", -40), ("full", None)]
+    assert spec.growth_of(rotated=True) is None
+    assert spec.growth_of(rotated=False) == (0.1, 24, 1, False)
+    assert spec_of(tmp_path, {**config, "attn_temperature_tuning": False}).query_growth is None
     mobile = {"no_rope_layers": [1] * 4, "layer_types": ["full_attention"] * 4, "interleave_moe_layer_step": 0}
     plain = spec_of(tmp_path, {**config, **mobile})  # MobileLLM
-    assert (plain.max_position, plain.context_limit) == (config["max_position_embeddings"], "")
-    assert (plain.mixture, plain.layer_has_rope) == (None, (True,) * 4)
+    assert (plain.mixture, plain.layer_has_rope, plain.query_growth) == (None, (True,) * 4, None)
+    assert [group.name for group in kv_groups(plain)] == ["full"]
+    with pytest.raises(UnsupportedModel, match="sliding_attention"):
+        spec_of(tmp_path, {**config, "layer_types": ["sliding_attention"] * 4})
 
 
 HUNYUAN = {

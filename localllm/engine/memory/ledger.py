@@ -1,8 +1,9 @@
 """Allocate, share and release the blocks of all requests, over the KV groups of a model: one `BlockPool` per group.
 
-Layers with the same window and the same shape of K and V form a group, and read through one block table per request.
-All tables of a request have the same length: entry i of each holds the positions from i * block_size on. A windowed
-group replaces the blocks before its window by the null block and gives them back (`drop_before`).
+Layers with the same window (kernels/kv_format.py) and the same shape of K and V form a group, and read through one
+block table per request. All tables of a request have the same length: entry i of each holds the positions from
+i * block_size on. A windowed group replaces the blocks before its window by the null block and gives them back
+(`drop_before`): one by one as a window slides, all of a chunk at once when the chunk has ended.
 
     allocate    append blocks to the tables of all groups, or to none
     lookup      the longest prefix of which every group still has what a query at its end reads
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from localllm.engine.memory.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.request import NEVER, Request
 from localllm.engine.stats import KVGroupStats
+from localllm.kernels.kv_format import first_unseeing, first_visible
 from localllm.models.spec.model_spec import held_blocks, main_group
 
 Counts = tuple[int, ...]
@@ -55,7 +57,7 @@ class Ledger:
     def __init__(
         self, num_blocks: Sequence[int], block_size: int, windows: Sequence[int | None] = (), *, step_tokens: int = 0
     ) -> None:
-        """num_blocks: of each group, with its null block. windows: tokens that the layers of each group see, None: all.
+        """num_blocks: of each group, with its null block. windows: of each group, as in kernels/kv_format.py.
         step_tokens: the most tokens of a step, whose blocks windowed groups hold besides their windows."""
         self.num_blocks = tuple(num_blocks)
         self.pools = tuple(map(BlockPool, num_blocks))
@@ -123,15 +125,14 @@ class Ledger:
         which on there are others."""
         size, dropped, next_drop = self.block_size, request.num_dropped_blocks, NEVER
         for group, window in self._windowed:
-            start, end = dropped[group], (position - window + 1) // size
+            start, end = dropped[group], first_visible(window, position) // size
             if end > start:
                 table = request.block_tables[group]
                 self.pools[group].release(table[start:end])
                 for index in range(start, end):
                     table[index] = NULL_BLOCK
                 dropped[group] = start = end
-            if (due := (start + 1) * size + window - 1) < next_drop:
-                next_drop = due
+            next_drop = min(next_drop, first_unseeing(window, (start + 1) * size))
         request.next_drop = next_drop
 
     def release(self, request: Request) -> None:
@@ -220,7 +221,7 @@ class Ledger:
 
     def _first_read(self, window: int | None, position: int) -> int:
         """Return the index of the first block that a query at `position` reads."""
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
+        return first_visible(window, position) // self.block_size
 
     def _windowed_prefix(
         self, names: Sequence[bytes], count: int, multiple: int, also: Elsewhere = lambda group, name: False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.kernels.checks.case import Case, CheckedProduct, Subject, close_to
 from localllm.kernels.gated import gated, gated_reference
-from localllm.kernels.kv_format import UNIT
+from localllm.kernels.kv_format import UNIT, window_name
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import (
     AttentionPlan,
@@ -160,7 +160,7 @@ def _plan(
 
 def _kind_of_reads(reads: KVReads) -> str:
     num_kv_heads, _, block_size, _ = reads.cache_shape
-    window = "" if reads.window is None else f", window {reads.window}"
+    window = "" if reads.window is None else f", {window_name(reads.window).replace('_', ' ')}"
     shape = f"{reads.num_heads} heads over {num_kv_heads} of {reads.head_dim}"
     return f"{shape}, {_stored_as(reads)} in blocks of {block_size}{window}"
 

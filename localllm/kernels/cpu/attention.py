@@ -64,8 +64,8 @@ def attend_decodes(
 ) -> None:
     """Write the attention of q [n, heads, dim] to out [n, heads * dim].
 
-    rows: of `rows_of`, whose block table is kept. window: tokens that a query sees, its own included; None: all. sinks,
-    slopes: [heads]. distance_bias: [heads, distances]. Raises MemoryError.
+    rows: of `rows_of`, whose block table is kept. window: as in kernels/kv_format.py. sinks, slopes: [heads].
+    distance_bias: [heads, distances]. Raises MemoryError.
     """
     count, heads, dim = q.shape
     queries, wide = q.float().reshape(count, heads * dim), out.float()  # out itself if it is fp32

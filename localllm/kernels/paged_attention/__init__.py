@@ -3,7 +3,7 @@
     plan = plan_attention(...)                 once per step and window: which blocks each query reads
     y = paged_attention(q, k_cache, v_cache, plan, scale=...)   once per layer
 
-Causal; any grouping of query heads over key/value heads; sliding window; softcap; ALiBi; sinks; caches of 16 and 32
+Causal; any grouping of query heads over key/value heads; windows; softcap; ALiBi; sinks; caches of 16 and 32
 bits, float8_e4m3fn and int8; softmax in fp32. Slots past a request's context may hold any values, including NaN: they
 never reach the output. A row whose context_len is 0 is padding and its output is zero.
 
@@ -87,11 +87,11 @@ def plan_attention(
 
     The first num_decodes requests have decode_queries query tokens each, at consecutive positions; if more than one,
     positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
-    the twin reads the lengths on the host; kernels read
-    the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
-    own; None: all previous ones. first_key: keys before this position are not read. work: what `prepare_step` has
-    filled. key_limits [T] int32: of queries of rows with several, the first key that each does not see, behind its own
-    or later; None: the one behind its own. Not for steps with drafts.
+    the twin reads the lengths on the host; kernels read the tensors, so that a recorded step is valid for other
+    lengths. window: which tokens a query sees, as in kernels/kv_format.py; None: all previous ones. first_key: keys
+    before this position are not read. work: what `prepare_step` has filled. key_limits [T] int32: of queries of
+    rows with several, the first key that each does not see, behind its own or later; None: the one behind its own.
+    Not for steps with drafts.
     """
     if not runs_triton(block_table, "attention"):
         if positions is not None:

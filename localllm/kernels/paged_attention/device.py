@@ -57,7 +57,7 @@ class KVReads(NamedTuple):
     num_heads: int
     cache_shape: tuple[int, ...]  # of the keys
     cache_dtype: torch.dtype  # of the keys; uint8: two numbers of 4 bits
-    window: int | None  # tokens that a query sees, including its own; None: all previous ones
+    window: int | None  # which tokens a query sees, as in kernels/kv_format.py; None: all previous ones
     value_dtype: torch.dtype | None = None  # None: as the keys'
 
     @property
@@ -79,7 +79,7 @@ class Splitting(NamedTuple):
     """The rules by which the work of the decode kernel is split into items."""
 
     tile: int  # keys, a power of two
-    window: int  # 0: none
+    window: int  # as in kernels/kv_format.py; 0: none
     min_tiles: int  # of an item
     queries: int  # of a row
     spare_items: int  # more than rows
@@ -157,7 +157,7 @@ class DevicePlan:
     context_lens: Tensor  # [B] int32; 0: a padding row, whose output is zero
     cu_seqlens_q: Tensor  # [B + 1] int32
     num_decodes: int
-    window: int  # 0: none
+    window: int  # as in kernels/kv_format.py; 0: none
     decode: AttentionLaunch
     prefill: AttentionLaunch
     splits: SplitPlan | None  # None: no row uses the decode kernel
@@ -278,7 +278,7 @@ def splitting(reads: KVReads, queries: int, max_blocks: int, device: torch.devic
     # Both bounds hold for any lengths: parts have equal length, and no part is shorter than min_tiles.
     spare_items = cdiv(_num_processors(device) * launch.programs, num_kv_heads)
     most_tokens = max_blocks * block_size
-    seen_tokens = min(most_tokens, window + queries - 1 + tile) if window else most_tokens
+    seen_tokens = min(most_tokens, abs(window) + queries - 1 + tile) if window else most_tokens
     most_parts = max(1, cdiv(cdiv(seen_tokens, tile), min_tiles))
     return Splitting(tile, window, min_tiles, queries, spare_items, most_parts, num_kv_heads * cdiv(queries, at_once))
 

@@ -167,8 +167,8 @@ def _attend_tile(
                 visible = positions[None, :] < q_limits[:, None]
             if FIRST_KEY > 0:
                 visible = visible & seen[None, :]
-            if WINDOW > 0:
-                visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
+            if WINDOW != 0:
+                visible = visible & (positions[None, :] >= _first_visible(q_positions, WINDOW)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
@@ -334,7 +334,7 @@ def prefill_kernel(
     if key_limits is not None:
         q_limits = tl.load(key_limits + start + queries, mask=present, other=0)
         end_key = tl.minimum(tl.maximum(tl.max(q_limits, 0), end_key), context_len)
-    first_key = tl.maximum(first_position - WINDOW + 1, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
+    first_key = tl.maximum(_first_visible(first_position, WINDOW), FIRST_KEY) if WINDOW != 0 else FIRST_KEY
     first_tile = first_key // TILE
     end_tile = tl.cdiv(end_key, TILE)
     table = block_table + batch_row.to(tl.int64) * table_stride
@@ -342,8 +342,8 @@ def prefill_kernel(
     if not ONE_LOOP:
         # Tiles whose keys are all visible to all rows: from the start of the last query's window to the first query.
         free_tile = first_tile
-        if WINDOW > 0 or FIRST_KEY > 0:
-            last_first_key = tl.maximum(last_position - WINDOW + 1, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
+        if WINDOW != 0 or FIRST_KEY > 0:
+            last_first_key = tl.maximum(_first_visible(last_position, WINDOW), FIRST_KEY) if WINDOW != 0 else FIRST_KEY
             free_tile = tl.minimum(tl.cdiv(last_first_key, TILE), end_tile)
             acc, row_max, row_sum = _attend_tiles(
                 acc, row_max, row_sum, q_block, q_positions, q_limits, slopes, k_cache, v_cache, k_scale, v_scale,
@@ -369,10 +369,16 @@ def prefill_kernel(
 
 
 @triton.jit
+def _first_visible(positions, window):
+    """Return the first key that queries at these positions see; it may be negative. window: not 0 (kv_format.py)."""
+    return positions - window + 1 if window > 0 else positions - positions % -window
+
+
+@triton.jit
 def _first_key(context_lens, window, queries):
     """Return the first key of a decode row: that of its first query's window, if none of its queries is padding.
     window 0: all keys."""
-    return tl.maximum(context_lens - (queries - 1) - window, 0) if window > 0 else context_lens * 0
+    return tl.maximum(_first_visible(context_lens - queries, window), 0) if window != 0 else context_lens * 0
 
 
 @triton.jit
@@ -545,7 +551,7 @@ def decode_kernel(
         first_position = tl.load(positions + row * QUERIES).to(tl.int32) + first_query
         q_positions = first_position + tile_rows // GROUP_SIZE
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
-    first_key = tl.maximum(first_position + 1 - WINDOW, FIRST_KEY) if WINDOW > 0 else FIRST_KEY
+    first_key = tl.maximum(_first_visible(first_position, WINDOW), FIRST_KEY) if WINDOW != 0 else FIRST_KEY
     end_key = context_len
     free_end = first_position + 1  # keys before it are visible to all queries
     is_first = first_tile == _first_key(context_len, WINDOW, QUERIES) // TILE
@@ -579,10 +585,11 @@ def decode_kernel(
     # Only the first and the last tiles contain hidden keys: before a query's window, and after its position. These are
     # loops of one or two iterations: with a branch instead, the compiler keeps more in registers.
     free_tile = first_tile
-    if WINDOW > 0 or FIRST_KEY > 0:
+    if WINDOW != 0 or FIRST_KEY > 0:
         last_first_key = FIRST_KEY
-        if WINDOW > 0:
-            last_first_key = tl.maximum(first_key, tl.minimum(first_position + TILE_QUERIES, context_len) - WINDOW)
+        if WINDOW != 0:
+            last_query = tl.minimum(first_position + TILE_QUERIES, context_len) - 1
+            last_first_key = tl.maximum(first_key, _first_visible(last_query, WINDOW))
         free_tile = tl.minimum(tl.maximum(tl.cdiv(last_first_key, TILE), first_tile), end_tile)
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q_block, q_positions, None, slopes, k_cache, v_cache, k_scale, v_scale, table,

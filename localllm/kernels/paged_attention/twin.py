@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.attention import rows_of
+from localllm.kernels.kv_format import first_visible
 from localllm.kernels.layer_cache import LayerKV, numbers_in
 from localllm.kernels.quantize import dequantize_nibbles
 
@@ -70,7 +71,7 @@ class _Layout:
     first_key: int
 
     def first_visible(self, query_position: int) -> int:
-        return self.first_key if self.window is None else max(self.first_key, query_position + 1 - self.window)
+        return max(self.first_key, first_visible(self.window, query_position))
 
     def over_heads(self, blocks: Tensor) -> Tensor:
         """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...],
@@ -235,7 +236,7 @@ def attend_on_host(
 
 def _group_rows(context_lens: Sequence[int], window: int | None) -> list[list[int]]:
     """Group decode rows by length, so that a long request does not slow down short ones."""
-    seen = [length if window is None else min(length, window) for length in context_lens]
+    seen = [length - first_visible(window, length - 1) for length in context_lens]
     order = sorted(range(len(seen)), key=seen.__getitem__, reverse=True)
     groups: list[list[int]] = []
     waste = 0
@@ -349,13 +350,13 @@ def _chunk_mask(
 ) -> Tensor | None:  # fmt: skip
     """Return the mask of keys first_key .. last_key-1 for queries first_query .. end-1; None for a plain causal
     triangle. key_limits: the first key that each query does not see; None: the one behind its own."""
-    if key_limits is None and first_key == first_query and (window is None or end - first_query <= window):
+    if key_limits is None and first_key == first_query and first_visible(window, end - 1) <= first_query:
         return None
     keys = torch.arange(first_key, last_key, device=device)
     queries = torch.arange(first_query, end, device=device)[:, None]
     hidden = keys > queries if key_limits is None else keys >= torch.tensor(key_limits, device=device)[:, None]
     if window is not None:
-        hidden |= keys <= queries - window
+        hidden |= keys < (queries - window + 1 if window > 0 else queries - queries % -window)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 

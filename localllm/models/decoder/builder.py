@@ -270,7 +270,7 @@ class DecoderBuilder:
         """Build a layer's attention. num_inputs: columns of q, k and v; None: those of the stream."""
         spec = self.spec
         if spec.latent is not None:
-            return build_latent_attention(spec, spec.latent, self.share, prefix)
+            return build_latent_attention(spec, spec.latent, self.share, prefix, index)
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
         q_size = spec.num_heads * dim
         rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim

@@ -20,7 +20,14 @@ from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.layer import CrossLayer, DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
-from localllm.models.layers.attention import AttentionStep, plan_sources, plan_step
+from localllm.models.layers.attention import (
+    AttentionStep,
+    ChosenKeys,
+    SparseStep,
+    plan_sources,
+    plan_step,
+    sparse_step,
+)
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.far import Crossing
 from localllm.models.layers.gemma import AltUpEnds, PerLayerInputs
@@ -232,9 +239,12 @@ class DecoderModel:
         self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]
     ) -> dict[_StepKey, AttentionStep]:
         valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
-        query_scale = self._query_scale(inputs.positions)
+        query_scales = {rotated: self._query_scale(inputs.positions, rotated=rotated) for rotated in (False, True)}
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
+        index = None if self.spec.latent is None else self.spec.latent.index
+        choice = ChosenKeys()
         plans: dict[int, AttentionPlan] = {}
+        sparse: dict[int, SparseStep] = {}
         vision = self.spec.vision
         causal = inputs if inputs.key_limits is None else replace(inputs, key_limits=None)
         steps: dict[_StepKey, AttentionStep] = {}
@@ -247,6 +257,9 @@ class DecoderModel:
             if group not in plans:
                 window = self._windows[group]
                 seen = causal if window is None and vision is not None and vision.windowed_only else inputs
+                if index is not None:
+                    chosen, seen = sparse_step(seen, own, kv.k.shape[2], index.topk, choice)
+                    sparse |= {} if chosen is None else {group: chosen}
                 plans[group] = plan_step(seen, own, kv.k, heads, window)
             table = self.rope_table(kind)
             steps[key] = AttentionStep(
@@ -254,7 +267,8 @@ class DecoderModel:
                 None if table is None else self._rotation(table, inputs),
                 own.slot_mapping,
                 valid,
-                query_scale,
+                query_scales[kind.has_rope],
+                sparse=sparse.get(group),
             )
         return steps
 
@@ -269,13 +283,12 @@ class DecoderModel:
         tokens = torch.arange(len(at), device=table.device)
         return plan_rotation(torch.cat([cos.gather(0, at), sin.gather(0, at)], dim=1), tokens)
 
-    def _query_scale(self, positions: Tensor) -> Tensor | None:
-        """Return Ministral 3's scale of queries, which grows with the logarithm of their position."""
-        beta = self.spec.query_scaling
-        if beta is None:
+    def _query_scale(self, positions: Tensor, *, rotated: bool) -> Tensor | None:
+        """Return the factors [T, 1, 1] of the queries in layers that rotate, or in the others; None: there are none."""
+        growth = self.spec.growth_of(rotated=rotated)
+        if growth is None:
             return None
-        original = self.spec.rope.parameters["original_max_position_embeddings"]
-        factors: Tensor = (positions // original).add(1).log().mul(beta).add(1)
+        factors: Tensor = ((positions + growth.offset) // growth.period).add(1).log().mul(growth.factor).add(1)
         return factors[:, None, None].to(self.dtype)
 
     def rope_table(self, kind: LayerKind) -> Tensor | None:

@@ -3,7 +3,7 @@
 Canonical names, below `model.layers.N.`:
 
     latent          self_attn.q_proj, or q_a_proj, q_a_layernorm and q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm,
-                    kv_b_proj, o_proj (DeepSeek's names)
+                    kv_b_proj, o_proj (DeepSeek's names), and of an indexer indexer.wq_b, wk, k_norm, weights_proj
     short_conv      conv.in_proj, conv.conv, conv.out_proj
     gated_delta     linear_attn.in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log, dt_bias, norm, out_proj
     mamba2          mamba.in_proj, conv1d, A_log, dt_bias, D, norm, out_proj
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from localllm.models.decoder.layer import Recurrence, Scaled
 from localllm.models.layers.group import Projection
-from localllm.models.layers.latent_attention import LatentAttention
+from localllm.models.layers.latent_attention import Indexer, LatentAttention
 from localllm.models.layers.linear import Linear, ScaledOutputs
-from localllm.models.layers.norm import RMSNorm
+from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.recurrent import DeltaHeads, GatedDeltaNet, Mamba2, ScanHeads, ShortConv
 from localllm.models.layers.rotary import half_split_order
 from localllm.models.spec.latent import LatentSpec
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, index_size
 from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.weights.source import ShardWeights, TensorSource
 
@@ -33,8 +33,11 @@ NORM_EPS = 1e-6
 """Epsilon of the norms over latents; config.json's value is only for the other norms."""
 
 
-def build_latent_attention(spec: ModelSpec, latent: LatentSpec, share: ShardWeights, prefix: str) -> LatentAttention:
-    """Build the layer's attention with the shard's query heads. prefix: model.layers.N.self_attn."""
+def build_latent_attention(
+    spec: ModelSpec, latent: LatentSpec, share: ShardWeights, prefix: str, layer: int
+) -> LatentAttention:
+    """Build the layer's attention with the shard's query heads; its indexer is whole on each shard, so that all choose
+    alike. prefix: model.layers.N.self_attn."""
     weights, own = share.source, share.shard.heads
     hidden, heads, head = spec.hidden_size, spec.num_heads, latent.nope_size + latent.rope_size
     q_rows = heads * head if latent.q_latent_size is None else latent.q_latent_size
@@ -72,6 +75,27 @@ def build_latent_attention(spec: ModelSpec, latent: LatentSpec, share: ShardWeig
         head**-0.5 if spec.attention_scale is None else spec.attention_scale,
         q_norm=q_norm,
         q_up=q_up,
+        indexer=_indexer(spec, latent, weights, f"{prefix}indexer.") if index_size(spec, layer) else None,
+    )
+
+
+def _indexer(spec: ModelSpec, latent: LatentSpec, weights: TensorSource, prefix: str) -> Indexer:
+    index, hidden = latent.index, spec.hidden_size
+    assert index is not None
+    assert latent.q_latent_size is not None
+    order = torch.arange(index.head_dim, device="cpu")
+    if index.interleaved:
+        order[: latent.rope_size] = half_split_order(latent.rope_size, latent.rope_size)
+    heads = torch.arange(index.num_heads, device="cpu")[:, None] * index.head_dim
+    scale, shift = (weights.take([f"{prefix}k_norm.{part}"], (index.head_dim,))[order] for part in ("weight", "bias"))
+    return Indexer(
+        weights.linear(
+            [f"{prefix}wq_b"], (index.num_heads * index.head_dim, latent.q_latent_size), order=(heads + order).flatten()
+        ),
+        weights.linear([f"{prefix}wk"], (index.head_dim, hidden), order=order),
+        LayerNorm(scale, shift, NORM_EPS),
+        weights.linear([f"{prefix}weights_proj"], (index.num_heads, hidden)),
+        index.topk,
     )
 
 

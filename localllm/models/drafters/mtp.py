@@ -31,7 +31,7 @@ from localllm.models.decoder.layer import DecoderLayer
 from localllm.models.drafters.drafter import FINAL_HIDDEN, DrafterPlan, DraftStep
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
 from localllm.models.formats.registry import open_checkpoint
-from localllm.models.layers.attention import AttentionStep, plan_step
+from localllm.models.layers.attention import AttentionStep, ChosenKeys, plan_step, sparse_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.group import SplitHead
 from localllm.models.layers.linear import Linear
@@ -107,9 +107,13 @@ class MTPDrafter:
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
         group, table = step.groups[0], self._target.rope_table(self.parts.layer.kind)
         assert table is not None, "the families with such a layer rotate"
-        plan = plan_step(step, group, kv.k, heads, None)
+        index = None if self.spec.latent is None else self.spec.latent.index
+        seen, sparse = step, None
+        if index is not None:
+            sparse, seen = sparse_step(step, group, kv.k.shape[2], index.topk, ChosenKeys())
+        plan = plan_step(seen, group, kv.k, heads, None)
         valid = has_no_skipped_slot(group.slot_mapping)
-        return AttentionStep(plan, plan_rotation(table, step.positions), group.slot_mapping, valid)
+        return AttentionStep(plan, plan_rotation(table, step.positions), group.slot_mapping, valid, sparse=sparse)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -131,7 +135,9 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
                 _HINT,
             )
         stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
-        spec = _layer_spec(target, has_experts=f"{prefix}mlp.gate" in stems)
+        spec = _layer_spec(
+            target, has_experts=f"{prefix}mlp.gate" in stems, has_indexer=f"{prefix}self_attn.indexer.wk" in stems
+        )
         shared = _shared_copies(checkpoint, layout, around)
         own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(around)]
         stored = sum(own) - sum(checkpoint.tensors[name].num_bytes for name in shared)
@@ -174,12 +180,15 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
     return layout
 
 
-def _layer_spec(target: ModelSpec, *, has_experts: bool) -> ModelSpec:
+def _layer_spec(target: ModelSpec, *, has_experts: bool, has_indexer: bool) -> ModelSpec:
     """Return the spec of a model of the prediction layer alone: the target's, with one layer that sees all tokens."""
     mixture = replace(target.mixture, layers=()) if target.mixture is not None and has_experts else None
+    latent = target.latent
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, layers=(True,)) if has_indexer else None)
     return replace(
         target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None, drafter=None, layer_kinds=(),
-        recurrent=None,
+        recurrent=None, latent=latent,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ DeepSeek-V2 and V2-Lite, V3, Moonlight, GLM-4.7-Flash: latent attention, with on
 and many small experts beside shared ones; the first layers are dense (arXiv:2405.04434). V3 scores experts by sigmoids
 with a correction for the choice, in groups (arXiv:2412.19437).
 DeepSeek-V3.2 and GLM-5 add an indexer that chooses the index_topk earlier tokens to attend to (arXiv:2512.02556). Up to
-index_topk tokens it chooses all of them, and attention is V3's. The indexer is not implemented, so their context ends
-there.
+index_topk tokens it chooses all of them, and attention is V3's: there the context ends on a GPU, and of a GGUF file
+without the indexer. In GLM-5.2 most layers attend to what an earlier layer has chosen (arXiv:2603.12201).
 dots.llm1 (142B-A14B): the attention of Qwen3 with the mixture of DeepSeek-V3 (arXiv:2506.05767).
 """
 
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from localllm.errors import UnsupportedModel
+from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.spec.family import DEEPSEEK_MTP, Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import size
 from localllm.models.spec.gguf import (
@@ -32,13 +33,12 @@ from localllm.models.spec.gguf import (
     mixed_layers,
     sigmoid_experts,
 )
-from localllm.models.spec.latent import latent
+from localllm.models.spec.latent import IndexSpec, LatentSpec, latent
 from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture, sigmoid_mixture, typed_layers
 from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
 from localllm.units import format_count
 
 STORAGE = Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True)
-INDEXED = replace(STORAGE, ignored=(r"model\.layers\.\d+\.self_attn\.indexer\..*",))
 
 
 def _v2(config: Config) -> dict[str, Any]:
@@ -56,17 +56,39 @@ def _v3(config: Config) -> dict[str, Any]:
     }
 
 
-def _indexed(config: Config) -> dict[str, Any]:
-    """Return V3's fields, with the context up to which the indexer chooses all tokens."""
+def _indexed(config: Config, *, interleaved: bool) -> dict[str, Any]:
+    """Return V3's fields and the indexer's; without an indexer the context up to which it would choose all tokens.
+    interleaved: neighbouring dimensions rotate together in the indexer, too."""
     differences, most = _v3({**config, "rope_interleave": True}), size(config, "index_topk")
-    trained = context_length(config, differences["rope"])
-    if trained <= most:
+    sizes: LatentSpec = differences["latent"]
+    if config["index_n_heads"]:
+        if sizes.q_latent_size is None:
+            raise CorruptModel("config.json has an indexer and no q_lora_rank.", "The indexer reads that latent.")
+        heads, head_dim = size(config, "index_n_heads"), size(config, "index_head_dim")
+        index = IndexSpec(most, heads, head_dim, interleaved, _with_indexer(config))
+        return {**differences, "latent": replace(sizes, index=index)}
+    if context_length(config, differences["rope"]) <= most:
         return differences
     limit = (
-        f"Beyond {format_count(most)} tokens this model attends only to those that its indexer chooses, and the "
-        "indexer is not supported."
+        f"Beyond {format_count(most)} tokens this model attends only to those that its indexer chooses, and the file "
+        "does not contain the indexer."
     )
     return {**differences, "max_position": most, "context_limit": limit}
+
+
+def _with_indexer(config: Config) -> tuple[bool, ...]:
+    """Return which layers have an indexer: listed one by one, as a pattern of letters, or every few layers."""
+    count, every = config["num_hidden_layers"], max(1, config.get("index_topk_freq") or 1)
+    begin = config.get("index_skip_topk_offset", 2)
+    spaced = ["full" if max(layer - begin + 1, 0) % every == 0 else "shared" for layer in range(count)]
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern") or spaced
+    layers = tuple(kind in ("full", "F") for kind in kinds)
+    if len(layers) != count or not layers[0]:
+        raise CorruptModel(
+            f"config.json describes the indexers of {len(layers)} layers, the first of them as {kinds[0]!r}.",
+            f"The model has {count} layers, and the first needs an indexer.",
+        )
+    return layers
 
 
 def fine_experts(config: Config, **routing: Any) -> Any:
@@ -111,7 +133,11 @@ _DEFAULTS = {"n_shared_experts": None, "routed_scaling_factor": 1.0, "first_k_de
 GGUF_LATENT = {**FINE_EXPERTS, "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"}
 
 
-_GGUF_INDEXED = {**GGUF_LATENT, "index_topk": "attention.indexer.top_k"}
+_GGUF_INDEXED = {
+    **GGUF_LATENT,
+    "index_topk": "attention.indexer.top_k",
+    "index_head_dim": "attention.indexer.key_length",
+}
 
 
 def latent_gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
@@ -147,7 +173,10 @@ def _gguf_indexed(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -
     """Return the fields of DeepSeek-V3.2 and GLM-5: V3's, and the tokens that the indexer chooses."""
     metadata.count("attention.indexer.top_k")
     name = "DeepseekV32ForCausalLM" if metadata.architecture == "deepseek32" else "GlmMoeDsaForCausalLM"
-    fields = latent_gguf(metadata, checkpoint, config)
+    fields, layers = latent_gguf(metadata, checkpoint, config), range(config["num_hidden_layers"])
+    kinds = ["full" if has(checkpoint, "indexer.attn_k.weight", layer) else "shared" for layer in layers]
+    heads = metadata.optional_count("attention.indexer.head_count") if "full" in kinds else 0
+    fields |= {"index_n_heads": heads, "indexer_types": kinds}
     return {**fields, "norm_topk_prob": bool(metadata.get("expert_weights_norm")), "architectures": [name]}
 
 
@@ -193,9 +222,9 @@ GLM_LITE = Family(
 V32 = Family(
     "DeepSeek-V3.2",
     ("DeepseekV32ForCausalLM",),
-    _indexed,
-    {**_V3_DEFAULTS, "index_topk": 2048},
-    storage=INDEXED,
+    partial(_indexed, interleaved=False),
+    {**_V3_DEFAULTS, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    storage=STORAGE,
     note=_PREDICTION,
     mtp=DEEPSEEK_MTP,
     gguf={"deepseek32": GGUFFacts("DeepseekV32ForCausalLM", _GGUF_INDEXED, _gguf_indexed)},
@@ -203,9 +232,17 @@ V32 = Family(
 GLM5 = Family(
     "GLM-5",
     ("GlmMoeDsaForCausalLM",),
-    _indexed,
-    {**_V3_DEFAULTS, "index_topk": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
-    storage=INDEXED,
+    partial(_indexed, interleaved=True),
+    {
+        **_V3_DEFAULTS,
+        "index_topk": 2048,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+    },
+    storage=STORAGE,
     note=_PREDICTION,
     mtp=DEEPSEEK_MTP,
     gguf={"glm-dsa": GGUFFacts("GlmMoeDsaForCausalLM", _GGUF_INDEXED, _gguf_indexed)},

@@ -1,10 +1,7 @@
 """Llama 4 (Scout, Maverick): Llama with a mixture in every layer or every other, in which one expert, whose input is
 multiplied by a sigmoid of its score, stands beside a shared one. Every fourth layer has no rotary embedding. The others
 attend within chunks of their context, and norm q and k after the rotation, which for a norm without a weight is the
-same as before it.
-
-From the end of the first chunk on, attention is limited to a token's own chunk, and layers without rotation scale their
-queries. Neither is implemented, so the context ends there.
+same as before it. Layers without rotation scale their queries, which grow with the logarithm of their position.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.families.text_part import of_family
 from localllm.models.spec.family import Config, Family, Storage
-from localllm.models.spec.fields import size
+from localllm.models.spec.fields import number, size
 from localllm.models.spec.gguf import (
     SIGMOID,
     Fields,
@@ -25,7 +22,7 @@ from localllm.models.spec.gguf import (
     mixed_layers,
 )
 from localllm.models.spec.mixture import MixtureSpec, mixture
-from localllm.units import format_count
+from localllm.models.spec.model_spec import QueryGrowth
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -38,7 +35,8 @@ def _differences(config: Config) -> dict[str, Any]:
         "qk_norm": "unweighted" if config["use_qk_norm"] else None,
         "layer_has_rope": _rotated_layers(config),
         "mixture": _mixture(config),
-        **_context(config),
+        "query_growth": _growth(config),
+        **_chunks(config),
     }
 
 
@@ -48,30 +46,26 @@ def _rotated_layers(config: Config) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in flags)
 
 
-def _has_chunks(config: Config) -> bool:
-    """Return whether a layer attends within chunks; without `layer_types`, layers that rotate do."""
-    kinds = set(config.get("layer_types") or ("chunked_attention",))
-    if unknown := kinds - {"chunked_attention", "full_attention"}:
+def _chunks(config: Config) -> dict[str, Any]:
+    """Return which layers attend within chunks; without `layer_types`, layers that rotate do."""
+    rotated = _rotated_layers(config)
+    kinds = config.get("layer_types") or ["chunked_attention" if rotates else "full_attention" for rotates in rotated]
+    if unknown := set(kinds) - {"chunked_attention", "full_attention"}:
         raise UnsupportedModel(
             f"Layers of type {', '.join(sorted(map(str, unknown)))} are not supported for Llama 4.",
             "Supported: chunked_attention, full_attention.",
         )
-    return "chunked_attention" in kinds
-
-
-def _context(config: Config) -> dict[str, Any]:
-    """Return the context up to which every token is in the first chunk, and no query is scaled."""
-    limits = [config.get("attention_chunk_size")] if _has_chunks(config) else []
-    if config["attn_temperature_tuning"] and not all(_rotated_layers(config)):
-        limits.append(size(config, "floor_scale") - 1)
-    most, trained = min([limit for limit in limits if limit], default=0), size(config, "max_position_embeddings")
-    if not most or trained <= most:
+    chunked = tuple(kind == "chunked_attention" for kind in kinds)
+    chunk = size(config, "attention_chunk_size") if config.get("attention_chunk_size") and any(chunked) else None
+    if chunk is None or chunk >= size(config, "max_position_embeddings"):
         return {}
-    limit = (
-        f"Beyond {format_count(most)} tokens this model attends within chunks and scales queries, which is not "
-        "supported."
-    )
-    return {"max_position": most, "context_limit": limit}
+    return {"sliding_window": chunk, "window_is_chunk": True, "layer_is_windowed": chunked}
+
+
+def _growth(config: Config) -> QueryGrowth | None:
+    if not config["attn_temperature_tuning"] or all(_rotated_layers(config)):
+        return None
+    return QueryGrowth(number(config, "attn_scale"), size(config, "floor_scale"), offset=1, rotated=False)
 
 
 def _mixture(config: Config) -> MixtureSpec | None:
@@ -125,6 +119,7 @@ TEXT = Family(
         "attention_chunk_size": 8192,
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
+        "attn_scale": 0.1,
     },
     Storage(
         renames=((r"\.mlp\.gate\.", ".feed_forward.router."), (r"\.mlp\.", ".feed_forward.")),

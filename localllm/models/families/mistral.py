@@ -12,6 +12,7 @@ and a mixture in every layer, scored by sigmoids with a correction for the choic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from localllm.models.spec.gguf import (
     sigmoid_experts,
 )
 from localllm.models.spec.mixture import mixture, sigmoid_mixture
+from localllm.models.spec.model_spec import QueryGrowth
 
 _MISTRAL4_DEFAULTS = {
     "first_k_dense_replace": 0,
@@ -39,6 +41,11 @@ _MISTRAL4_DEFAULTS = {
     "rope_interleave": True,
     "routed_scaling_factor": 1.0,
 }
+
+
+def _growth(rope: Mapping[str, Any]) -> QueryGrowth | None:
+    beta = optional_number(rope, "llama_4_scaling_beta")
+    return None if beta is None else QueryGrowth(beta)
 
 
 def differences(config: Config) -> dict[str, Any]:
@@ -51,7 +58,7 @@ def differences(config: Config) -> dict[str, Any]:
     plain = {**config, "rope_parameters": {name: rope[name] for name in rope if name != "partial_rotary_factor"}}
     return {
         **latent_attention(plain, interleaved=bool(config["rope_interleave"])),
-        "query_scaling": optional_number(rope, "llama_4_scaling_beta"),
+        "query_growth": _growth(rope),
         "mixture": fine_experts(config, renormalize=bool(config["norm_topk_prob"])),
     }
 
@@ -91,7 +98,7 @@ def _ministral(config: Config) -> dict[str, Any]:
 
 def _ministral3(config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
-    return {**one_window(config), "query_scaling": optional_number(rope, "llama_4_scaling_beta")}
+    return {**one_window(config), "query_growth": _growth(rope)}
 
 
 def _text_part(config: Config) -> dict[str, Any]:

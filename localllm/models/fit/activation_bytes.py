@@ -321,8 +321,10 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
 
 def group_token_bytes(group: KVGroup, kv_dtype: str) -> int:
     """Return the bytes of one token position over a group's layers, scales included."""
-    head = format_of(kv_dtype, group.window).token_bytes(group.head_dim, values_are_keys=group.values_are_keys)
-    return len(group.layers) * group.num_kv_heads * head
+    stored = format_of(kv_dtype, group.window)
+    head = stored.token_bytes(group.head_dim, values_are_keys=group.values_are_keys)
+    index = group.index_size * DTYPE_BYTES[stored.index_type]
+    return len(group.layers) * (group.num_kv_heads * head + index)
 
 
 def block_bytes(spec: ModelSpec, block_size: int, kv_dtype: str) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ MOST_BLOCKS = 2**40  # of a rank that holds no layer of a group that grows
 class KVSplit(NamedTuple):
     """The sizes that the division depends on."""
 
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # of each group, as in kernels/kv_format.py
     block_size: int
     step_tokens: int  # max_num_batched_tokens
     max_num_seqs: int
@@ -53,7 +53,7 @@ class KVSplit(NamedTuple):
         return tuple(
             main
             if window is None or group == chosen
-            else min(main, 1 + contexts * held_blocks(CONTEXT_LEN + window, window, self.block_size) + step)
+            else min(main, 1 + contexts * held_blocks(CONTEXT_LEN + abs(window), window, self.block_size) + step)
             for group, window in enumerate(self.windows)
         )
 

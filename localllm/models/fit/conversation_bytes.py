@@ -23,7 +23,7 @@ class GroupCost(NamedTuple):
     """The layers of one KV group."""
 
     num_layers: int
-    window: int | None  # tokens that the layers see; None: all
+    window: int | None  # which tokens the layers see, as in kernels/kv_format.py; None: all
     token_bytes: int  # of one token position over these layers
 
 

@@ -232,7 +232,7 @@ def _group_rows(costs: Sequence[RequestCost]) -> Iterator[tuple[str, list[str]]]
         return
     for index, group in enumerate(groups):
         layers = f"{format_count(group.num_layers)} {'layer' if group.num_layers == 1 else 'layers'}"
-        seen = "all tokens" if group.window is None else f"{format_count(group.window)} tokens"
+        seen = "all tokens" if group.window is None else f"{format_count(abs(group.window))} tokens"
         cells = [format_bytes(cost.groups[index].token_bytes) for cost in costs]
         yield f"  {layers} that {'sees' if group.num_layers == 1 else 'see'} {seen}", cells
 

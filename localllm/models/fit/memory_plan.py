@@ -50,7 +50,7 @@ class MemoryPlan:
     comm_bytes: int = 0  # of the exchange between ranks
     target_step_s: float = 0.0  # longest step with prompts while requests decode; 0: tokens alone limit it
     fixed_chunk: int = 0  # tokens of each chunk of a prompt in deterministic mode on a CPU; 0: chunks of any length
-    windows: tuple[int | None, ...] = (None,)  # of each KV group the tokens that its layers see; None: all
+    windows: tuple[int | None, ...] = (None,)  # of each KV group, as in kernels/kv_format.py
     pictures: PictureSizes | None = None  # None: the model does not see, or its tower is not loaded
     sources: SourceSizes | None = None  # None: not an encoder-decoder
     kv_ram_bytes: int = 0  # of the machine's memory, for KV blocks that have left the cache, at most
@@ -77,7 +77,7 @@ class MemoryPlan:
         main = main_group(self.windows)
         counts = list(zip(self.windows, self.num_blocks, strict=True))
         others = [
-            f"{format_count(count - 1)} for layers that see {'all' if window is None else format_count(window)}"
+            f"{format_count(count - 1)} for layers that see {'all' if window is None else format_count(abs(window))}"
             for group, (window, count) in enumerate(counts) if group != main
         ]  # fmt: skip
         return ", ".join([f"{format_count(self.num_blocks[main] - 1)} of {self.block_size} tokens", *others])

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from torch import Tensor
 from localllm.kernels.cpu.attention import cache_fields, reads_cache
 from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.indexer import ChosenRow, chosen_rows
+from localllm.kernels.launch import runs_triton
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
 from localllm.kernels.rms_norm import normed
@@ -37,7 +40,7 @@ from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
 from localllm.models.layers.norm import RMSNorm
-from localllm.models.spec.model_spec import kv_groups
+from localllm.models.spec.model_spec import QueryGrowth, kv_groups
 
 _HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
 
@@ -160,6 +163,44 @@ class SourceStep:
     layers: Sequence[LayerKV]
 
 
+@dataclass(slots=True)
+class ChosenKeys:
+    """The keys that the last indexer of a step has chosen for each row: positions [count, topk]."""
+
+    positions: list[Tensor] = field(default_factory=list)
+
+
+class SparseStep(NamedTuple):
+    """The rows of a step that attend to chosen keys, and the choice, which all layers share."""
+
+    rows: Sequence[ChosenRow]
+    choice: ChosenKeys
+    first_key: int = 0  # keys before this position are not chosen
+
+
+def sparse_step(
+    inputs: ForwardInputs, group: GroupInputs, block_size: int, topk: int, choice: ChosenKeys
+) -> tuple[SparseStep | None, ForwardInputs]:
+    """Return the step's rows that attend to chosen keys, None if all see at most `topk`, and the inputs from which the
+    attention of the other rows is planned. In these, such rows are as short as they can be: their results are
+    overwritten. On a GPU no context is longer than `topk` (models/fit/plan.py)."""
+    if runs_triton(group.block_table, "attention") or max(inputs.context_lens_host, default=0) <= topk:
+        return None, inputs
+    firsts, drafts = None, inputs.decode_queries > 1
+    if drafts:  # queries beyond the context are padding
+        begins = [0, *accumulate(inputs.query_lens)][: inputs.num_decodes]
+        later = zip(inputs.context_lens_host, inputs.query_lens, strict=True)
+        own = (inputs.positions[begins] + inputs.first_key).tolist()
+        firsts = own + [context - length for context, length in list(later)[inputs.num_decodes :]]
+    rows = chosen_rows(group.block_table, block_size, inputs.query_lens, inputs.context_lens_host, topk, firsts)
+    short = tuple(
+        context if chosen is None else int(row < inputs.num_decodes and not drafts)
+        for row, (context, chosen) in enumerate(zip(inputs.context_lens_host, rows, strict=True))
+    )
+    sparse = SparseStep([row for row in rows if row is not None], choice, inputs.first_key)
+    return sparse, replace(inputs, context_lens_host=short)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """A step's inputs to attention, shared by layers of one kind."""
@@ -171,6 +212,7 @@ class AttentionStep:
     query_scale: Tensor | None = None  # [T, 1, 1] in the model's type
     layer_inputs: Tensor | None = None  # [T, layers, size]: per-layer embeddings, for the layers that add them
     source: SourceStep | None = None  # None: not an encoder-decoder
+    sparse: SparseStep | None = None  # None: every row sees all keys
 
 
 def plan_step(
@@ -345,6 +387,7 @@ class Attention:
             raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         table = writer.rope_table(kind)
         window = kv_groups(spec)[writer.group].window
+        growth = spec.growth_of(rotated=table is not None) or QueryGrowth(0.0, period=1)
         changes: dict[str, Any] = {}
         for change in self.before_rotation:
             changes |= change.native_fields(writer)
@@ -361,8 +404,7 @@ class Attention:
             distance_bias=writer.address(self.distance_bias),
             distances=0 if self.distance_bias is None else self.distance_bias.shape[1],
             **changes, made=_HEADS_MADE[self.made], norms_values=self.norms_values,
-            query_growth=spec.query_scaling or 0.0,
-            growth_period=spec.rope.parameters["original_max_position_embeddings"] if spec.query_scaling else 1,
+            query_growth=growth.factor, growth_period=growth.period, growth_offset=growth.offset,
         )  # fmt: skip
 
     def _project(self, x: Tensor | PendingNorm) -> tuple[Unfinished, Tensor | None]:

@@ -7,6 +7,8 @@ attend to one key, the rotated part followed by the latent, whose value is the l
 (`LayerKV.values_are_keys`). It takes (latent + rotated) numbers per token, 576 in DeepSeek-V2-Lite, where 16 heads of
 keys and values would take 5120. For long prompts this is more arithmetic than expanded heads, 1088 products per query,
 key and head instead of 320; while decoding it reads that much less memory.
+An indexer (DeepSeek-V3.2, arXiv:2512.02556) keeps one more short key per token, and chooses by it the keys that each
+query of a long context attends to.
 Does not know: which request owns which block.
 """
 
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.kernels.indexer import attend_to_chosen, choose_keys
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.linear import linear
@@ -26,12 +29,36 @@ from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
-from localllm.models.layers.norm import RMSNorm
+from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.spec.latent import LatentSpec, heads_at_once
 
 
+class Indexer:
+    """The part of a layer that chooses keys."""
+
+    __slots__ = ("key", "key_norm", "query", "topk", "weights")
+
+    def __init__(self, query: Linear, key: Linear, key_norm: LayerNorm, weights: Linear, topk: int) -> None:
+        self.query = query  # of all heads, from the query's latent; each head's rotated dimensions come first
+        self.key, self.key_norm = key, key_norm
+        self.weights = weights  # of each head
+        self.topk = topk
+
+    def __call__(self, x: Tensor, q_latent: Tensor, kv: LayerKV, step: AttentionStep) -> None:
+        """Write the index keys of x [T, hidden], and choose keys for the rows of the step that need it."""
+        assert kv.index_keys is not None, "such a layer keeps index keys"
+        heads = torch.cat((self.query(q_latent), self.key_norm(self.key(x))), dim=1)
+        cache = LayerKV(kv.index_keys, kv.index_keys)
+        q = rotary_store_kv(heads, cache, step.slot_mapping, step.rotation, all_valid=step.all_slots_valid)
+        if step.sparse is not None:
+            factor = (q.shape[1] * q.shape[2]) ** -0.5
+            weights = self.weights(x).float().mul_(factor)
+            rows, choice, first_key = step.sparse
+            choice.positions = choose_keys(q, weights, kv.index_keys, rows, self.topk, first_key)
+
+
 class LatentAttention:
-    __slots__ = ("down", "from_latent", "kv_norm", "out", "q_norm", "q_up", "scale", "sizes", "to_latent")
+    __slots__ = ("down", "from_latent", "indexer", "kv_norm", "out", "q_norm", "q_up", "scale", "sizes", "to_latent")
 
     def __init__(
         self,
@@ -45,8 +72,9 @@ class LatentAttention:
         *,
         q_norm: RMSNorm | None = None,
         q_up: Linear | None = None,
+        indexer: Indexer | None = None,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self.indexer = sizes, indexer
         self.down = down  # queries or their latents, then the key's rotated dimensions, then its latent
         self.q_norm, self.q_up = q_norm, q_up  # expand a query's latent; each head's rotated dimensions come first
         self.kv_norm = kv_norm
@@ -61,7 +89,10 @@ class LatentAttention:
         projected = self.down(x)
         q, key = projected.split([projected.shape[1] - self.sizes.cached_size, self.sizes.cached_size], dim=1)
         if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up(self.q_norm(q))
+            q_latent = self.q_norm(q)
+            if self.indexer is not None:
+                self.indexer(x, q_latent, kv, step)
+            q = self.q_up(q_latent)
         q = q.view(len(x), num_heads, -1)
         heads = x.new_empty((len(x), num_heads + 1, self.sizes.cached_size))  # the queries of each head, then the key
         heads[:, :-1, :rope] = q[:, :, :rope]
@@ -88,7 +119,10 @@ class LatentAttention:
             paged_attention(part, kv.k, kv.v, step.plan, scale=self.scale, k_scale=kv.k_scale, v_scale=kv.v_scale)
             for part in parts
         ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+        out = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+        if step.sparse is not None:
+            attend_to_chosen(q, kv, step.sparse.rows, step.sparse.choice.positions, self.scale, out)
+        return out
 
 
 def _each_head(x: Tensor, weights: Tensor) -> Tensor:

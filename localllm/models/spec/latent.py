@@ -20,6 +20,18 @@ fit into the registers of one multiprocessor.
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """An indexer, which chooses the keys that a query attends to (DeepSeek-V3.2, arXiv:2512.02556)."""
+
+    topk: int  # keys that a query attends to, if it sees more
+    num_heads: int
+    head_dim: int  # numbers of the one index key per token; the first of them rotate, as many as in attention
+    interleaved: bool  # stored rows: neighbouring dimensions rotate together
+    layers: tuple[bool, ...]
+    """Per layer whether it has an indexer; the others attend to the keys that the layer before them does (GLM-5.2)."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Sizes of latent attention: all keys and values are projections of one short cached vector per token."""
 
@@ -29,6 +41,7 @@ class LatentSpec:
     value_size: int  # dimensions of one head's values
     q_latent_size: int | None = None  # size of the queries' own latent, if they have one
     interleaved: bool = True  # stored rows: neighbouring dimensions rotate together
+    index: IndexSpec | None = None  # None: queries attend to all keys
 
     @property
     def cached_size(self) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from localllm.config.settings import Task
+from localllm.kernels.kv_format import window_name
 from localllm.models.spec.fields import NormSpec
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
@@ -31,17 +32,19 @@ from localllm.models.spec.vision import VisionSpec
 class KVGroup(NamedTuple):
     """Layers that share one block table: the same window, and the same shape of K and V."""
 
-    name: str  # full, or window_1024; with the shape behind it if that alone does not tell two groups apart
+    name: str  # full, window_1024 or chunk_8192; with the shape behind it if that alone does not tell two groups apart
     layers: tuple[int, ...]  # ascending; of a pipeline stage its own numbers, and possibly none
-    window: int | None  # tokens that the layers see, including the current one; None: all
+    window: int | None  # which tokens the layers see, as in kernels/kv_format.py; None: all
     num_kv_heads: int
     head_dim: int
     values_are_keys: bool  # one latent is both key and value
+    index_size: int = 0  # numbers of a token's index key, in a tensor of its own; 0: there is none
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers in K and V of one token position over the group's layers."""
-        return len(self.layers) * self.num_kv_heads * self.head_dim * (1 if self.values_are_keys else 2)
+        """Numbers in K, V and index keys of one token position over the group's layers."""
+        kept = self.num_kv_heads * self.head_dim * (1 if self.values_are_keys else 2)
+        return len(self.layers) * (kept + self.index_size)
 
 
 def held_blocks(num_tokens: int, window: int | None, block_size: int, step_tokens: int = 0) -> int:
@@ -51,12 +54,12 @@ def held_blocks(num_tokens: int, window: int | None, block_size: int, step_token
     part of the window.
     """
     blocks = -(-num_tokens // block_size)
-    return blocks if window is None else min(blocks, -(-(window - 1 + step_tokens) // block_size) + 2)
+    return blocks if window is None else min(blocks, -(-(abs(window) - 1 + step_tokens) // block_size) + 2)
 
 
 def main_group(windows: tuple[int | None, ...]) -> int:
     """Return the index of the first group that keeps every token; of the longest window if all have one."""
-    return max(range(len(windows)), key=lambda group: (windows[group] is None, windows[group] or 0, -group))
+    return max(range(len(windows)), key=lambda group: (windows[group] is None, abs(windows[group] or 0), -group))
 
 
 class SourceSpec(NamedTuple):
@@ -72,6 +75,15 @@ DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 
 FINAL_HIDDEN = -1
 """The tap of the hidden state after the target's final norm."""
+
+
+class QueryGrowth(NamedTuple):
+    """Queries at position p are multiplied by 1 + factor * log(1 + (p + offset) // period) (arXiv:2501.19399)."""
+
+    factor: float
+    period: int = 0  # positions; 0: the context that rope was scaled from
+    offset: int = 0
+    rotated: bool = True  # also in layers that rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +155,10 @@ class ModelSpec:
     position_buckets: tuple[int, int] = (0, 0)  # of distances, and the distance from which on the last one counts
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
-    query_scaling: float | None = None  # Ministral 3: growth of queries with their position
+    query_growth: QueryGrowth | None = None  # with their position (Ministral 3, Llama 4)
     rope_interleaved: bool = False  # dimensions that rotate together are neighbours in the checkpoint (GPT-J)
     sliding_window: int | None = None  # tokens that a windowed layer sees, including the current one
+    window_is_chunk: bool = False  # windows are chunks of that many positions, and do not slide (Llama 4)
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
     layer_kv_shapes: tuple[tuple[int, int], ...] = ()
     """Per layer the KV heads and their size; empty: num_kv_heads of head_dim in all (Gemma 4 has two shapes)."""
@@ -189,6 +202,13 @@ class ModelSpec:
         """Return whether a layer attends to keys and values."""
         return self.layer_kind(layer) in ("attention", "both")
 
+    def growth_of(self, *, rotated: bool) -> QueryGrowth | None:
+        """Return how queries grow in layers that rotate, or in the others; None: they do not."""
+        growth = self.query_growth
+        if growth is None or (rotated and not growth.rotated):
+            return None
+        return growth._replace(period=growth.period or self.rope.parameters["original_max_position_embeddings"])
+
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """Return the layers that keep a recurrent state."""
@@ -219,14 +239,15 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
     another layer (`ModelSpec.kv_source`), are in none."""
     if spec.held_groups:
         return spec.held_groups
-    kinds: dict[tuple[int | None, int, int], list[int]] = {}
+    kinds: dict[tuple[int | None, int, int, int], list[int]] = {}
     for layer in range(spec.num_layers):
         if keeps_kv(spec, layer):
-            kinds.setdefault((layer_window(spec, layer), *kv_shape(spec, layer)), []).append(layer)
+            key = (layer_window(spec, layer), *kv_shape(spec, layer), index_size(spec, layer))
+            kinds.setdefault(key, []).append(layer)
     groups = []
-    for (window, heads, head_dim), layers in kinds.items():
-        name = "full" if window is None else f"window_{window}"
-        groups.append(KVGroup(name, tuple(layers), window, heads, head_dim, spec.latent is not None))
+    for (window, heads, head_dim, index), layers in kinds.items():
+        is_latent = spec.latent is not None
+        groups.append(KVGroup(window_name(window), tuple(layers), window, heads, head_dim, is_latent, index))
     return _with_distinct_names(groups)
 
 
@@ -249,8 +270,10 @@ def group_of_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def layer_window(spec: ModelSpec, layer: int) -> int | None:
-    """Return the tokens that a layer's queries see, including their own; None: all."""
-    return spec.sliding_window if spec.layer_is_windowed and spec.layer_is_windowed[layer] else None
+    """Return which tokens a layer's queries see, as in kernels/kv_format.py; None: all."""
+    if spec.sliding_window is None or not spec.layer_is_windowed or not spec.layer_is_windowed[layer]:
+        return None
+    return -spec.sliding_window if spec.window_is_chunk else spec.sliding_window
 
 
 def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
@@ -258,10 +281,20 @@ def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
     return spec.layer_kv_shapes[layer] if spec.layer_kv_shapes else (spec.num_kv_heads, spec.head_dim)
 
 
+def index_size(spec: ModelSpec, layer: int) -> int:
+    """Return the numbers of the index key that a layer keeps for each token; 0: it has no indexer."""
+    index = None if spec.latent is None else spec.latent.index
+    return index.head_dim if index is not None and index.layers[layer] else 0
+
+
 def _with_distinct_names(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
     uses = Counter(group.name for group in groups)
     return tuple(
-        group if uses[group.name] == 1 else group._replace(name=f"{group.name}_{group.num_kv_heads}x{group.head_dim}")
+        group
+        if uses[group.name] == 1
+        else group._replace(
+            name=f"{group.name}_{group.num_kv_heads}x{group.head_dim}{f'+{group.index_size}' * bool(group.index_size)}"
+        )
         for group in groups
     )
 

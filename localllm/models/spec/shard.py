@@ -152,8 +152,10 @@ def divides_by_heads(spec: ModelSpec) -> bool:
 
 def divides_by_layers(spec: ModelSpec) -> bool:
     """Return whether a pipeline can be cut between any two layers: none keeps states, reads the K and V of another
-    layer, or an embedding of its own that the first stage looks up."""
-    return spec.recurrent is None and not spec.kv_source and spec.per_layer_input is None
+    layer, attends to the keys that another one has chosen, or has an embedding that the first stage looks up."""
+    index = None if spec.latent is None else spec.latent.index
+    chooses = index is None or all(index.layers)
+    return spec.recurrent is None and not spec.kv_source and spec.per_layer_input is None and chooses
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -171,8 +173,12 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
             shared_size=len(shard.shared_features),
             layers=mixture.layers[own],
         )
+    latent = spec.latent
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, layers=latent.index.layers[own]))
     return replace(
         spec,
+        latent=latent,
         num_layers=len(shard.layers),
         num_heads=len(shard.heads),
         num_kv_heads=kv_heads,

@@ -22,7 +22,7 @@ from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, Layer
 from localllm.kernels.linear import should_pack
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs
-from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_shape
+from localllm.models.spec.model_spec import ModelSpec, index_size, kv_groups, kv_shape
 from localllm.models.transformers_backend.config_class import first_line
 from localllm.models.transformers_backend.model import TransformersModel
 from localllm.models.transformers_backend.module import load_module, module_on_meta
@@ -67,7 +67,8 @@ def _cache(spec: ModelSpec, layer: int, num_blocks: int, device: torch.device, d
     kv = state = None
     if part in ("attention", "both"):
         keys = torch.zeros(shape, dtype=dtype, device=device)
-        kv = LayerKV(keys, keys if spec.latent is not None else torch.zeros_like(keys))
+        index = torch.zeros(*shape[:3], index_size(spec, layer), dtype=dtype, device=device)
+        kv = LayerKV(keys, keys if spec.latent is not None else torch.zeros_like(keys), index_keys=index)
     if part in ("recurrent", "both"):
         assert recurrent is not None, "recurrent layers have sizes"
         matrix = recurrent.matrix_shape

@@ -345,7 +345,7 @@ def test_partial_rotation_and_none(pool: Pool, rotary_dim: int) -> None:
     Case([33, 12], rotary_dim=rotary_dim).compare(pool, {}, {})
 
 
-@pytest.mark.parametrize("window", [1, 7, 100, 512, 600, 5000])
+@pytest.mark.parametrize("window", [1, 7, 100, 512, 600, 5000, -7, -512, -600])
 def test_window(pool: Pool, window: int) -> None:
     Case([1100, 3, 40]).compare(pool, {"window": window}, {"window": window})
 

@@ -18,6 +18,7 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t group_of(const Attention* a) { return a->heads / a->kv_heads; }
 
 static int64_t first_visible(const Attention* a, int64_t position) {
+  if (a->window < 0) return position - position % -a->window;
   return a->window ? larger(0, position + 1 - a->window) : 0;
 }
 
@@ -115,7 +116,7 @@ static void prepare_head(const Attention* a, const float* x, int64_t head, int64
 
 static float query_growth(const Attention* a, int64_t position) {
   if (!a->query_growth) return 1.0f;
-  return (float)(1.0 + a->query_growth * log(1.0 + (double)(position / a->growth_period)));
+  return (float)(1.0 + a->query_growth * log(1.0 + (double)((position + a->growth_offset) / a->growth_period)));
 }
 
 // [group, padded head_dim], with zeros as padding.

@@ -65,7 +65,7 @@ typedef struct {
   int64_t heads, kv_heads, head_dim;
   const float* angles;         // [positions, rotary_dim]: cosines, then sines; NULL: no rotation
   int64_t rotary_dim;          // dimension i rotates with i + rotary_dim / 2
-  int64_t window;              // positions that a query sees, its own included; 0: all
+  int64_t window;              // positions that a query sees, its own included; 0: all; -n: of its chunk of n
   int64_t group;               // whose block tables and positions are read: rows group * MAX_ROWS and on
   double scale, softcap, clip;  // softcap, clip 0: none
   const float* sinks;          // [heads]; NULL
@@ -77,8 +77,9 @@ typedef struct {
   double head_norm_eps;
   int64_t made;                // enum HeadsMade
   int64_t norms_values;        // HEAD_NORM_RMS of v too
-  double query_growth;         // Ministral 3: q * (1 + growth * log(1 + position / growth_period)); 0: none
+  double query_growth;         // q * (1 + growth * log(1 + (position + growth_offset) / growth_period)); 0: none
   int64_t growth_period;
+  int64_t growth_offset;
 } Attention;
 
 // A mixture of experts. Experts are chosen as kernels/moe/route.py defines.

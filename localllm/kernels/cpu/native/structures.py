@@ -172,6 +172,7 @@ class NativeAttention(ctypes.Structure):
         ("norms_values", c_int64),
         ("query_growth", c_double),
         ("growth_period", c_int64),
+        ("growth_offset", c_int64),
     )
 
 

@@ -42,6 +42,10 @@ _LATENT = (
     (r"\.self_attn\.kv_a_proj_with_mqa\.", ".attn_kv_a_mqa."),
     (r"\.self_attn\.(q_a|q_b|kv_b)_proj\.", r".attn_\1."),
     (r"\.self_attn\.(q|kv)_a_layernorm\.", r".attn_\1_a_norm."),
+    (r"\.self_attn\.indexer\.wq_b\.", ".indexer.attn_q_b."),
+    (r"\.self_attn\.indexer\.wk\.", ".indexer.attn_k."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".indexer.proj."),
+    (r"\.self_attn\.indexer\.k_norm\.", ".indexer.k_norm."),
 )
 _EXPERTS = (
     (r"\.mlp\.gate\.e_score_correction_bias$", ".exp_probs_b.bias"),
@@ -69,7 +73,6 @@ _WITHOUT_SUFFIX = (
     (r"\.exp_probs_b\.bias$", ".exp_probs_b"),  # Hy3
     (r"\.ffn_norm\.weight$", ".ffn_norm"),  # Falcon-H1
 )
-_INDEXER = (r"blk\.\d+\.indexer\..*",)  # which chooses tokens in longer contexts than are supported
 _TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
     (r"\.input_layernorm\.", ".attn_norm_2."),
     (r"\.post_attention_layernorm\.", ".attn_norm."),
@@ -88,7 +91,7 @@ def storage_of(header: GGUFHeader, tensors: Mapping[str, TensorInfo], ignored: t
         fused_gate_up=facts.fused_gate_up,
         rows=facts.rows,
         added=facts.added,
-        ignored=(*ignored, *facts.ignored, *_INDEXER),
+        ignored=(*ignored, *facts.ignored),
         alternatives=_WITHOUT_SUFFIX,
     )
 
