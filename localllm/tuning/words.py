@@ -109,7 +109,7 @@ def _score_and_gain(result: TuningResult, start: str) -> str:
         return score
     noise = f"two measurements of the same settings differ by {result.noise:.0%}"
     if result.noise > BUSY_NOISE:
-        noise += ": the machine was busy, so tune again when it is idle"
+        noise = "the machine was busy: tune again when it is idle"
     if result.keeps_start and result.gain is None and result.soak is not None:
         return f"{score} with {start}: better settings failed the soak test"
     if result.keeps_start:

@@ -252,6 +252,19 @@ def test_two_servers_with_one_name_for_a_tool_are_told_apart(chat: ChatPage, scr
     assert chat.shows("of long?")
 
 
+def test_a_call_of_a_tool_that_is_not_offered_is_said_and_not_shown_as_its_text(chat: ChatPage, script: Script) -> None:
+    script.says(f"Let me look. {called('get_current_time', {'zone': 'CET'})}")
+    chat.send("What time is it?", **choose())
+    assert chat.shows("Asked for get_current_time, which this chat does not offer")
+    assert "&lt;tool_call" not in chat.html
+    assert buttons(chat) == []
+    assert not chat.shows("Type the result")
+    script.says("It is **noon**.")
+    chat.send("Then guess.")
+    assert 'Let me look. \n\nget_current_time {"zone": "CET"}' in script.prompts[-1]
+    assert "No result was given" not in script.prompts[-1]
+
+
 def test_what_nobody_offered_runs_nothing(chat: ChatPage, script: Script) -> None:
     script.says(called())
     once = url_of(chat.send("go"), "once")

@@ -76,12 +76,12 @@ def test_a_block_is_given_back_once_it_is_closed() -> None:
     assert splitter.push("graph\nstill\n") == ""
     assert splitter.push("\n") == "paragraph\nstill\n\n"
     assert splitter.push("```py\nx = 1\n\ny") == ""
-    assert splitter.open_block() == ("code", "x = 1\n\ny")
+    assert splitter.open_block() == ("code", "x = 1\n\ny", "py")
     assert splitter.push("\n```\n") == "```py\nx = 1\n\ny\n```\n"
     assert splitter.push("- one\n\n- two\n\n") == ""  # a list may go on after a blank line
     assert splitter.push("After") == ""
     assert splitter.push(" it.\n") == "- one\n\n- two\n\n"
-    assert splitter.open_block() == ("text", "After it.\n")
+    assert splitter.open_block() == ("text", "After it.\n", "")
 
 
 def test_hostile_reply_is_text() -> None:

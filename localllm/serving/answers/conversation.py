@@ -2,10 +2,10 @@
 
 API dialects, the chat page and the offline API all use this module, so they agree on what is reasoning and what is a
 call. A call is parsed only if the request offers the tool: all other text that looks like a call is content, as in
-OpenAI's API. Tools are kept in OpenAI's format, which chat templates expect. The chat template checks and renders
-messages (text/messages.py); rendering and tokenising run in a thread, because the time that an unknown template or
-tokenizer takes cannot be predicted from the length of the text. Filling in the middle of a text is here too, for models
-that were trained for it.
+OpenAI's API; only the chat page asks for the others too, to say what they are. Tools are kept in OpenAI's format, which
+chat templates expect. The chat template checks and renders messages (text/messages.py); rendering and tokenising run in
+a thread, because the time that an unknown template or tokenizer takes cannot be predicted from the length of the text.
+Filling in the middle of a text is here too, for models that were trained for it.
 Does not know: any dialect's words but that format, HTTP.
 """
 
@@ -46,6 +46,7 @@ class Tools:
     allowed: Sequence[Mapping[str, Any]] = ()  # those of them that may be called
     must: bool = False  # at least one must be called
     parallel: bool = True  # several calls are allowed
+    any_name: bool = False  # a call of a tool that is not offered is a call too, and not content
 
 
 NO_TOOLS = Tools()
@@ -80,7 +81,8 @@ class Conversation:
         Raises `InvalidParameter`, `UnsupportedParameter`.
         """
         known = model.answers
-        found = known and known.as_asked(calls=bool(self.tools.allowed), inline_reasoning=self.inline_reasoning)
+        calls = bool(self.tools.allowed) or self.tools.any_name
+        found = known and known.as_asked(calls=calls, inline_reasoning=self.inline_reasoning)
         asked = _structure(params.structured_outputs, model, found, self.tools)
         if found is None:
             return _with_structure(params, asked), None
@@ -93,7 +95,8 @@ class Conversation:
         if found.needs_special_tokens(model.tokenizer):
             params = replace(params, skip_special_tokens=False)  # markers are special tokens, which the readers remove
         tools, parallel = self.tools.allowed, self.tools.parallel or self.tools.must  # a grammar limits required calls
-        return params, lambda: AnswerReader(found, tools=tools, prompt=end, parallel=parallel)
+        any_name = self.tools.any_name
+        return params, lambda: AnswerReader(found, tools=tools, any_name=any_name, prompt=end, parallel=parallel)
 
     def _end_of(self, prompt: Sequence[int], model: ServedModel) -> PromptEnd:
         """Return the end of the prompt as text, long enough to see whether it ends inside reasoning."""

@@ -41,10 +41,13 @@ class Enough(Exception):
 
 class PartCollector:
     def __init__(
-        self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str], *, parallel: bool = True
-    ) -> None:
-        """parallel: if False, the end of the first call raises `Enough`."""
+        self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str], *, parallel: bool = True,
+        any_name: bool = False,
+    ) -> None:  # fmt: skip
+        """parallel: if False, the end of the first call raises `Enough`. any_name: a call may have the name of a tool
+        that is not among `tools`."""
         self._schemas = None if tools is None else tool_schemas(tools)
+        self._any_name = any_name or tools is None
         self._new_id = new_id
         self._parts: list[Part] = []
         self._broken: list[BrokenCall] = []
@@ -83,11 +86,10 @@ class PartCollector:
         """Return the schema of a tool's parameters. Raises `NotACall` if the request has no such tool."""
         if not name:
             raise NotACall("it has no name")
-        if self._schemas is None:
-            return {}
-        if name not in self._schemas:
+        found = (self._schemas or {}).get(name)
+        if found is None and not self._any_name:
             raise NotACall(f"there is no tool named {name!r}")
-        return self._schemas[name]
+        return {} if found is None else found
 
     def start_call(self, name: str, id: str | None = None) -> None:
         self.schema(name)

@@ -74,6 +74,7 @@ class AnswerReader:
 
     `tools`: the request's tools in OpenAI's form. A call of any other name is content, so with an empty list everything
     is. None allows any name.
+    `any_name`: a call of another name is parsed too, if the format marks its calls; schemas apply to `tools` alone.
     `prompt`: shows whether the model's text begins inside reasoning.
     `parallel`: whether several calls are allowed. If not, the first complete call ends the answer (`is_over`), and the
     rest is dropped.
@@ -85,16 +86,17 @@ class AnswerReader:
         format: AnswerFormat,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        any_name: bool = False,
         prompt: PromptEnd = NO_PROMPT,
         parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._scan = Scanner()
-        self._output = PartCollector(
-            tools, new_id or (format.tools.new_id if format.tools else call_id), parallel=parallel
-        )
+        any_name = any_name and format.tools is not None and not format.tools.bare
+        new_id = new_id or (format.tools.new_id if format.tools else call_id)
+        self._output = PartCollector(tools, new_id, parallel=parallel, any_name=any_name)
         self.is_over = False
-        self._reading = self._read(format, prompt, calls=tools is None or len(tools) > 0)
+        self._reading = self._read(format, prompt, calls=tools is None or any_name or len(tools) > 0)
         self._resume()
 
     def feed(self, text: str) -> list[Part]:

@@ -157,6 +157,14 @@ def test_without_tools_everything_is_content():
     assert read("hermes", [ANSWERS["hermes"]], tools=[]) == [Content(ANSWERS["hermes"])]
 
 
+@pytest.mark.parametrize(("name", "text"), ALL_ANSWERS)
+def test_calls_of_tools_that_nobody_offered_are_read_on_wish_if_a_marker_says_that_they_are_calls(name, text):
+    reader = AnswerReader(AnswerFormat(FORMATS[name]), tools=[], any_name=True)
+    parts = [*reader.feed(text), *reader.end()]
+    names = [] if FORMATS[name].bare else [call for call, _ in TWO_CALLS]
+    assert [call for call, _ in calls_in(parts)] == names
+
+
 def test_the_call_after_a_broken_one_is_read():
     parts = read("hermes", ['<tool_call>{"name": oops <tool_call>{"name": "now", "arguments": {}}</tool_call>'])
     assert content_of(parts) == '<tool_call>{"name": oops '

@@ -19,7 +19,7 @@ from localllm.serving.served import ModelCard
 from localllm.text.structured import StructuredOutputsParams
 from localllm.units import format_count
 from localllm.web.api.tools import checked, read_tool
-from localllm.web.pages.chat.replies.messages import calls_of
+from localllm.web.pages.chat.replies.messages import awaited_calls, calls_of
 from localllm.web.pages.chat.store import StoredMessage
 from localllm.web.pages.frame.errors import MessageTooLong
 
@@ -78,15 +78,15 @@ def is_chosen(server: McpServer, settings: Mapping[str, str]) -> bool:
 
 
 def results_of(message: StoredMessage, form: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the result of each call of a reply: what its server returned, else what was typed. Raises
+    """Return the result of each call that gets one: what its server returned, else what was typed. Raises
     `InvalidParameter`.
     """
-    calls = calls_of(message.details)
-    if not calls:
+    calls, awaited = calls_of(message.details), awaited_calls(message.details)
+    if not awaited:
         raise InvalidParameter("This reply calls no tool.", hint="Write a message instead.")
     results = []
-    for number, call in enumerate(calls):
-        stored = message.details["calls"][number]
+    for number in awaited:
+        call, stored = calls[number], message.details["calls"][number]
         if stored.get("state") == "done":
             results.append({"id": call.id, "name": call.name, "text": stored["result"]})
             continue

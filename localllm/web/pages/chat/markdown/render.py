@@ -202,7 +202,7 @@ MAX_PENDING_CHARS = 8_000
 """A longer open block is not parsed again at each line, but when it has grown by an eighth."""
 
 SCHEMES = ("http", "https", "mailto")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^\n]*(?:\n|$)")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*(\S*)[^\n]*(?:\n|$)")
 _CLOSED_BY_BLANK_LINE = ("paragraph_open", "table_open", "blockquote_open", "heading_open")
 
 
@@ -419,10 +419,14 @@ class BlockSplitter:
         closed, self.pending, self._fence = self.pending, "", ""
         return closed
 
-    def open_block(self) -> tuple[Literal["text", "code"], str]:
-        """Return the open block for display; a fenced block without its first line."""
+    def open_block(self) -> tuple[Literal["text", "code"], str, str]:
+        """Return the open block for display, and the language of a fenced block, which is shown without its first
+        line.
+        """
         fence = _FENCE.match(self.pending)
-        return ("code", self.pending[fence.end() :]) if fence else ("text", self.pending.lstrip("\n"))
+        if fence:
+            return "code", self.pending[fence.end() :], fence[2][:32] or "text"
+        return "text", self.pending.lstrip("\n"), ""
 
     def _fence_may_close(self, old_length: int) -> bool:
         """Return whether a line that could close the fence arrived. This avoids parsing a long code

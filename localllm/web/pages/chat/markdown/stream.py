@@ -41,6 +41,7 @@ class TextUpdate:
     restarts: bool
     open_kind: OpenKind | None = None  # set if the open block must be drawn again
     open_text: str = ""  # the whole open block; if open_kind is None, only its new end
+    open_language: str = ""  # of an open block of code
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class ReadPosition:
     """The part of a text that one follower has seen."""
 
     blocks: int = 0
-    kind: str = ""
+    kind: tuple[str, str] = ("", "")  # and language
     chars: int = 0
     first: bool = True
 
@@ -59,11 +60,8 @@ class MarkdownStream:
     def __init__(self) -> None:
         self.text = ""
         self.blocks: list[str] = []  # safe HTML of the finished blocks
-        self.settled: tuple[int, OpenKind, str] = (
-            0,
-            "text",
-            "",
-        )  # closed blocks and the open one, as followers see them
+        # Closed blocks, and the open one as followers see it: its kind, text and language.
+        self.settled: tuple[int, OpenKind, str, str] = (0, "text", "", "")
         self._splitter = BlockSplitter()
         self._drawn_chars = 0
         self._last_heading = LastHeading()
@@ -86,18 +84,19 @@ class MarkdownStream:
         if closed.strip():
             self.blocks.append(await asyncio.to_thread(self._render, closed))
 
-    def settle(self, instead: tuple[OpenKind, str] | None = None) -> None:
+    def settle(self, instead: tuple[OpenKind, str, str] | None = None) -> None:
         """Publish the current state to followers, with `instead` in place of the open block if given."""
         self.settled = (len(self.blocks), *(instead or self._splitter.open_block()))
 
     def update_for(self, seen: ReadPosition) -> TextUpdate | None:
         """Return what this follower has not seen, and mark it as seen; None if there is nothing new."""
-        num_blocks, kind, text = self.settled
+        num_blocks, kind, text, language = self.settled
         html, chars = "".join(self.blocks[seen.blocks : num_blocks]), seen.chars
-        redraws = seen.first or bool(html) or kind != seen.kind or len(text) < chars
-        first, seen.blocks, seen.kind, seen.chars, seen.first = seen.first, num_blocks, kind, len(text), False
+        redraws = seen.first or bool(html) or (kind, language) != seen.kind or len(text) < chars
+        first, seen.blocks, seen.chars, seen.first = seen.first, num_blocks, len(text), False
+        seen.kind = kind, language
         if redraws:
-            return TextUpdate(html, first, kind, text)
+            return TextUpdate(html, first, kind, text, language)
         return TextUpdate("", False, None, text[chars:]) if len(text) > chars else None
 
     def _render(self, closed: str) -> str:

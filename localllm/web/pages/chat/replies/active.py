@@ -88,11 +88,13 @@ def server_calls(details: Mapping[str, Any]) -> list[dict[str, Any] | None]:
     return [call if call.get("server") else None for call in details.get("calls", [])]
 
 
-def stored_call(call: ToolCall, offered: Mapping[str, ServerTool]) -> dict[str, str]:
+def stored_call(call: ToolCall, offered: Mapping[str, ServerTool | None]) -> dict[str, Any]:
     """Return a call as it is stored: with its server, the tool's name there and the digest of what was offered."""
-    found = {"id": call.id, "name": call.name, "arguments": call.arguments}
+    found: dict[str, Any] = {"id": call.id, "name": call.name, "arguments": call.arguments}
     tool = offered.get(call.name)
-    if tool is not None and call.arguments_object() is not None:
+    if call.name not in offered:
+        found["not_offered"] = True
+    elif tool is not None and call.arguments_object() is not None:
         found |= {"server": tool.server, "tool": tool.name, "digest": tool.digest}
     return found
 

@@ -249,12 +249,13 @@ def start(
 ) -> None:
     """Start the reply in a task: the model may have to be loaded first, and the user sees the chat meanwhile."""
     reply = writing.reply
+    typed = {tool["function"]["name"]: None for tool in read_tools(settings.get("tools", ""))}
 
     async def settings_with_tools(served: ServedModel | None) -> Mapping[str, str]:
         if claim.waits_for_tools:
             reply.announce("Starting the servers of the tools …")
         offered = await claim.tools_for(served, settings)
-        reply.offered, reply.tool_notes = offered.by_name, offered.notes
+        reply.offered, reply.tool_notes = {**typed, **offered.by_name}, offered.notes
         return offered.in_settings(settings)
 
     async def ask_another_server(upstreams: Upstreams) -> None:
@@ -267,13 +268,15 @@ def start(
             return
 
         def without_tools(refused: UpstreamRefused) -> dict[str, Any]:
-            reply.offered = {}
+            reply.offered = typed
             reply.tool_notes += (f"The tools of servers are left out. {refused}",)
             return plain
 
         assert lease is not None, "no engine of this server has the model"
         reply.remote = lease.model
-        generation = RemoteGeneration(lease.model, "/chat/completions", body, without_tools if reply.offered else None)
+        generation = RemoteGeneration(
+            lease.model, "/chat/completions", body, without_tools if reply.offered != typed else None
+        )
         reply.start(generation)
         reply.when_done(lease.release)
 

@@ -2,7 +2,7 @@
 
 A message of the user may contain tool results (`details["results"]`), files (`details["files"]`) or pictures
 (`details["pictures"]`); a reply may contain reasoning and calls. A call whose arguments are not a JSON object cannot be
-printed by any template and becomes text.
+printed by any template and becomes text; so does one of a tool that was not offered.
 A turn begins with a message that the user typed, and ends before the next such message: the reply, its tool calls and
 their results belong to it. The model reads all turns but failed ones, and but the oldest that were left out: by whole
 turns, so that a reply keeps its question and a call its result.
@@ -98,7 +98,7 @@ def messages_of(system: str, messages: Sequence[StoredMessage]) -> list[dict[str
 
 def reply_message(message: StoredMessage) -> dict[str, Any]:
     calls = calls_of(message.details)
-    whole = [call for call in calls if call.arguments_object() is not None]
+    whole = [calls[number] for number in awaited_calls(message.details)]
     said = [message.text, *(f"{call.name} {call.arguments}" for call in calls if call not in whole)]
     found: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(text for text in said if text)}
     if message.details.get("reasoning"):
@@ -126,6 +126,15 @@ def _answers(asked: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, 
 
 def calls_of(details: Mapping[str, Any]) -> list[ToolCall]:
     return [ToolCall(call["id"], call["name"], call["arguments"]) for call in details.get("calls", [])]
+
+
+def awaited_calls(details: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the calls that get a result: of offered tools, and with a JSON object as arguments."""
+    return [
+        number
+        for number, call in enumerate(calls_of(details))
+        if call.arguments_object() is not None and not details["calls"][number].get("not_offered")
+    ]
 
 
 def files_of(details: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -87,10 +87,11 @@ async def prompt_of(
             "Its chat template does not support tools, or its tool call format is unknown.",
             "Empty the list of tools in the model's behaviour, or choose another model.",
         )
+    free = params.structured_outputs is None  # text of a schema is never a call
     template = dict(CONTINUE if goes_on else {"add_generation_prompt": True})
     if thinking := settings.get("thinking"):
         template |= thinking_switch(served, thinking == "on", "thinking")[0]
-    conversation = Conversation(seen_by(served, messages), template, Tools(tools, tools))
+    conversation = Conversation(seen_by(served, messages), template, Tools(tools, tools, any_name=free))
     token_ids = await chat_token_ids(served, conversation)
     size = served.plan.max_model_len
     room = reply_room(size, params.max_tokens)

@@ -50,7 +50,7 @@ class Reply:
         self.request_id, self.model, self.context_tokens = request_id, model, context_tokens
         self.body, self.thinking = MarkdownStream(), MarkdownStream()
         self.calls: list[ToolCall] = []
-        self.offered: Mapping[str, ServerTool] = {}  # tools of servers, by the name that the model uses
+        self.offered: Mapping[str, ServerTool | None] = {}  # tools by the name that the model uses; None: a typed one
         self.remote: RemoteModel | None = None  # the model of another server that writes it; None: one of this server
         self.tool_notes: tuple[str, ...] = ()  # why tools that the chat has chosen were not offered
         self.usage: Usage | None = None
@@ -256,13 +256,13 @@ class Reply:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _instead_of_open_block(self) -> tuple[OpenKind, str] | None:
+    def _instead_of_open_block(self) -> tuple[OpenKind, str, str] | None:
         """Return the replacement of the open block: a note, or the call that is being written."""
         if self.done:
             return None
         if self._writes == "call":
-            return "code", f"{self.calls[-1].name} {self.calls[-1].arguments}"
-        return ("note", self._note) if self._note else None
+            return "code", self.calls[-1].arguments, self.calls[-1].name
+        return ("note", self._note, "") if self._note else None
 
     async def _next_change(self, seen_version: int) -> None:
         while self._version == seen_version and not self.done:

@@ -208,7 +208,8 @@ async def other_models(request: Request[Any, Any, Any]) -> Response[Any]:
     own = str(message.details.get("model") or next((each.name for each in names if each.chosen), ""))
     other = next((each.name for each in names if each.name != own), "")
     url = f"/c/{chat.id}/m/{message.id}"
-    form = OtherModel(url, names, own, other) if "compare" in request.query_params else OtherModel(url, names, other)
+    compares, only = "compare" in request.query_params, other if len(names) == 2 else ""
+    form = OtherModel(url, names, own, only, compares=True) if compares else OtherModel(url, names, other)
     return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
 
 

@@ -86,6 +86,7 @@ class OpenBlock(View):
     message_id: str
     kind: Literal["text", "code", "note"] = "text"
     text: str = ""
+    language: str = ""  # of code, or the name of the tool whose arguments are being written
 
 
 Rating = Literal["", "good", "bad"]  # what a person thinks of a reply; empty: it is not rated
@@ -164,6 +165,7 @@ class OtherModel(View):
     model: str
     beside: str = ""
     error: ErrorNotice | None = None
+    compares: bool = False  # a second model has to be chosen
 
 
 @view("chat/_rating_form.html")
@@ -238,8 +240,8 @@ def live_thinking(message_id: str, reply: Reply) -> ReasoningView | None:
     """Return the reasoning of a reply that is being written."""
     if not reply.thinking.text:
         return None
-    num_blocks, kind, text = reply.thinking.settled
-    rest = OpenBlock(f"{message_id}-thinking", kind, text) if reply.thinks else None
+    num_blocks, kind, text, language = reply.thinking.settled
+    rest = OpenBlock(f"{message_id}-thinking", kind, text, language) if reply.thinks else None
     html = "".join(reply.thinking.blocks[:num_blocks])
     return ReasoningView(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
 
@@ -297,11 +299,11 @@ def reply_progress(message_id: str, reply: Reply, progress: ReplyUpdate) -> Repl
         message_id=message_id,
         html=body.html if body else "",
         replaces=body.restarts if body else False,
-        open=OpenBlock(message_id, kind, body.open_text) if body and kind else None,
+        open=OpenBlock(message_id, kind, body.open_text, body.open_language) if body and kind else None,
         appended=body.open_text if body and not kind else "",
         thinking=live_thinking(message_id, reply) if turns else None,
         thinking_html=thinking.html if thinking and not turns else "",
-        thinking_open=OpenBlock(f"{message_id}-thinking", thought, thinking.open_text)
+        thinking_open=OpenBlock(f"{message_id}-thinking", thought, thinking.open_text, thinking.open_language)
         if thinking and thought
         else None,
         thinking_appended=thinking.open_text if thinking and not turns and not thought else "",

@@ -21,7 +21,7 @@ from localllm.mcp.values import McpMissing, bounded, limit_for
 from localllm.serving.answers.tool_calls import MAX_CUTS, MAX_ROUNDS, ConsentPolicy, may_use
 from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply, CallRun, Round, server_calls
-from localllm.web.pages.chat.replies.messages import calls_of
+from localllm.web.pages.chat.replies.messages import awaited_calls, calls_of
 from localllm.web.pages.chat.replies.prompt import ChatFull
 from localllm.web.pages.chat.state import ChatState, chat_state_of
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -197,7 +197,7 @@ class ToolRuns:
     async def _advance(self, round_: Round) -> None:
         """Send the results once every call has one."""
         state, done = self._state, all(run.state == "done" for run in round_.runs.values())
-        typed = [call for call in server_calls(round_.message.details) if call is None]
+        typed = set(awaited_calls(round_.message.details)) - round_.runs.keys()
         if not done or typed or round_.starting or round_.next_id:
             return
         round_.starting = True

@@ -16,7 +16,7 @@ from localllm.serving.answers.conversation import calls_tools
 from localllm.web.pages.chat.composer.settings import is_chosen
 from localllm.web.pages.chat.markdown.render import code_block
 from localllm.web.pages.chat.replies.claims import usable_servers
-from localllm.web.pages.chat.replies.messages import calls_of
+from localllm.web.pages.chat.replies.messages import awaited_calls, calls_of
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Consent
 from localllm.web.pages.frame.errors import notice
@@ -30,6 +30,7 @@ class ToolCallCard(View):
     name: str
     html: str
     broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
+    is_offered: bool = True  # else the chat does not offer the tool, so there is nothing to run or to type
     server: str = ""  # the server of the tool; empty: the result is typed
     state: Literal["asks", "running", "done"] = "asks"  # of a call to a server
     note: str = ""  # why it asks again
@@ -142,6 +143,8 @@ def _card(url: str, details: Mapping[str, Any], number: int) -> ToolCallCard:
     if arguments is None:
         return ToolCallCard(call.name, code_block(call.arguments, ""), broken=True)
     html = code_block(json.dumps(arguments, indent=2, ensure_ascii=False), "json")
+    if stored.get("not_offered"):
+        return ToolCallCard(call.name, html, is_offered=False)
     if not stored.get("server"):
         return ToolCallCard(call.name, html)
     return ToolCallCard(
@@ -162,7 +165,7 @@ def answered(
     given = iter(results(details))
     return tuple(
         replace(card, state="done", text=next(given, ToolResult("", "")).text)
-        if isinstance(card, ToolCallCard) and not card.broken
+        if isinstance(card, ToolCallCard) and card.is_offered and not card.broken
         else card
         for card in cards
     )
@@ -170,11 +173,11 @@ def answered(
 
 def result_form(url: str, message_id: str, details: Mapping[str, Any]) -> ResultForm | None:
     """Return the form for the results that are not there yet; None if no call can be answered, or while calls run."""
-    calls = calls_of(details)
-    if not any(call.arguments_object() is not None for call in calls) or details.get("calls_busy"):
+    calls, awaited = calls_of(details), awaited_calls(details)
+    if not awaited or details.get("calls_busy"):
         return None
     stored = details["calls"]
-    left = tuple((n, call.name) for n, call in enumerate(calls) if stored[n].get("state") != "done")
+    left = tuple((n, calls[n].name) for n in awaited if stored[n].get("state") != "done")
     failure = details.get("calls_failure")
     return ResultForm(
         url,
