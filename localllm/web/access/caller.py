@@ -58,7 +58,7 @@ def require_owner(request: Request[Any, Any, Any]) -> None:
     if key is None or not key.may("admin"):
         raise MissingScope(
             "Only the owner of this server may do this.",
-            "It can start programs on this machine, so this browser has to prove once whose it is.",
+            "It can start programs on this machine or read its files, so this browser has to prove once whose it is.",
             HOW_TO_PROVE,
         )
 

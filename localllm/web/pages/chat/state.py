@@ -17,6 +17,7 @@ from localllm.serving.model_offer import ModelOffer
 from localllm.web.access.caller import mcp_of
 from localllm.web.pages.chat.composer.model_picker import ModelPicker
 from localllm.web.pages.chat.files.attachments import PendingAttachments
+from localllm.web.pages.chat.projects.folder import Folders
 from localllm.web.pages.chat.replies.active import ActiveReplies
 from localllm.web.pages.chat.replies.titles import Titles
 from localllm.web.pages.chat.store import ChatStore
@@ -32,6 +33,7 @@ class ChatState:
         self.store = ChatStore(chats_path() if on_disk else None)
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
+        self.folders = Folders(self.store)
         self.embedding: dict[str, asyncio.Task[None]] = {}  # the work on long files, by chat
         self.titles = Titles(pages, self.store, titles)
         self.picker = ModelPicker(pages)
@@ -64,6 +66,7 @@ async def close_chats(app: Litestar) -> None:
     """Save the replies that are still being written, at shutdown."""
     for task in chat_state_of(app).embedding.values():
         task.cancel()
+    await chat_state_of(app).folders.close()
     await chat_state_of(app).titles.close()
     await chat_state_of(app).replies.close()
     await chat_state_of(app).offers.close()

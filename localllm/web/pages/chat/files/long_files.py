@@ -2,7 +2,7 @@
 
 The passages that match a message are put before it in what the model reads, and are stored with the reply. A loaded
 embedding model embeds passages in the background, and ranks them by meaning; no model is loaded for it. Without one,
-passages are found by their words alone.
+passages are found by their words alone. The files of a project's folder are searched beside the chat's own.
 Does not know: HTTP, templates, how a file is received (attachments.py).
 """
 
@@ -120,6 +120,7 @@ REPLY_SHARE = 4
 
 CANDIDATES = 40
 INTRODUCTION = "Passages of the attached {}, found by a search for this message:"
+"""Also for files of a project's folder: to the model they are attached."""
 SAMPLES = "No passage has the words of the question, so these are samples of the whole file."
 NO_ROOM = "The chat is so full that no passage of its files fits. Leave out the oldest messages, or start a new chat."
 GONE = "A file of this chat is not on this server, so it was not searched."
@@ -181,17 +182,29 @@ async def with_passages(
     typed = [m.text for m in branch.messages if m.role == "user" and "results" not in m.details]
     files = [file["file"] for m in branch.messages for file in m.details.get("files", []) if "file" in file]
     asked = _Question(typed[-1] if typed else "", typed[-2] if len(typed) > 1 else "", tuple(dict.fromkeys(files)))
-    if not asked.file_ids:
+    folder = await state.store.call(Chats.folder, chat.project_id)
+    if not asked.file_ids and folder is None:
         return read, {}
     known = await state.store.call(Chats.known_files, chat.id, asked.file_ids)
-    ranking, matched = await _ranking(state, chat.id, known, asked)
-    found = await state.store.call(Chats.passages, chat.id, ranking)
+    searched, folder_note = {chat.id: known}, ""
+    if folder is not None:
+        folder_note = (await state.folders.look(folder)).note
+        searched[folder.chat_id] = await state.store.call(Chats.file_ids, folder.chat_id)
+    rankings = [await _ranking(state, chat_id, file_ids, asked) for chat_id, file_ids in searched.items() if file_ids]
+    ranking, note = fused([each for each in rankings if each])[:CANDIDATES], ""
+    if known and not ranking:
+        ranking, note = await state.store.call(Chats.sampled, chat.id, known, CANDIDATES // 4), SAMPLES
+    found = dict[int, FilePassage]()
+    for chat_id in searched:
+        found |= await state.store.call(Chats.passages, chat_id, ranking)
     chosen = await _fitting(found, [each for each in ranking if each in found], read, claim)
-    note = "" if matched else SAMPLES
-    if known and not chosen:
+    if ranking and not chosen:
         note = NO_ROOM
     elif len(known) < len(asked.file_ids):
         note = GONE
+    note = " ".join(each for each in (note, folder_note) if each)
+    if not chosen and not note:
+        return read, {}
     sources = {"note": note, "passages": [{"name": it.name, "where": it.where, "text": it.text} for it in chosen]}
     details = {"sources": sources}
     try:
@@ -228,8 +241,8 @@ def _block(name: str, where: str, text: str) -> str:
     return f"{name}, {where}:\n\n{fenced(text.strip())}"
 
 
-async def _ranking(state: ChatState, chat_id: str, file_ids: Sequence[str], asked: _Question) -> tuple[list[int], bool]:
-    """Return the best passages by words and by meaning, and whether any matched; if not, samples of the files."""
+async def _ranking(state: ChatState, chat_id: str, file_ids: Sequence[str], asked: _Question) -> list[int]:
+    """Return the best passages of these files by words and by meaning; none if nothing matches."""
     terms = question.with_context(asked.text, asked.before)
     rankings = []
     if terms:
@@ -242,9 +255,7 @@ async def _ranking(state: ChatState, chat_id: str, file_ids: Sequence[str], aske
             )
         )
     rankings.append(await ranked_by_meaning(state, chat_id, file_ids, asked.text, CANDIDATES))
-    if best := fused(rankings)[:CANDIDATES]:
-        return best, True
-    return await state.store.call(Chats.sampled, chat_id, file_ids, CANDIDATES // 4), False
+    return fused(rankings)[:CANDIDATES]
 
 
 async def _fitting(

@@ -13,13 +13,14 @@ from litestar.response import Redirect, Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, RequestError
-from localllm.web.access.caller import owner_of
+from localllm.web.access.caller import may, owner_of, require_owner
 from localllm.web.api.documents import read_file
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat.composer.settings import typed
 from localllm.web.pages.chat.files.handlers import uploads
 from localllm.web.pages.chat.projects.files import require_room
-from localllm.web.pages.chat.projects.views import ProjectList, ProjectRow, project_page
+from localllm.web.pages.chat.projects.folder import checked_folder
+from localllm.web.pages.chat.projects.views import FolderPart, ProjectList, ProjectRow, folder_part, project_page
 from localllm.web.pages.chat.prompts.saved import checked_name
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, Project
@@ -94,6 +95,29 @@ async def remove_file(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(f"/projects/{project.id}#files-title", status_code=303)
 
 
+@get(f"{ONE}/folder")
+async def show_folder(request: Request[Any, Any, Any]) -> Response[str]:
+    """Show how far the folder of a project is read."""
+    project, may_change = await _requested(request), may(request, "admin")
+    part = await folder_part(chat_state(request), project.id, may_change=may_change)
+    return html(part or FolderPart(f"/projects/{project.id}", may_change=False))
+
+
+@post(f"{ONE}/folder", status_code=200)
+async def choose_folder(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Have the chats of a project search a folder of this machine, or none."""
+    state, project, typed_path = chat_state(request), await _requested(request), await fields_of(request)
+    require_owner(request)  # it lets the caller read files of this machine
+    try:
+        path = checked_folder(typed_path["folder"]) if typed_path.get("folder") else ""
+    except RequestError as error:
+        return await _page(request, project, error=error)
+    if (before := await state.store.call(Chats.folder, project.id)) is not None:
+        await state.folders.stop(before)
+    await state.store.call(Chats.set_folder, owner_of(request), project.id, path)
+    return Redirect(f"/projects/{project.id}#folder-title", status_code=303)
+
+
 @post(f"{ONE}/delete", status_code=303)
 async def delete_project(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a project with its chats or without, with undo for a while. Replies in deleted chats stop."""
@@ -131,8 +155,19 @@ async def _page(
     request: Request[Any, Any, Any], project: Project, form: Mapping[str, str] | None = None,
     error: RequestError | None = None,
 ) -> Response[str]:  # fmt: skip
-    view = await project_page(chat_state(request), owner_of(request), project, form, notice(error) if error else None)
+    state, owner, said = chat_state(request), owner_of(request), notice(error) if error else None
+    view = await project_page(state, owner, project, form, said, may_change=may(request, "admin"))
     return html(await v.panel_page(request, project.name, view), error.status if error else 200)
 
 
-HANDLERS = (projects, add_project, show_project, change_project, add_files, remove_file, delete_project)
+HANDLERS = (
+    projects,
+    add_project,
+    show_project,
+    change_project,
+    add_files,
+    remove_file,
+    show_folder,
+    choose_folder,
+    delete_project,
+)

@@ -48,6 +48,22 @@ class PinnedFile:
     text: str = ""  # its beginning
 
 
+@view("chat/_project_folder.html")
+class FolderPart(View):
+    """The folder that the chats of a project search, or the form to choose one."""
+
+    url: str  # of the project
+    path: str = ""  # empty: no folder is searched
+    num_files: int = 0
+    num_read: int = 0
+    is_reading: bool = False
+    unread: tuple[str, ...] = ()  # names of files that are not text: the first of them
+    num_unread: int = 0
+    num_left_out: int = 0  # files beyond the limits
+    problem: str = ""  # why it cannot be read
+    may_change: bool = True  # the caller may read folders of this machine
+
+
 @view("chat/_project_page.html")
 class ProjectPage(View):
     """The page of one project: its chats, its files, its settings, its deletion."""
@@ -62,19 +78,25 @@ class ProjectPage(View):
     context_tokens: int = 0
     typed_name: str = ""
     settings: SettingsForm = field(default_factory=SettingsForm)
+    folder: FolderPart | None = None
     error: ErrorNotice | None = None
 
 
 LISTED = 50
+SHOWN_UNREAD = 20
+LOOK_S = 0.25
+"""How long the page waits for the look at its folder."""
 MOST_COUNTED_CHARS = 200_000
 """Files with more characters are not tokenised for the sake of this page."""
 
 
 async def project_page(
     state: ChatState, owner: str, project: Project, typed: Mapping[str, str] | None = None,
-    error: ErrorNotice | None = None,
+    error: ErrorNotice | None = None, *, may_change: bool = False,
 ) -> ProjectPage:  # fmt: skip
-    """Return the page of a project. `typed`: a form that was refused, to be shown again."""
+    """Return the page of a project. `typed`: a form that was refused, to be shown again. `may_change`: whether the
+    caller may choose a folder of this machine.
+    """
     chats = await state.store.call(Chats.chats_of_project, owner, project.id, LISTED)
     files = await state.store.call(Chats.project_files, project.id)
     settings = project.settings if typed is None else {name: text for name, text in typed.items() if name != "name"}
@@ -90,8 +112,23 @@ async def project_page(
         context_tokens=card.plan.max_model_len if card is not None else 0,
         typed_name=project.name if typed is None else typed.get("name", ""),
         settings=await settings_form(state, settings, is_open=error is not None),
+        folder=await folder_part(state, project.id, may_change=may_change),
         error=error,
     )
+
+
+async def folder_part(state: ChatState, project_id: str, *, may_change: bool) -> FolderPart | None:
+    """Look through the folder of a project, and return what is known of it. None: there is none, and the caller may not
+    choose one.
+    """
+    url, folder = f"/projects/{project_id}", await state.store.call(Chats.folder, project_id)
+    if folder is None:
+        return FolderPart(url) if may_change else None
+    looked = await state.folders.look(folder, wait_s=LOOK_S)
+    return FolderPart(
+        url, folder.path, looked.num_files, looked.num_read, looked.is_reading, tuple(looked.unread[:SHOWN_UNREAD]),
+        len(looked.unread), looked.num_left_out, looked.problem, may_change,
+    )  # fmt: skip
 
 
 async def _num_tokens(state: ChatState, project: Project, files: Sequence[ProjectFile]) -> int | None:

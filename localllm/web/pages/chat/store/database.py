@@ -155,6 +155,14 @@ MIGRATIONS = (
         DELETE FROM picture WHERE owner = old.owner AND digest = old.digest;
     END;
     """,  # pictures, each deleted with the last message that names it
+    """
+    CREATE TABLE project_folder (
+        project_id TEXT PRIMARY KEY REFERENCES project (id) ON DELETE CASCADE, path TEXT NOT NULL, chat_id TEXT NOT NULL
+    );
+    CREATE TRIGGER project_folder_removed AFTER DELETE ON project_folder BEGIN
+        DELETE FROM chat WHERE id = old.chat_id;
+    END;
+    """,  # folders of projects; their files belong to a chat that no list shows
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

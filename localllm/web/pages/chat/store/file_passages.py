@@ -27,11 +27,37 @@ class FilePassages(Tables):
         with self._whole():
             return self._insert_file(chat_id, name, paged, passages)
 
-    def _insert_file(self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage]) -> str:
+    def replace_file(self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage], changed_s: float) -> None:
+        """Add a file that replaces the one of this name. `changed_s`: when it was changed."""
+        with self._whole():
+            self._db.execute("DELETE FROM file WHERE chat_id = ? AND name = ?", (chat_id, name))
+            self._insert_file(chat_id, name, paged, passages, changed_s)
+
+    def remove_files(self, chat_id: str, names: Iterable[str]) -> None:
+        with self._whole():
+            doomed = [(chat_id, name) for name in names]
+            self._db.executemany("DELETE FROM file WHERE chat_id = ? AND name = ?", doomed)
+
+    def file_stamps(self, chat_id: str) -> dict[str, tuple[float, int]]:
+        """Return the time of each file and its number of passages, by name."""
+        rows = self._db.execute(
+            "SELECT name, created_s, (SELECT count(*) FROM passage WHERE file = file.number) FROM file "
+            "WHERE chat_id = ?",
+            (chat_id,),
+        )
+        return {name: (created_s, count) for name, created_s, count in rows}
+
+    def file_ids(self, chat_id: str) -> list[str]:
+        """Return the ids of all files of a chat."""
+        return [row[0] for row in self._db.execute("SELECT id FROM file WHERE chat_id = ? ORDER BY number", (chat_id,))]
+
+    def _insert_file(
+        self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage], created_s: float | None = None
+    ) -> str:
         file_id = new_id()
         at = self._db.execute(
             "INSERT INTO file (id, chat_id, name, paged, created_s) VALUES (?, ?, ?, ?, ?)",
-            (file_id, chat_id, name, paged, time.time()),
+            (file_id, chat_id, name, paged, time.time() if created_s is None else created_s),
         ).lastrowid
         first = self._db.execute("SELECT ifnull(max(number), 0) + 1 FROM passage").fetchone()[0]
         self._db.executemany(
@@ -75,7 +101,7 @@ class FilePassages(Tables):
     def matching(self, chat_id: str, file_ids: Iterable[str], query: str, most: int) -> list[int]:
         """Return the numbers of the passages that match a full-text query, best first (bm25)."""
         found = list[tuple[float, int]]()
-        for first, last in self._ranges(chat_id, file_ids):
+        for first, last in _merged(self._ranges(chat_id, file_ids)):
             found += self._db.execute(
                 "SELECT bm25(passage_words) AS score, rowid FROM passage_words "
                 "WHERE passage_words MATCH ? AND rowid BETWEEN ? AND ? ORDER BY score, rowid LIMIT ?",
@@ -132,7 +158,7 @@ class FilePassages(Tables):
         """Return (number, embedding) of every passage that the model has embedded."""
         return [
             row
-            for first, last in self._ranges(chat_id, file_ids)
+            for first, last in _merged(self._ranges(chat_id, file_ids))
             for row in self._db.execute(
                 "SELECT passage, vector FROM passage_vector WHERE model = ? AND passage BETWEEN ? AND ?",
                 (model, first, last),
@@ -141,15 +167,24 @@ class FilePassages(Tables):
 
     def _ranges(self, chat_id: str, file_ids: Iterable[str]) -> list[tuple[int, int]]:
         """Return the first and the last passage number of each file: a file's passages are added at once."""
-        rows = (
-            self._db.execute(
-                "SELECT min(passage.number), max(passage.number) FROM passage JOIN file ON file.number = passage.file "
-                "WHERE file.id = ? AND file.chat_id = ?",
-                (file_id, chat_id),
-            ).fetchone()
-            for file_id in file_ids
+        rows = self._db.execute(
+            "SELECT file.id, min(passage.number), max(passage.number) "
+            "FROM file JOIN passage ON file.number = passage.file WHERE file.chat_id = ? GROUP BY file.number",
+            (chat_id,),
         )
-        return [(first, last) for first, last in rows if first is not None]
+        ranges = {file_id: (first, last) for file_id, first, last in rows}
+        return [ranges[file_id] for file_id in file_ids if file_id in ranges]
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges with neighbours joined: a search in a thousand files that were added together is one query."""
+    found = list[tuple[int, int]]()
+    for first, last in sorted(ranges):
+        if found and found[-1][1] + 1 == first:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
 
 
 def _passage(row: tuple[int, str, int, int, int, str]) -> FilePassage:

@@ -6,14 +6,17 @@ A chat is in one project at most. Does not know: how a file is read, what the mo
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 
 from localllm.errors import RequestError
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.records import Chat, Project, ProjectFile
+from localllm.web.pages.chat.store.records import Chat, Project, ProjectFile, ProjectFolder
 from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 
 MAX_PROJECTS = 100
+HOLDS_FOLDERS = "//folder"
+"""The owner of the chats that hold the files of folders: a name that no key may have, so no list shows them."""
 NUM_CHATS = "(SELECT count(*) FROM chat WHERE project_id = project.id AND chat.deletion IS NULL AND NOT archived)"
 
 
@@ -110,6 +113,28 @@ class Projects(Tables):
     def remove_file(self, owner: str, project_id: str, file_id: str) -> None:
         self.project(owner, project_id)
         self._db.execute("DELETE FROM project_file WHERE id = ? AND project_id = ?", (file_id, project_id))
+
+    def folder(self, project_id: str | None) -> ProjectFolder | None:
+        """Return the folder that a project's chats search; None if there is none."""
+        row = self._db.execute(
+            "SELECT project_id, path, chat_id FROM project_folder JOIN project ON project.id = project_id "
+            "AND deletion IS NULL WHERE project_id = ?",
+            (project_id,),
+        ).fetchone()
+        return ProjectFolder(*row) if row is not None else None
+
+    def set_folder(self, owner: str, project_id: str, path: str) -> None:
+        """Have the chats of a project search a folder instead of the one before; an empty path ends that. What was
+        kept of the files of the one before is deleted.
+        """
+        self.project(owner, project_id)
+        with self._whole():
+            self._db.execute("DELETE FROM project_folder WHERE project_id = ?", (project_id,))
+            if path:
+                chat_id = new_id()
+                holder = (chat_id, HOLDS_FOLDERS, path, time.time())
+                self._db.execute("INSERT INTO chat (id, owner, title, updated_s) VALUES (?, ?, ?, ?)", holder)
+                self._db.execute("INSERT INTO project_folder VALUES (?, ?, ?)", (project_id, path, chat_id))
 
 
 def _project(row: tuple[str, str, str, int]) -> Project:

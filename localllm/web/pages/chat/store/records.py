@@ -72,6 +72,15 @@ class ProjectFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ProjectFolder:
+    """A folder of this machine that the chats of a project search."""
+
+    project_id: str
+    path: str
+    chat_id: str  # of the chat to which its files belong; no list shows it
+
+
+@dataclass(frozen=True, slots=True)
 class ChatTotals:
     """The sums over every message of a chat, on all branches."""
 
