@@ -136,3 +136,24 @@ def find_and_change_a_setting(page: Page) -> None:
     page.get_by_role("button", name="Write the line").click()
     page.get_by_text("The change takes effect at the next start.").wait_for()
     look(page)
+
+
+@pytest.mark.parametrize(("motion", "expected"), [("no-preference", ["appear 120"]), ("reduce", [])])
+def test_what_comes_upon_the_page_fades_in_unless_motion_is_reduced(
+    open_page: Callable[..., Page], motion: str, expected: list[str]
+) -> None:
+    page = open_page(reduced_motion=motion)
+    running = "e => e.getAnimations().map(a => `${a.animationName} ${a.effect.getTiming().duration}`)"
+    assert page.evaluate(f"(() => {{ help.showModal(); return ({running})(help) }})()") == expected
+    page.keyboard.press("Escape")
+    page.fill("#composer-message", "hello")
+    shown = page.evaluate(
+        f"""new Promise(done => {{
+            new MutationObserver((_, observer) => {{
+                observer.disconnect();
+                done(({running})(document.querySelector(".message--sending")));
+            }}).observe(document.querySelector("#messages"), {{childList: true}});
+            document.querySelector("#composer").requestSubmit(document.querySelector("[data-send]")); }})"""
+    )
+    assert shown == expected
+    page.wait_for_selector(".figures")
