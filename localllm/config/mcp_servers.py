@@ -1,6 +1,7 @@
 """The `[mcp.servers.NAME]` tables of the config file: servers of tools that the user added, and how each is reached.
 
-A server is a command that is run on this machine, or a URL. Only the config file names servers: no request can.
+A server is a command that is run on this machine, a URL, or the web through a SearXNG, a search engine that one runs
+oneself. Only the config file names servers: no request can.
 Does not know: how a server is started or called (localllm/mcp/).
 """
 
@@ -27,14 +28,15 @@ _SECRET_HINT = re.compile(r"key|token|secret|passw|auth", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """One server of tools: a command with its arguments and variables, or a URL with its headers."""
+    """One server of tools: a command with its arguments and variables, a URL with its headers, or a SearXNG."""
 
     name: str
-    command: str = ""  # empty: the server is reached at `url`
+    command: str = ""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # added to a few variables of this process, such as PATH
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    searxng: str = ""  # address of a SearXNG; localllm's own server then searches there, and reads public pages
     timeout_s: float = 60.0  # for one call; a start has at least 60 s
     enabled: bool = True
     in_new_chats: bool = True  # a new chat offers the tools of this server
@@ -44,7 +46,7 @@ class McpServer:
     @property
     def origin(self) -> str:
         """Return what is run or contacted. Consent to a tool holds for this origin only."""
-        return "\0".join((self.command, *self.args)) if self.command else self.url
+        return "\0".join((self.command, *self.args)) if self.command else self.url or f"searxng\0{self.searxng}"
 
 
 DEFAULTS = McpServer("")
@@ -76,11 +78,12 @@ def read_mcp_server(name: str, given: Any, path: Path | str) -> McpServer:
     if isinstance(values.get("args"), list):
         values["args"] = tuple(values["args"])
     server = McpServer(name, **values)
-    if bool(server.command) == bool(server.url):
-        why = "It has both." if server.command else "It has neither."
-        raise ConfigError(f"{where} needs either command or url.", why, param="command")
-    if server.headers if server.command else server.args or server.env:
-        what = "headers belong to a url" if server.command else "args and env belong to a command"
+    num_kinds = sum(map(bool, (server.command, server.url, server.searxng)))
+    if num_kinds != 1:
+        why = f"It has {'more than one of them' if num_kinds else 'none of them'}."
+        raise ConfigError(f"{where} needs one of command, url and searxng.", why, param="command")
+    if (server.headers and not server.url) or ((server.args or server.env) and not server.command):
+        what = "args and env belong to a command" if server.args or server.env else "headers belong to a url"
         raise ConfigError(f"{where} mixes two kinds of servers.", f"{what[0].upper()}{what[1:]}.", param="headers")
     return server
 
@@ -132,6 +135,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "env": _is_variables,
     "url": _is_url,
     "headers": _is_headers,
+    "searxng": _is_url,
     "timeout_s": _is_seconds,
     "enabled": _is_bool,
     "in_new_chats": _is_bool,
@@ -144,6 +148,7 @@ _EXPECTED = {
     "env": "a table of variables with texts",
     "url": "an address that begins with http:// or https://",
     "headers": "a table of HTTP headers with texts on one line",
+    "searxng": "an address that begins with http:// or https://",
     "timeout_s": f"a number of seconds, at most {MAX_TIMEOUT_S:g}",
     "enabled": "true or false",
     "in_new_chats": "true or false",

@@ -248,7 +248,7 @@ class ToolServerConnection:
 
     @asynccontextmanager
     async def _streams(self) -> AsyncIterator[Any]:
-        if self.server.command:
+        if not self.server.url:
             self._transport = StdioTransport(self.server, self.tail)
             yield self._transport
             return

@@ -117,14 +117,18 @@ class StdioTransport:
     async def _start(self) -> tuple[Process, int]:
         """Return the running watcher, and the end of the lifeline that this process holds."""
         environ = {**get_default_environment(), **self._server.env}
-        program = shutil.which(self._server.command, path=environ.get("PATH"))
+        command: tuple[str, ...] = (self._server.command, *self._server.args)
+        if self._server.searxng:  # -P: the folder of the script holds modules that others would find by their names
+            script = Path(__file__).with_name("web_search.py")
+            command = (sys.executable, "-P", str(script), self._server.searxng)
+        program = shutil.which(command[0], path=environ.get("PATH"))
         if program is None:
             hint = "Check the command, or install the program."
             raise ToolServerFailed(f"The program {self._server.command!r} is not on this machine.", hint=hint)
         theirs, ours = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(Path(watcher.__file__)), str(theirs), program, *self._server.args,
+                sys.executable, "-I", "-S", str(Path(watcher.__file__)), str(theirs), program, *command[1:],
                 stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environ, pass_fds=(theirs,), start_new_session=True,
                 limit=MAX_LINE_BYTES,
             )  # fmt: skip

@@ -61,8 +61,8 @@ def test_tables_are_read(config: Path) -> None:
         ({"server": {}}, "must be a table of servers"),
         ({"servers": {"Files": {"command": "x"}}}, "'Files'"),
         ({"servers": {"a": 3}}, "is not a table"),
-        ({"servers": {"a": {}}}, "neither"),
-        ({"servers": {"a": {"command": "x", "url": "http://x"}}}, "both"),
+        ({"servers": {"a": {}}}, "none of them"),
+        ({"servers": {"a": {"command": "x", "url": "http://x"}}}, "more than one"),
         ({"servers": {"a": {"command": "x", "headers": {"A": "b"}}}}, "Headers belong to a url"),
         ({"servers": {"a": {"url": "http://x", "env": {"A": "b"}}}}, "belong to a command"),
         ({"servers": {"a": {"command": "x", "timeout": 3}}}, "'timeout'"),
@@ -76,6 +76,9 @@ def test_tables_are_read(config: Path) -> None:
         ({"servers": {"a": {"command": "x", "timeout_s": float("inf")}}}, "timeout_s"),
         ({"servers": {"a": {"command": "x", "enabled": "yes"}}}, "enabled"),
         ({"servers": {"a": {"command": "x", "scope": "all"}}}, "scope"),
+        ({"servers": {"a": {"searxng": "127.0.0.1:8888"}}}, "searxng"),
+        ({"servers": {"a": {"searxng": "http://x", "url": "http://x"}}}, "more than one"),
+        ({"servers": {"a": {"searxng": "http://x", "headers": {"A": "b"}}}}, "Headers belong to a url"),
     ],
 )
 def test_wrong_tables_are_refused_by_name(table: Any, says: str) -> None:

@@ -142,3 +142,58 @@ def test_keys_for_inference_neither_see_nor_change_servers(tmp_path: Path, monke
         assert client.get(PAGE).status_code == 403
         assert client.post(f"{PAGE}/add", data={"name": "x", "command": "x", "confirm": "yes"}).status_code == 403
         assert client.post(f"{PAGE}/plain/test").status_code == 403
+
+
+PASTED = """{"mcpServers": {
+    "Time Now": {"command": "uvx", "args": ["mcp-server-time"], "env": {}, "disabled": false},
+    "notes": {"type": "http", "url": "https://tools.example.com/mcp", "headers": {"Authorization": "Bearer x"}}}}"""
+
+
+def test_pasted_json_is_shown_in_full_and_saved(browser: httpx.Client, config: Path) -> None:
+    shown = browser.post(f"{PAGE}/add", data={"pasted": PASTED, "in_new_chats": "on"})
+    assert "Add time-now, notes?" in shown.text
+    assert "time-now: this command will be run" in shown.text
+    assert "time-now" not in config.read_text()
+    browser.post(f"{PAGE}/add", data=fields(shown.text) | {"confirm": "yes"})
+    servers = tomllib.loads(config.read_text())["mcp"]["servers"]
+    assert servers["time-now"] == {"command": "uvx", "args": ["mcp-server-time"]}
+    assert servers["notes"] == {"url": "https://tools.example.com/mcp", "headers": {"Authorization": "Bearer x"}}
+    for name in ("time-now", "notes"):
+        browser.post(f"{PAGE}/{name}/remove")
+
+
+@pytest.mark.parametrize(
+    ("pasted", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "holds no servers"),
+        ('{"mcpServers": {}}', "holds no servers"),
+        ('{"mcpServers": {"a": {"command": "x", "cwd": "/"}}}', "cwd"),
+        ('{"a": {"args": []}}', "none of them"),
+    ],
+)
+def test_pasted_json_that_cannot_be_used_is_refused(browser: httpx.Client, pasted: str, said: str) -> None:
+    answer = browser.post(f"{PAGE}/add", data={"pasted": pasted})
+    assert (answer.status_code, said in html.unescape(answer.text)) == (400, True)
+
+
+def test_a_known_server_fills_the_form(browser: httpx.Client) -> None:
+    page = browser.get(f"{PAGE}?known=time").text
+    assert 'value="uvx mcp-server-time"' in page
+    assert 'value="uvx' not in browser.get(f"{PAGE}?known=nothing").text
+
+
+def test_a_searxng_becomes_a_switch_beside_send(browser: httpx.Client, config: Path) -> None:
+    assert 'id="web"' not in browser.get("/").text
+    assert "Address of a SearXNG" in browser.get(PAGE).text
+    add(browser, name="web", searxng="http://127.0.0.1:8888")
+    assert tomllib.loads(config.read_text())["mcp"]["servers"]["web"] == {
+        "searxng": "http://127.0.0.1:8888",
+        "in_new_chats": False,
+    }
+    page = browser.get("/").text
+    assert '<input id="web" type="checkbox" name="mcp-web" value="on">' in page
+    assert page.count('name="mcp-web"') == 1, "it is not in the drawer as well"
+    assert 'name="mcp_shown"' in page
+    assert "Address of a SearXNG" not in browser.get(PAGE).text
+    browser.post(f"{PAGE}/web/remove")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.web.browser.harness import Keyboard, finishing, say
 from tests.web.browser.looks import overflow, small_targets, until
-from tests.web.harness import browser_of
+from tests.web.harness import browser_of, new_project
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
 
@@ -165,3 +166,24 @@ def test_a_project_by_keyboard_and_chosen_chats(open_page: Open) -> None:
     page.click(".undo__button")
     page.wait_for_url("**/projects/*")
     assert page.locator("#panel-title").inner_text() == "Kernels"
+
+
+def test_a_folder_is_chosen_for_a_project_and_its_file_is_named_under_the_answer(
+    open_page: Open, server: LiveServer, tmp_path: Path
+) -> None:
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "harbour.md").write_text("# Plans\n\nThe lighthouse was painted vermilion.\n")
+    page = open_page(bypass_csp=True)
+    page.goto(server.link())
+    with browser_of(server) as browser:
+        url = new_project(browser, "Harbour")
+    page.goto(server.url + url)
+    check(page)
+    page.get_by_label("Folder of this machine").fill(str(tmp_path))
+    page.keyboard.press("Enter")
+    page.get_by_text("1 file is searched").wait_for()
+    check(page)
+    page.get_by_role("link", name="New chat in this project").click()
+    say(page, "What colour is the lighthouse, vermilion?")
+    page.get_by_text("From plans/harbour.md, lines 1–3").click()
+    page.get_by_text("The lighthouse was painted vermilion.").wait_for()

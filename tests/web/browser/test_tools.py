@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from localllm.config.mcp_servers import McpServer
 from localllm.web.pages.chat.replies import prompt
-from tests.mcp.programs import hostile
+from tests.mcp.programs import hostile, searxng_stub
 from tests.web.browser.looks import opened, overflow, small_targets
 from tests.web.live_server import LiveServer
 from tests.web.scripted import Script, called, tool_servers
@@ -75,3 +76,33 @@ def test_a_person_allows_a_tool_always_and_the_chat_goes_on_by_itself(chromium: 
         page.get_by_role("button", name="Show what will be saved").click()
         page.get_by_text("/my notes", exact=False).first.wait_for()
         assert serious(page) == []
+
+
+def test_the_web_is_one_switch_beside_send_and_each_search_asks(
+    chromium: Browser, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tool_servers(tmp_path_factory) as start, searxng_stub() as address:
+        server = start(McpServer("web", searxng=address, in_new_chats=False))
+        script = Script().direct(monkeypatch, prompt, server)
+        search = called("search_web", {"query": "paged attention"})
+        script.says("Without the web.", search, "It is **there**.")
+        with opened(chromium, 360, 740, bypass_csp=True) as page:
+            page.goto(f"{server.url}/")
+            page.get_by_label("Message", exact=True).fill("one")
+            page.get_by_label("Message", exact=True).press("Enter")
+            page.get_by_text("Without the web.").wait_for()
+            assert "search_web" not in script.prompts[0]
+            page.get_by_label("Web").focus()
+            page.keyboard.press("Space")
+            page.get_by_label("Message", exact=True).fill("two")
+            page.get_by_label("Message", exact=True).press("Enter")
+            page.get_by_text("Run search_web of web?").wait_for()
+            assert "search_web" in script.prompts[1]
+            for width in (360, 768, 1280):
+                page.set_viewport_size({"width": width, "height": 740})
+                assert overflow(page) == 0
+                assert small_targets(page) == []
+            assert serious(page) == []
+            page.get_by_role("button", name="Allow once").click()
+            page.get_by_text("It is there.").wait_for()
+            assert "https://example.com/0" in script.prompts[2]

@@ -481,6 +481,12 @@ def of_tools() -> list[views.View]:
         m.CallsProgress(reply, "The call waits for your answer"),
         t.ToolServers((t.ServerChoice("files", True), t.ServerChoice("time", False, "time did not start."))),
         t.ToolServers((t.ServerChoice("notes", True),), "demo cannot call tools."),
+        *(
+            t.ToolServers(()),
+            t.WebSwitch("web", True),
+            t.WebSwitch("web", note="demo cannot call tools."),
+            t.WebSwitch(),
+        ),
         consents,
         t.ConsentList(()),
         t.ToolsPanel(servers, consents),

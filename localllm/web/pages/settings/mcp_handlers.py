@@ -32,11 +32,14 @@ from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import Fact
 from localllm.web.pages.settings.mcp_views import (
+    KNOWN,
+    NewToolServer,
     NewToolServerPage,
     ToolServerCard,
     ToolServerForm,
     ToolServersPage,
     read_form,
+    read_pasted,
     typed_form,
 )
 from localllm.web.pages.settings.views import file_of, settings_of
@@ -49,32 +52,42 @@ EMPTY = ToolServerForm()
 
 @get(HERE)
 async def tool_servers(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show the servers with their state and tools, the form for another one, and the consents."""
-    return html(await _page(request))
+    """Show the servers with their state and tools, the form for another one, and the consents. `known` fills the form
+    with a well-known server.
+    """
+    known = next((each for each in KNOWN if each.name == request.query_params.get("known")), None)
+    return html(
+        await _page(request, EMPTY if known is None else replace(EMPTY, name=known.name, command=known.command))
+    )
 
 
 @post(f"{HERE}/add", status_code=200, request_max_body_size=200_000)
 async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Show a new server in full; once that is confirmed, save it. It is started at its first use."""
+    """Show new servers in full; once that is confirmed, save them. Each is started at its first use."""
     require_owner(request)
     form = await fields_of(request)
     typed = typed_form(form)
     path = file_of(settings_of(request))
     try:
-        server = read_form(typed)
-        change = await asyncio.to_thread(with_server, path, server)
-        if form.get("confirm") == "yes":
-            await asyncio.to_thread(write, change)
+        servers = read_pasted(typed) if typed.pasted else [read_form(typed)]
+        for server in servers:
+            change = await asyncio.to_thread(with_server, path, server)
+            if form.get("confirm") == "yes":
+                await asyncio.to_thread(write, change)
+                await chat_state(request).mcp.put(server)
+                log.info("mcp server added name=%s", server.name)
     except (ConfigError, NotWritable) as error:
         return html(await _page(request, replace(typed, error=notice(error))), 400)
     if form.get("confirm") == "yes":
-        await chat_state(request).mcp.put(server)
-        log.info("mcp server added name=%s", server.name)
-        return Redirect(f"{HERE}#server-{server.name}", status_code=303)
+        return Redirect(f"{HERE}#server-{servers[0].name}", status_code=303)
+    shell = pages_state(request).shell(request, "New server of tools", "settings")
+    return html(NewToolServerPage(shell, typed, tuple(map(_new, servers)), str(path)))
+
+
+def _new(server: McpServer) -> NewToolServer:
     variables = tuple(Fact(name, text) for name, text in {**server.env, **server.headers}.items())
     command = (server.command, *server.args) if server.command else ()
-    shell = pages_state(request).shell(request, "New server of tools", "settings")
-    return html(NewToolServerPage(shell, typed, command, server.url, variables, table_of(server), str(path)))
+    return NewToolServer(server.name, command, server.url, variables, table_of(server), server.searxng)
 
 
 @post(f"{HERE}/{{name:str}}/test", status_code=303, request_max_body_size=10_000)
@@ -146,6 +159,7 @@ async def _page(request: Request[Any, Any, Any], form: ToolServerForm = EMPTY) -
         shell=pages_state(request).shell(request, "Tools", "settings"),
         servers=tuple(_card(state.mcp.state(server.name)) for server in state.mcp.servers),
         form=form,
+        searches=any(server.searxng for server in state.mcp.servers),
         consents=consent_list(consents, HERE),
         config_file=str(file_of(settings_of(request))),
         missing=missing,
@@ -155,6 +169,7 @@ async def _page(request: Request[Any, Any, Any], form: ToolServerForm = EMPTY) -
 def _card(state: ServerState) -> ToolServerCard:
     server = state.server
     facts = [Fact("Address", server.url)] if server.url else []
+    facts += [Fact("SearXNG", server.searxng)] if server.searxng else []
     facts += [Fact(name, "••••" if is_secret(name) else text) for name, text in server.env.items()]
     facts += [Fact(name, "••••") for name in server.headers]
     facts.append(Fact("Time limit of a call", f"{server.timeout_s:g} s"))

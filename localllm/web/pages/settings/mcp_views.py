@@ -5,8 +5,13 @@ Does not know: how a server is started.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from localllm.config.mcp_servers import McpServer, read_mcp_server
 from localllm.errors import ConfigError
@@ -38,10 +43,48 @@ class ToolServerForm(View):
     env: str = ""
     address: str = ""
     headers: str = ""
+    searxng: str = ""
+    pasted: str = ""  # JSON with `mcpServers`, instead of the other fields
     timeout_s: str = "60"
     in_new_chats: bool = True
     for_all: bool = False  # keys with the scope infer may use it too
     error: ErrorNotice | None = None
+
+    @property
+    def known(self) -> tuple[KnownServer, ...]:
+        return KNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class KnownServer:
+    """A server that many use, with the command that its authors give."""
+
+    name: str
+    what: str
+    command: str
+    needs: str  # the program that runs it
+
+
+KNOWN = (
+    KnownServer("time", "The time now, and between time zones", "uvx mcp-server-time", "uv"),
+    KnownServer(
+        "files",
+        "Read and write files below one folder",
+        "npx -y @modelcontextprotocol/server-filesystem FOLDER",
+        "Node",
+    ),
+    KnownServer(
+        "git", "Status, differences and history of a repository", "uvx mcp-server-git --repository FOLDER", "uv"
+    ),
+    KnownServer("fetch", "Read pages of the web as Markdown", "uvx mcp-server-fetch", "uv"),
+    KnownServer(
+        "memory",
+        "A graph of facts that the model writes and reads",
+        "npx -y @modelcontextprotocol/server-memory",
+        "Node",
+    ),
+    KnownServer("browser", "Operate a browser: open pages, click, fill in forms", "npx -y @playwright/mcp", "Node"),
+)
 
 
 @view("settings/tools.html")
@@ -52,20 +95,30 @@ class ToolServersPage(View):
     servers: tuple[ToolServerCard, ...]
     form: ToolServerForm
     consents: ConsentList
+    searches: bool  # a SearXNG is among the servers
     config_file: str
     missing: ErrorNotice | None = None  # the package mcp, or a proof of who uses this browser
 
 
-@view("settings/new_tool_server.html")
-class NewToolServerPage(View):
-    """Shows a new server in full, before it is saved."""
+@dataclass(frozen=True, slots=True)
+class NewToolServer:
+    """A new server, before it is saved."""
 
-    shell: Shell
-    form: ToolServerForm
+    name: str
     command: tuple[str, ...]  # each argument; empty: an address
     address: str
     variables: tuple[Fact, ...]  # or headers
     table: str  # what is written to the file
+    searxng: str = ""
+
+
+@view("settings/new_tool_server.html")
+class NewToolServerPage(View):
+    """The page that shows new servers in full, before they are saved."""
+
+    shell: Shell
+    form: ToolServerForm
+    servers: tuple[NewToolServer, ...]
     config_file: str
 
 
@@ -85,14 +138,19 @@ def typed_form(form: Mapping[str, str]) -> ToolServerForm:
         env=text("env"),
         address=text("address"),
         headers=text("headers"),
+        searxng=text("searxng"),
+        pasted=text("pasted"),
         timeout_s=form.get("timeout_s", "").strip()[:20] or "60",
-        in_new_chats="in_new_chats" in form,
+        in_new_chats="in_new_chats" in form and not text("searxng"),  # the web is a switch that is off at first
         for_all="for_all" in form,
     )
 
 
 def read_form(form: ToolServerForm) -> McpServer:
     """Return the server. Raises `ConfigError` that says which field is wrong."""
+    if form.searxng:
+        found = {"searxng": form.searxng, "in_new_chats": False, "scope": "infer" if form.for_all else "admin"}
+        return read_mcp_server(form.name or "web", found, THE_FORM)
     if form.command and form.address:
         raise ConfigError("Give either a command or an address.", "Both are filled in.", param="address")
     values: dict[str, object] = {"timeout_s": _seconds(form.timeout_s), "in_new_chats": form.in_new_chats}
@@ -104,6 +162,40 @@ def read_form(form: ToolServerForm) -> McpServer:
     else:
         raise ConfigError("Give a command or an address.", "Both are empty.", param="command")
     return read_mcp_server(form.name, values | {"scope": "infer" if form.for_all else "admin"}, THE_FORM)
+
+
+def read_pasted(form: ToolServerForm) -> list[McpServer]:
+    """Return the servers of the JSON that the pages of servers print: an object with `mcpServers`, or with `servers`,
+    or the servers alone. Raises `ConfigError`.
+    """
+    try:
+        found = msgspec.json.decode(form.pasted)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            "The pasted text is not JSON.", f"{error}.", "Paste it from { to }.", param="pasted"
+        ) from error
+    for key in ("mcpServers", "mcp", "servers"):
+        found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
+    if not isinstance(found, dict) or not found or not all(isinstance(each, dict) for each in found.values()):
+        hint = 'For example: {"mcpServers": {"time": {"command": "uvx", "args": ["mcp-server-time"]}}}'
+        raise ConfigError("The pasted JSON cannot be used.", "It holds no servers.", hint, param="pasted")
+    common = {"in_new_chats": form.in_new_chats, "scope": "infer" if form.for_all else "admin"}
+    return [
+        read_mcp_server(_plain_name(name), {**_of_pasted(each), **common}, THE_FORM) for name, each in found.items()
+    ]
+
+
+def _of_pasted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry with our keys. What we do not know stays, so that it is refused by name."""
+    names = {"serverUrl": "url", "httpUrl": "url", "timeout": "timeout_s"}
+    found = {names.get(key, key): value for key, value in given.items() if key not in ("type", "disabled", "transport")}
+    if isinstance(found.get("timeout_s"), int | float) and found["timeout_s"] > 1000:  # others count milliseconds
+        found["timeout_s"] /= 1000
+    return {key: value for key, value in found.items() if value not in ({}, [], None)}
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:32].strip("-_")
 
 
 def _words(text: str) -> list[str]:

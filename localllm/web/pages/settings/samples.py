@@ -107,12 +107,14 @@ def _of_tool_servers(shell: views.Shell) -> list[views.View]:
     failed = mcp_views.ToolServerCard("time", "/settings/tools/time", "failed", (), facts, error=error)
     form = mcp_views.ToolServerForm("files", "uvx mcp-server-files --root '/home/me/my notes'", "API_TOKEN=secret")
     consents = ConsentList((ConsentRow("files", "read_file", "always", "2026-01-02"),), "/settings/tools")
-    page = mcp_views.ToolServersPage(shell, (files, failed), form, consents, "~/.config/localllm/config.toml")
+    page = mcp_views.ToolServersPage(shell, (files, failed), form, consents, False, "~/.config/localllm/config.toml")
     wrong = views.ErrorNotice("Give a command or an address.", "Both are empty.")
-    new = mcp_views.NewToolServerPage(
-        shell, form, files.command, "", (views.Fact("API_TOKEN", "secret"),), '[mcp.servers.files]\ncommand = "uvx"\n',
-        page.config_file,
-    )  # fmt: skip
+    server = mcp_views.NewToolServer(
+        "files", files.command, "", (views.Fact("API_TOKEN", "secret"),), '[mcp.servers.files]\ncommand = "uvx"\n'
+    )
+    at_url = replace(server, command=(), address="https://tools.example.com/mcp")
+    web = replace(server, name="web", command=(), variables=(), searxng="http://127.0.0.1:8888")
+    new = mcp_views.NewToolServerPage(shell, form, (server,), page.config_file)
     return [
         files,
         failed,
@@ -120,7 +122,14 @@ def _of_tool_servers(shell: views.Shell) -> list[views.View]:
         form,
         replace(form, error=wrong),
         page,
-        replace(page, servers=(), missing=views.ErrorNotice("Tools need the package mcp.", "", "pip install mcp")),
+        replace(
+            page,
+            servers=(),
+            searches=True,
+            missing=views.ErrorNotice("Tools need the package mcp.", "", "pip install mcp"),
+        ),
         new,
-        replace(new, command=(), address="https://tools.example.com/mcp"),
+        replace(new, servers=(server, at_url)),
+        replace(new, servers=(web,)),
+        replace(form, pasted="{", error=wrong),
     ]

@@ -88,7 +88,8 @@ def _chats(path: Path, *, keeps_chats: bool) -> StoredRow:
             return StoredRow("Chats", "None yet. They are written here with the first one.", 0, str(path))
         return StoredRow("Chats", "Kept in memory until the server stops.", 0, "", "stop the server")
     beside = sum(map(size_of, path.parent.glob(f"{path.name}*")))  # the write-ahead log, and files set aside
-    what = "Messages and answers of all chats, prompts, and the text of searched folders. The newest are in the files beside it (-wal, -shm)."
+    what = "Messages and answers of all chats, prompts, and the text of searched folders."
+    what += " The newest are in the files beside it (-wal, -shm)."
     return StoredRow("Chats", what, beside, str(path), "Privacy", "#privacy")
 
 

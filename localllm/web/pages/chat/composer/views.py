@@ -24,7 +24,7 @@ from localllm.web.pages.chat.replies.prompt import ChatFull
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatsUnavailable
-from localllm.web.pages.chat.tools.views import ToolServers, tool_servers
+from localllm.web.pages.chat.tools.views import ToolServers, WebSwitch, tool_servers
 from localllm.web.pages.frame.views import ErrorNotice, View, view
 
 
@@ -198,6 +198,7 @@ class Composer(View):
     attachments: Attachments = field(default_factory=Attachments)
     models: ModelChoices = field(default_factory=ModelChoices)
     thinking: ThinkingChoice = field(default_factory=ThinkingChoice)
+    web: WebSwitch = field(default_factory=WebSwitch)
     refusal: Refusal | None = None
     context_tokens: int = 0  # of the model; 0: not known
     project_id: str = ""  # of a new chat

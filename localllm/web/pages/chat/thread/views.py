@@ -43,7 +43,7 @@ from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Branch, Chat, Chats, Project
 from localllm.web.pages.chat.store.tables import new_id
 from localllm.web.pages.chat.thread.messages import ChatMessage, MessageList, head, message_list
-from localllm.web.pages.chat.tools.views import chosen_again
+from localllm.web.pages.chat.tools.views import chosen_again, web_switch
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View, view
 
@@ -170,6 +170,7 @@ async def chat_page(
             *(chat.id if chat else "", sampling, action),
             models=await state.picker.choices(settings),
             thinking=thinking_choice(state, settings),
+            web=web_switch(state, owner, settings),
             context_tokens=card.plan.max_model_len if card is not None else 0,
             project_id=project.id if project is not None else "",
             begins=begins,

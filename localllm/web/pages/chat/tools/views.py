@@ -76,10 +76,19 @@ class ServerChoice:
 
 @view("chat/_tool_servers.html")
 class ToolServers(View):
-    """The choice of servers in the drawer."""
+    """The choice of servers in the drawer, besides the one behind the switch."""
 
     choices: tuple[ServerChoice, ...]
     note: str = ""  # why none of them is used
+
+
+@view("chat/_web_switch.html")
+class WebSwitch(View):
+    """The switch beside Send with which the chat offers the tools of the web to the model."""
+
+    server: str = ""  # the server that searches; empty: there is none
+    chosen: bool = False
+    note: str = ""  # why the model cannot use it
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +227,17 @@ def tool_servers(state: ChatState, owner: str, settings: Mapping[str, str]) -> T
     elsewhere = state.pages.elsewhere(settings.get("model", ""))
     if elsewhere and not state.pages.upstreams.calls_tools(elsewhere):
         note = f"{elsewhere} cannot call tools."
-    choices = (_choice(state.mcp.state(server.name), settings) for server in servers)
+    choices = (_choice(state.mcp.state(server.name), settings) for server in servers if not server.searxng)
     return ToolServers(tuple(choices), note)
+
+
+def web_switch(state: ChatState, owner: str, settings: Mapping[str, str]) -> WebSwitch:
+    """Return the switch for the first server that searches the web, if the user may use one."""
+    server = next((each for each in usable_servers(state, owner) if each.searxng), None)
+    shown = tool_servers(state, owner, settings) if server is not None else None
+    if server is None or shown is None:
+        return WebSwitch()
+    return WebSwitch(server.name, is_chosen(server, settings), shown.note)
 
 
 def chosen_again(shown: ToolServers | None, form: Mapping[str, str]) -> ToolServers | None:
