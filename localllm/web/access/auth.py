@@ -45,7 +45,7 @@ from localllm.web.access.keys import Key, KeyRing, guest
 from localllm.web.access.limits import Bodies, Guesses, Limits
 from localllm.web.access.origins import Origins, netloc_of
 from localllm.web.access.proxies import Proxies
-from localllm.web.access.scopes import API_RULES, PROBES, RouteRules, is_open
+from localllm.web.access.scopes import API_RULES, PROBES, RouteRules, is_open, needs_no_key
 from localllm.web.errors import (
     Forbidden,
     HeadTooLarge,
@@ -225,7 +225,7 @@ class FrontDoor:
 
     def _check_key(self, scope: HTTPScope, key: Key | None) -> None:
         """Raise if the request needs a key and has none, or if its key, or its user, lacks the scope."""
-        if is_open(normalize_path(scope["path"])):
+        if needs_no_key(normalize_path(scope["path"])):
             return
         if key is None:
             if not self.keys.is_locked:

@@ -94,6 +94,11 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith("/static/")
 
 
+def needs_no_key(path: str) -> bool:
+    """Return whether a path is open, or holds its own secret: a link to read one chat. Limits apply to such a link."""
+    return is_open(path) or path.startswith("/shared/")
+
+
 def scope_of(method: str, path: str) -> Scope:
     """Return the scope that a request of the API needs."""
     return API_RULES.scope_of(method, path)

@@ -187,3 +187,35 @@ def test_a_folder_is_chosen_for_a_project_and_its_file_is_named_under_the_answer
     say(page, "What colour is the lighthouse, vermilion?")
     page.get_by_text("From plans/harbour.md, lines 1–3").click()
     page.get_by_text("The lighthouse was painted vermilion.").wait_for()
+
+
+def test_a_link_to_read_is_made_moved_forward_and_ended(open_page: Open, server: LiveServer) -> None:
+    page = open_page(bypass_csp=True, width=360)
+    say(page, "What is a block?")
+
+    def manage() -> None:
+        page.locator(".head__more").click()
+        page.get_by_role("heading", name="A link to read").wait_for()
+
+    manage()
+    page.get_by_role("button", name="Make a link").click()
+    address = page.locator("#chat-link-address").inner_text()
+    check(page)
+    page.get_by_role("button", name="Close").click()
+    page.set_viewport_size({"width": 360, "height": 740})
+    say(page, "And a slot?")
+    manage()
+    page.get_by_role("button", name="Show the newest messages too").click()
+    page.get_by_role("button", name="Show the newest messages too").wait_for(state="detached")
+    with page.context.expect_page() as opened:
+        page.locator("#chat-link-address").click()
+    reader = opened.value
+    assert reader.url == address
+    for scheme in ("dark", "light"):
+        reader.emulate_media(color_scheme=scheme)
+        check(reader)
+    assert reader.get_by_text("And a slot?").is_visible()
+    page.get_by_role("button", name="End the link").click()
+    page.get_by_role("button", name="Make a link").wait_for()
+    reader.reload()
+    assert reader.get_by_text("This link shows nothing.", exact=False).first.is_visible()

@@ -38,7 +38,7 @@ PAGE = Page(
             *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette"),
             *("/prompts", "/prompts/*", "/projects", "/projects/*"),
         ),
-        linked=Paths("/", "/c/*"),
+        linked=Paths("/", "/c/*", "/shared/*"),
     ),
     on_startup=(open_chats, open_tools),
     on_shutdown=(close_tools, close_chats),

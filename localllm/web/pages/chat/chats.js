@@ -21,7 +21,7 @@
   });
   document.addEventListener("htmx:after:request", (event) => {
     const from = event.detail.ctx?.sourceElement;
-    if (from?.closest("#manage") && event.detail.ctx.response?.raw.ok) find("#manage").close();
+    if (from?.closest("#manage") && !from.matches("[data-stays]") && event.detail.ctx.response?.raw.ok) find("#manage").close();
   });
   find("#manage")?.addEventListener("close", (event) => event.target.replaceChildren());
 

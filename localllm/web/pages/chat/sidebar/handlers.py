@@ -27,6 +27,7 @@ from localllm.web.pages.chat.sidebar.views import (
     DAY_S,
     MOST_PAGES,
     ChatHead,
+    ChatLinkForm,
     ChatsChanged,
     ChatTitled,
     Palette,
@@ -34,6 +35,7 @@ from localllm.web.pages.chat.sidebar.views import (
     PaletteGroup,
     Undo,
     chat_list,
+    link_form,
     list_page,
     manage_form,
     when,
@@ -69,8 +71,25 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
 async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms that change a whole chat, in a dialog or as a page."""
     chat = await requested_chat(request)
-    form = await manage_form(chat_state(request), owner_of(request), chat)
+    form = await manage_form(chat_state(request), owner_of(request), chat, await _link_form(request, chat))
     return html(form if is_scripted(request) else await v.panel_page(request, chat.title, form))
+
+
+async def _link_form(request: Request[Any, Any, Any], chat: Chat) -> ChatLinkForm:
+    is_local = request.app.state["settings"].server.is_loopback
+    return await link_form(chat_state(request), owner_of(request), chat, str(request.base_url), is_local=is_local)
+
+
+@post("/c/{conversation_id:str}/link", status_code=200)
+async def change_link(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Make the link with which others may read a chat, have it show the newest messages, or end it."""
+    state, owner, chat = chat_state(request), owner_of(request), await requested_chat(request)
+    if (await fields_of(request)).get("link") == "end":
+        await state.store.call(Chats.end_link, owner, chat.id)
+    elif chat.leaf is not None:
+        await state.store.call(Chats.set_link, owner, chat.id, chat.leaf)
+    form = await _link_form(request, chat)
+    return html(form) if is_scripted(request) else Redirect(f"/c/{chat.id}/manage", status_code=303)
 
 
 @post("/c/{conversation_id:str}/rename", status_code=200)
@@ -313,6 +332,7 @@ def _numbered(found: Iterable[tuple[str, list[Entry]]]) -> Iterable[PaletteGroup
 HANDLERS = (
     find_chats,
     manage_chat,
+    change_link,
     rename_chat,
     pin_chat,
     written_title,

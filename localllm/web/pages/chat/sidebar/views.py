@@ -91,7 +91,19 @@ class ManageChat(View):
     time: str = ""  # of its last change
     projects: tuple[SelectOption, ...] = ()  # empty: there are none
     sums: ChatTotals | None = None
+    link: ChatLinkForm | None = None
     error: ErrorNotice | None = None
+
+
+@view("chat/_chat_link.html")
+class ChatLinkForm(View):
+    """The link with which others may read a chat, or the button that makes one."""
+
+    url: str  # of the chat
+    link: str = ""  # empty: there is none
+    is_behind: bool = False  # the chat has newer messages than the link shows
+    is_empty: bool = False  # the chat has no message to show
+    is_local: bool = False  # the server answers on this machine alone
 
 
 @view("chat/_import_refused.html")
@@ -107,6 +119,7 @@ class ManageChats(View):
     """The form with the actions of all chats: import some, export all."""
 
     refused: ImportRefused | None = None
+    links: tuple[tuple[str, str], ...] = ()  # title and address of each chat that a link shows
     wipe: WipeChats | None = None  # for a key that cannot open the settings, where this form is shown
 
 
@@ -310,8 +323,19 @@ def choices(projects: Sequence[Project], chosen: str | None) -> tuple[SelectOpti
     return (SelectOption("", "No project", not chosen), *found) if found else ()
 
 
-async def manage_form(state: ChatState, owner: str, chat: Chat) -> ManageChat:
+async def link_form(state: ChatState, owner: str, chat: Chat, base_url: str, *, is_local: bool) -> ChatLinkForm:
+    """Return the form of a chat's link. `base_url`: of this server, as the browser reached it."""
+    link = next((each for each in await state.store.call(Chats.links, owner) if each.chat_id == chat.id), None)
+    if link is None:
+        return ChatLinkForm(f"/c/{chat.id}", is_empty=chat.leaf is None)
+    address = f"{base_url.rstrip('/')}/shared/{link.secret}"
+    return ChatLinkForm(f"/c/{chat.id}", address, is_behind=link.leaf != chat.leaf, is_local=is_local)
+
+
+async def manage_form(state: ChatState, owner: str, chat: Chat, link: ChatLinkForm) -> ManageChat:
     """Return the form with the actions of a chat, and the sums of its replies."""
     sums = await state.store.call(Chats.totals, chat.id)
     projects = choices(await state.store.call(Chats.projects, owner), chat.project_id)
-    return ManageChat(f"/c/{chat.id}", chat.title, chat.pinned, chat.archived, when(chat.updated_s), projects, sums)
+    return ManageChat(
+        f"/c/{chat.id}", chat.title, chat.pinned, chat.archived, when(chat.updated_s), projects, sums, link
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
@@ -23,6 +24,7 @@ from localllm.web.pages.chat.store.file_versions import delete_copies
 from localllm.web.pages.chat.store.records import (
     Branch,
     Chat,
+    ChatLink,
     ChatNotFound,
     Consent,
     FoundChat,
@@ -44,6 +46,10 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
+
+LINK = "SELECT chat_id, title, secret, chat_link.leaf, created_s FROM chat_link JOIN chat ON chat.id = chat_id"
+LINK_BYTES = 24
+"""Random bytes of a link's secret: nobody guesses 192 bits."""
 
 MOST_PICTURE_BYTES = 2 * 2**30
 """Pictures of all chats together."""
@@ -109,6 +115,34 @@ class Ratings(Tables):
         return rows.fetchall()
 
 
+class ChatLinks(Tables):
+    """Links to read single chats. A chat has one at most; it ends with the chat."""
+
+    def set_link(self, owner: str, chat_id: str, leaf: str) -> None:
+        """Let a link show a chat up to a message. A link that exists keeps its secret."""
+        self._db.execute(
+            "INSERT INTO chat_link (chat_id, secret, leaf, created_s) SELECT id, ?, ?, ? FROM chat WHERE id = ? "
+            "AND owner = ? ON CONFLICT (chat_id) DO UPDATE SET leaf = excluded.leaf, created_s = excluded.created_s",
+            (secrets.token_urlsafe(LINK_BYTES), leaf, time.time(), chat_id, owner),
+        )
+
+    def end_link(self, owner: str, chat_id: str) -> None:
+        """End a chat's link for good: a later one has another secret."""
+        self._db.execute(
+            "DELETE FROM chat_link WHERE chat_id = (SELECT id FROM chat WHERE id = ? AND owner = ?)", (chat_id, owner)
+        )
+
+    def links(self, owner: str) -> list[ChatLink]:
+        """Return the links to an owner's chats, the newest first."""
+        rows = self._db.execute(f"{LINK} WHERE owner = ? AND deletion IS NULL ORDER BY created_s DESC", (owner,))
+        return [ChatLink(*row) for row in rows]
+
+    def link(self, secret: str) -> ChatLink | None:
+        """Return the link with this secret, whoever asks; None if there is none."""
+        row = self._db.execute(f"{LINK} WHERE secret = ? AND deletion IS NULL", (secret,)).fetchone()
+        return ChatLink(*row) if row is not None else None
+
+
 class Consents(Tables):
     """Decisions of owners about tools of servers: always, or never. One for each owner, server and tool."""
 
@@ -130,7 +164,7 @@ class Consents(Tables):
         self._db.execute("DELETE FROM tool_consent WHERE owner = ? AND server = ? AND tool = ?", where)
 
 
-class Chats(Consents, Ratings, FilePassages, PictureFiles, SavedPrompts, Selections):
+class Chats(Consents, Ratings, ChatLinks, FilePassages, PictureFiles, SavedPrompts, Selections):
     """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------

@@ -163,6 +163,12 @@ MIGRATIONS = (
         DELETE FROM chat WHERE id = old.chat_id;
     END;
     """,  # folders of projects; their files belong to a chat that no list shows
+    """
+    CREATE TABLE chat_link (
+        chat_id TEXT PRIMARY KEY REFERENCES chat (id) ON DELETE CASCADE, secret TEXT NOT NULL UNIQUE,
+        leaf TEXT NOT NULL, created_s REAL NOT NULL
+    );
+    """,  # links with which anybody may read a chat up to one message
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

@@ -72,6 +72,17 @@ class ProjectFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatLink:
+    """A link with which anybody who has it may read a chat, up to one message."""
+
+    chat_id: str
+    title: str  # of the chat
+    secret: str
+    leaf: str  # the last message that it shows
+    created_s: float  # Unix time
+
+
+@dataclass(frozen=True, slots=True)
 class ProjectFolder:
     """A folder of this machine that the chats of a project search."""
 

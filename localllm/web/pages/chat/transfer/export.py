@@ -167,6 +167,7 @@ class SharedChat(View):
     day: str  # of the export
     messages: tuple[SharedMessage, ...]
     system: str = ""
+    is_file: bool = True  # else it is read at a link
 
 
 _BUTTON = re.compile(r"<button\b.*?</button>", re.DOTALL)
@@ -179,6 +180,11 @@ def as_html(chat: Chat, messages: Sequence[StoredMessage]) -> bytes:
     """Return the file. Slow for a long chat: each message is drawn."""
     drawn = tuple(_message(message) for message in messages)
     return render(SharedChat(chat.title, time.strftime("%Y-%m-%d"), drawn, chat.settings.get("system", ""))).encode()
+
+
+def as_page(title: str, messages: Sequence[StoredMessage]) -> bytes:
+    """Return the page behind a link. Slow for a long chat, as the file is."""
+    return render(SharedChat(title, time.strftime("%Y-%m-%d"), tuple(map(_message, messages)), is_file=False)).encode()
 
 
 def _without_scripts(html: str) -> str:

@@ -47,7 +47,7 @@ class AlreadyHere(RequestError):
 @get("/chats/manage")
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import chats and to export all."""
-    form = _form(request)
+    form = await _form(request)
     return html(form if is_scripted(request) else await v.panel_page(request, "Chats", form))
 
 
@@ -68,6 +68,33 @@ async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
     else:
         raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md, html or json.", param="kind")
     return Response(body, media_type=media_type, headers=_as_file(f"{export.file_name(chat)}.{kind}"))
+
+
+LINK_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Robots-Tag": "noindex",
+    "Cache-Control": "no-store",
+}
+"""The page behind a link: nothing of it runs, and its address is passed on to nobody."""
+
+
+@get("/shared/{secret:str}")
+async def read_by_link(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Show a chat to whoever has its link: the messages up to one, without the system prompt. The page of a link that
+    was ended has no navigation: its reader may not open other pages.
+    """
+    state = chat_state(request)
+    link = await state.store.call(Chats.link, request.path_params["secret"])
+    if link is None:
+        title = "This link shows nothing. It was ended, or the chat was deleted."
+        return Response(export.as_page(title, ()), status_code=404, media_type="text/html", headers=LINK_HEADERS)
+    branch = await state.store.call(Chats.branch, link.chat_id, link.leaf)
+    messages = [state.replies.current(message) for message in branch.messages]
+    body = await anyio.to_thread.run_sync(export.as_page, link.title, messages)
+    return Response(body, media_type="text/html", headers=LINK_HEADERS)
 
 
 @get("/chats/export")
@@ -181,11 +208,13 @@ async def _refused(
     if is_scripted(request):
         chats = await chat_list(state, owner, None) if imported else None
         return html(ImportRefused(errors, chats), 400)
-    return html(await v.panel_page(request, "Chats", _form(request, ImportRefused(errors))), 400)
+    return html(await v.panel_page(request, "Chats", await _form(request, ImportRefused(errors))), 400)
 
 
-def _form(request: Request[Any, Any, Any], refused: ImportRefused | None = None) -> ManageChats:
-    return ManageChats(refused, None if may(request, "admin") else WipeChats())
+async def _form(request: Request[Any, Any, Any], refused: ImportRefused | None = None) -> ManageChats:
+    links = await chat_state(request).store.call(Chats.links, owner_of(request))
+    shown = tuple((each.title, f"/c/{each.chat_id}") for each in links)
+    return ManageChats(refused, shown, None if may(request, "admin") else WipeChats())
 
 
 def _named(name: str, error: LocalLLMError) -> ErrorNotice:
@@ -212,4 +241,4 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     return redirect
 
 
-HANDLERS = (manage_chats, export_chat, export_all, export_ratings, import_chats, wipe_chats)
+HANDLERS = (manage_chats, export_chat, read_by_link, export_all, export_ratings, import_chats, wipe_chats)
