@@ -230,3 +230,41 @@ def test_files_of_a_project_are_bounded_and_a_wrong_one_loses_nothing(browser: h
     answer = browser.post(f"{project}/files", files=many)
     assert (answer.status_code, "at most 10 files" in answer.text) == (413, True)
     assert browser.post(f"{project}/files").status_code == 400
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def read_by_model(served: Pages) -> str:
+    return "".join(map(chr, served.model.client.asked[-1].prompt_token_ids))
+
+
+def test_the_memory_is_off_at_first_and_read_in_every_chat_once_it_is_on(served: Pages, browser: httpx.Client) -> None:
+    assert " checked" not in browser.get("/memory").text.partition("Chats read these notes")[0].rpartition("<input")[2]
+    browser.post("/memory", data={"text": "I use Linux.\n\n- I use Linux.\n- My cat is <Tom>."})
+    start_chat(browser, "Hello")
+    assert "Linux" not in read_by_model(served), "it is kept and off"
+    browser.post("/memory", data={"text": "I use Linux.\nMy cat is <Tom>.", "on": "on"})
+    browser.post("/chat", data={"message": "Hello", "conversation": "", "system": "Be brief."})
+    notes = "The user asked you to remember, in every chat:\n- I use Linux.\n- My cat is <Tom>."
+    assert f"system: Be brief.\n\n{notes}\nuser: Hello" in read_by_model(served)
+    browser.post("/memory", data={"text": "", "on": "on"})
+    start_chat(browser, "Hello")
+    assert "remember" not in read_by_model(served)
+
+
+def test_a_message_is_remembered_after_it_was_edited(served: Pages, browser: httpx.Client) -> None:
+    _, page = start_chat(browser, "I like  tea\nmore than coffee")
+    url = message_urls(page)[0]
+    form = browser.get(f"{url}/remember", headers=SCRIPTED).text
+    assert "I like tea more than coffee</textarea>" in form
+    assert "This switches the memory on." in form
+    browser.post(f"{url}/remember", data={"note": "I like tea"}, headers=SCRIPTED)
+    assert "I like tea</textarea>" in browser.get("/memory").text
+    start_chat(browser, "Hello")
+    assert "- I like tea\n" in read_by_model(served)
+    long = browser.post("/memory", data={"text": "x" * 8_001, "on": "on"})
+    assert (long.status_code, "at most 8,000 are kept" in long.text) == (413, True)
+    assert "xxx" in long.text
+    browser.post("/chats/wipe", data={"sure": "1"})
+    assert "I like tea" not in browser.get("/memory").text

@@ -8,6 +8,7 @@ from localllm.web.pages.chat.files import handlers as attachment_handlers
 from localllm.web.pages.chat.offer import handlers as offer_handlers
 from localllm.web.pages.chat.projects import handlers as project_handlers
 from localllm.web.pages.chat.prompts import handlers as prompt_handlers
+from localllm.web.pages.chat.prompts import memory
 from localllm.web.pages.chat.sidebar import handlers as sidebar_handlers
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.chat.thread import handlers, message_handlers
@@ -31,11 +32,12 @@ PAGE = Page(
         *offer_handlers.HANDLERS,
         *tool_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
+        *memory.HANDLERS,
         *project_handlers.HANDLERS,
     ),
     rules=RouteRules(
         infer=Paths(
-            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette"),
+            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette", "/memory"),
             *("/prompts", "/prompts/*", "/projects", "/projects/*"),
         ),
         linked=Paths("/", "/c/*", "/shared/*"),

@@ -10,6 +10,7 @@ from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.markdown.render import code_block, render_markdown
 from localllm.web.pages.chat.offer import views as o
 from localllm.web.pages.chat.projects import views as j
+from localllm.web.pages.chat.prompts import memory as y
 from localllm.web.pages.chat.prompts import views as p
 from localllm.web.pages.chat.sidebar import views as c
 from localllm.web.pages.chat.store.records import ChatTotals
@@ -361,6 +362,11 @@ def library() -> list[views.View]:
     return [
         form,
         p.SettingsForm(),
+        *(
+            y.MemoryPage(),
+            y.MemoryPage(True, "I work on Linux.", error=wrong),
+            y.RememberForm("/c/sample/m/2", "A note"),
+        ),
         p.PromptLibrary(rows),
         p.PromptLibrary(error=views.ErrorNotice("This file does not hold prompts.")),
         p.PromptForm("/prompts", "Translate", "Translate into {{language}}:\n{{text}}", form, True, wrong),

@@ -1,6 +1,6 @@
-"""The parts of a project in its chats: settings with which they start, files that the model reads every time.
+"""The parts that the model reads before the messages of a chat: system prompt, memory, files of the project.
 
-The files follow the system prompt, in the form of attached files: leaving out the oldest messages leaves them in.
+The files are in the form of attached files. Leaving out the oldest messages leaves all of it in.
 Does not know: HTTP, how a file is read (attachments.py), where projects are stored.
 """
 
@@ -23,19 +23,19 @@ async def named_project(state: ChatState, owner: str, form: Mapping[str, str]) -
     return await state.store.call(Chats.project, owner, project_id) if project_id else None
 
 
-async def with_project_files(
+async def with_common_parts(
     state: ChatState, owner: str, chat: Chat | None, form: Mapping[str, str], settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the settings as the model reads them: the files of the chat's project follow the system prompt. `chat`
-    None: a new chat, whose form names the project. Raises `ProjectNotFound`.
+    """Return the settings as the model reads them: the memory and the files of the chat's project follow the system
+    prompt. `chat` None: a new chat, whose form names the project. Raises `ProjectNotFound`.
     """
-    project_id = chat.project_id if chat is not None else form.get("project")
-    if not project_id:
-        return dict(settings)
-    project = await state.store.call(Chats.project, owner, project_id)
-    files = [(file.name, file.text) for file in await state.store.call(Chats.project_files, project.id)]
-    system = [settings["system"]] if settings.get("system") else []
-    return {**settings, "system": "\n\n".join([*system, with_files("", files)])} if files else dict(settings)
+    project_id, files = chat.project_id if chat is not None else form.get("project"), list[tuple[str, str]]()
+    if project_id:
+        project = await state.store.call(Chats.project, owner, project_id)
+        files = [(file.name, file.text) for file in await state.store.call(Chats.project_files, project.id)]
+    memory = (await state.store.call(Chats.memory, owner)).as_read
+    parts = [settings.get("system", ""), memory, with_files("", files)]
+    return {**settings, "system": "\n\n".join(filter(None, parts))} if memory or files else dict(settings)
 
 
 def require_room(files: Sequence[ProjectFile], name: str, text: str) -> None:

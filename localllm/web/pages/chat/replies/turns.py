@@ -20,7 +20,7 @@ from localllm.web.pages.chat.composer.settings import MAX_MESSAGE_CHARS, results
 from localllm.web.pages.chat.files.attachments import Attachment
 from localllm.web.pages.chat.files.long_files import keep_long_files, resumed, sources_of, with_passages
 from localllm.web.pages.chat.files.pictures import with_pictures
-from localllm.web.pages.chat.projects.files import with_project_files
+from localllm.web.pages.chat.projects.files import with_common_parts
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.claims import Claim, claimed, reply_of, served_for, start
 from localllm.web.pages.chat.replies.messages import SUMMARY_OF, first_read, is_summary, is_typed, messages_of
@@ -210,7 +210,7 @@ async def _fit(
     If that does not fit into the context, the oldest messages are left out of the chat where the form asks for it;
     otherwise `ChatFull` is raised. A model that is still loading cannot count: then the reply checks the same.
     """
-    settings = await with_project_files(state, owner, chat, form, settings)
+    settings = await with_common_parts(state, owner, chat, form, settings)
     last, system = [new] if new is not None else [], settings.get("system", "")
     read = messages_of(system, [*messages, *last])
     served = claim.served
@@ -238,7 +238,7 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
     served = served_for(state, settings)
     if served is None:
         return
-    settings = await with_project_files(state, owner, chat, form, settings)
+    settings = await with_common_parts(state, owner, chat, form, settings)
     messages = await history(state, chat, chat.leaf) if chat is not None else []
     new = typed_message(form.get("message", "").strip().replace("\r\n", "\n"), files)
     try:

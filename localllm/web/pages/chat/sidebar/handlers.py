@@ -269,6 +269,7 @@ COMMANDS: tuple[Entry, ...] = (
     ("Prompts", "/prompts", "the library"),
     ("New prompt", "/prompts/new", ""),
     ("Projects", "/projects", ""),
+    ("Memory", "/memory", "notes for every chat"),
     ("Keyboard shortcuts", "", "?"),
 )
 

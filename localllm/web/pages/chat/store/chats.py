@@ -489,7 +489,7 @@ class Chats(Consents, Ratings, ChatLinks, FilePassages, PictureFiles, SavedPromp
         with self._whole():
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
             tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            for table in tables & {"preset", "prompt", "project", "tool_consent"}:
+            for table in tables & {"preset", "prompt", "project", "tool_consent", "memory"}:
                 self._db.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
             for table in tables & {"message_words", "title_words", "passage_words"}:
                 # A search index keeps the words of deleted rows until it is rebuilt.

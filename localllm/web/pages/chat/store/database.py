@@ -169,6 +169,9 @@ MIGRATIONS = (
         leaf TEXT NOT NULL, created_s REAL NOT NULL
     );
     """,  # links with which anybody may read a chat up to one message
+    """
+    CREATE TABLE memory (owner TEXT PRIMARY KEY, is_on INTEGER NOT NULL, text TEXT NOT NULL);
+    """,  # notes of a user that the model reads in every chat
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

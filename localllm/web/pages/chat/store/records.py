@@ -13,6 +13,7 @@ from typing import Any, Literal
 from localllm.errors import LocalLLMError, RequestError
 
 Role = Literal["user", "assistant"]
+INTRODUCTION = "The user asked you to remember, in every chat:"
 
 
 class ChatsUnavailable(LocalLLMError):
@@ -69,6 +70,21 @@ class ProjectFile:
     id: str
     name: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserMemory:
+    """Notes of a user that the model reads in every chat."""
+
+    is_on: bool = False
+    text: str = ""  # a note on each line
+
+    @property
+    def as_read(self) -> str:
+        """The notes as the model reads them; empty if the memory is off or empty."""
+        if not self.is_on or not self.text:
+            return ""
+        return "\n".join((INTRODUCTION, *(f"- {line}" for line in self.text.splitlines())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The library of prompts: named texts for the composer, and settings for a chat.
+"""The library of prompts: named texts for the composer, and settings for a chat; and the notes for every chat.
 
 Does not know: placeholders, how a prompt is used.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from localllm.errors import RequestError
-from localllm.web.pages.chat.store.records import SavedPrompt
+from localllm.web.pages.chat.store.records import SavedPrompt, UserMemory
 from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 
 MAX_PROMPTS = 500
@@ -34,7 +34,15 @@ class TooManyPrompts(RequestError):
 
 
 class SavedPrompts(Tables):
-    """The operations on prompts."""
+    """The operations on prompts and on the memory."""
+
+    def memory(self, owner: str) -> UserMemory:
+        """Return an owner's notes; off and empty at first."""
+        row = self._db.execute("SELECT is_on, text FROM memory WHERE owner = ?", (owner,)).fetchone()
+        return UserMemory(bool(row[0]), row[1]) if row is not None else UserMemory()
+
+    def set_memory(self, owner: str, memory: UserMemory) -> None:
+        self._db.execute("INSERT OR REPLACE INTO memory VALUES (?, ?, ?)", (owner, memory.is_on, memory.text))
 
     def prompts(self, owner: str) -> list[SavedPrompt]:
         """Return an owner's prompts by name."""
