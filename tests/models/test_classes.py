@@ -14,6 +14,8 @@ RUN = (
     "bert",  # an encoder's class as a decoder: its head reads outputs that no layer here computes
     "hunyuan_v1_moe",  # a router that reads its matrix by name
     "laguna",  # another number of heads, and a window, by layer
+    "jetmoe",  # keys that the class repeats for each chosen expert
+    "mimo_v2_flash",  # twice the key heads in windowed layers, and narrower values
     "minicpm3",  # values narrower than keys
 )
 HYBRIDS = (

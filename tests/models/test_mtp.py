@@ -23,7 +23,7 @@ from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import kv_shape
+from localllm.models.spec.model_spec import index_size, kv_shape
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised
@@ -56,7 +56,8 @@ class Paged:
         self.drafter = open_mtp(self.plan, target, CPU, torch.float32, **load)
         shape = kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, *kv_shape(self.drafter.spec, 0))
         k = torch.full(shape, torch.nan)
-        self.cache = [LayerKV(k, k if target.spec.latent is not None else k.clone())]
+        index = torch.full((*shape[:3], index_size(self.drafter.spec, 0)), torch.nan)
+        self.cache = [LayerKV(k, k if target.spec.latent is not None else k.clone(), index_keys=index)]
         self.blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).int()
 
     def inputs(self, token_ids: list[int], first: int) -> ForwardInputs:

@@ -19,6 +19,8 @@ _LAYERS: dict[str, Any] = {
     "image_size": 8,
 }  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+FIELDS: dict[str, dict[str, Any]] = {"MuseGlimmerConfig": {"projector_hidden_size": 64, "out_hidden_size": 128}}
+"""Of the whole model's config."""
 VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLConfig": (
         "Qwen2VLForConditionalGeneration",
@@ -53,6 +55,11 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 4},
         {**_LAYERS, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 32, "projector_input_dim": 32},
     ),
+    "MuseGlimmerConfig": (
+        "MuseGlimmerForConditionalGeneration",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "post_norm_eps": 0.01},
+        {**_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
     "Glm4vConfig": (
         "Glm4vForConditionalGeneration",
         {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
@@ -76,16 +83,6 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
         },
         {**_PATCHES, "model_type": "glm4v_vision", "out_hidden_size": 64, "image_size": 16},
-    ),
-    "MuseGlimmerConfig": (
-        "MuseGlimmerForConditionalGeneration",
-        {
-            "head_dim": 32,
-            "num_hidden_layers": 5,
-            "sliding_window": 20,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-        _LAYERS,
     ),
     "Glm4vMoeConfig": (
         "Glm4vMoeForConditionalGeneration",
@@ -158,7 +155,9 @@ def make_model(
     class_name, text, vision = {**VISION_MODELS, **MORE_MODELS}[config_name]
     text, vision = {**text, **changes}, {name: (tower or {}).get(name, value) for name, value in vision.items()}
     kind = "LlavaConfig" if config_name == "PixtralConfig" else config_name
-    config = getattr(transformers, kind)(text_config={**TEXT, **text}, vision_config=vision, **(fields or {}))
+    config = getattr(transformers, kind)(
+        text_config={**TEXT, **text}, vision_config=vision, **FIELDS.get(config_name, {}), **(fields or {})
+    )
     config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))
     torch.manual_seed(0)
     model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()

@@ -170,8 +170,8 @@ class DecoderBuilder:
             "scale": spec.embedding_scale,
             "positions": positions,
             "position_offset": spec.position_offset,
-            "norm": self.norm("model.embed_norm") if spec.embedding_norm else None,
-            "row_norm": RMSNorm(self._ones(spec.hidden_size), spec.norm.eps) if spec.embedding_row_norm else None,
+            "norm": self._embedding_norm(),
+            "norms_given": spec.embedding_norm == "weighted",
             "scales_given": spec.scales_given_embeds,
         }
         if self.shard.is_whole:
@@ -206,7 +206,7 @@ class DecoderBuilder:
             return self._parallel(ParallelLayer(kind, input_norm, attention, None, mlp))
         if topology == "sandwich":
             before = norm(f"{prefix}pre_feedforward_layernorm")
-            eps = self.spec.norm.part_eps
+            eps = self.spec.norm.after_eps
             after_attention, after = (
                 norm(f"{prefix}post_{n}_layernorm", eps=eps) for n in ("attention", "feedforward")
             )
@@ -246,6 +246,11 @@ class DecoderBuilder:
         assert factor == 1.0, "a bias would need the factor too"
         bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
         return LayerNorm(weight, bias, spec.eps)
+
+    def _embedding_norm(self) -> RMSNorm | LayerNorm | None:
+        if self.spec.embedding_norm == "unweighted":
+            return RMSNorm(self._ones(self.spec.hidden_size), self.spec.norm.eps)
+        return self.norm("model.embed_norm") if self.spec.embedding_norm else None
 
     def _ones(self, *shape: int) -> Tensor:
         return torch.ones(shape, device=self.weights.device)
@@ -404,7 +409,7 @@ class DecoderBuilder:
     def _head_norm(self, index: int, prefix: str) -> RMSNorm | None:
         """Return the norm of q and k, and of v without a weight, for one call: rows for each head, q's first."""
         spec, shard = self.spec, self.shard
-        if spec.qk_norm == "unweighted_all" or (spec.qk_norm == "unweighted" and self._kind(index).has_rope):
+        if spec.qk_norm == "unweighted" or (spec.qk_norm == "unweighted_rotated" and self._kind(index).has_rope):
             return RMSNorm(self._ones(len(shard.heads) + len(shard.kv_heads), spec.head_dim), spec.norm.eps)
         if spec.qk_norm != "head":
             return None

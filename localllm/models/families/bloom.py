@@ -50,7 +50,7 @@ def _bloom_differences(config: Config) -> dict[str, Any]:
     return {
         "norm": layer_norm(config, "layer_norm_epsilon"),
         "positions": "alibi",
-        "embedding_norm": True,
+        "embedding_norm": "weighted",
         "attention_bias": True,
         "attention_out_bias": True,
         "mlp_bias": True,

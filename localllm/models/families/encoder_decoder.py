@@ -90,7 +90,7 @@ def _bart_differences(config: Config) -> dict[str, Any]:
         "norm": NormSpec(1e-5, "layer", bias=True),
         "positions": "learned",
         "position_offset": 2,
-        "embedding_norm": True,
+        "embedding_norm": "weighted",
         "embedding_scale": size(config, "hidden_size") ** 0.5 if config["scale_embedding"] else None,
         "attention_bias": True,
         "attention_out_bias": True,
@@ -101,7 +101,7 @@ def _bart_differences(config: Config) -> dict[str, Any]:
 
 
 def _marian_differences(config: Config) -> dict[str, Any]:
-    return {**_bart_differences(config), "positions": "sinusoids", "position_offset": 0, "embedding_norm": False}
+    return {**_bart_differences(config), "positions": "sinusoids", "position_offset": 0, "embedding_norm": None}
 
 
 def _mbart_differences(config: Config) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _m2m_differences(config: Config) -> dict[str, Any]:
         "topology": "pre_norm",
         "positions": "sinusoids_to_end",
         "position_offset": 1 + config.get("pad_token_id", 1),  # padding has the position before the first one
-        "embedding_norm": False,
+        "embedding_norm": None,
         "lm_head_bias": False,
     }
 

@@ -32,7 +32,7 @@ def _differences(config: Config) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "rope_interleaved": True,
-        "qk_norm": "unweighted" if config["use_qk_norm"] else None,
+        "qk_norm": "unweighted_rotated" if config["use_qk_norm"] else None,
         "layer_has_rope": _rotated_layers(config),
         "mixture": _mixture(config),
         "query_growth": _growth(config),

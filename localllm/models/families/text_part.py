@@ -20,10 +20,10 @@ _VISION = (
     "vision_tower",
     "vision_model",
     "visual",
-    "vision_adapter",
-    "vision_projection",
     "multi_modal_projector",
     "connector",
+    "vision_adapter",
+    "vision_projection",
 )
 _ALONE = ("image_newline",)  # tensors of the whole model that the text part does not have
 

@@ -25,7 +25,7 @@ def sinusoids(count: int, size: int, *, reaches_end: bool) -> Tensor:
 class EmbeddingTable:
     """The embedding table, in its stored type; outputs have the model's type."""
 
-    __slots__ = ("dtype", "norm", "position_offset", "positions", "row_norm", "scale", "scales_given", "weight")
+    __slots__ = ("dtype", "norm", "norms_given", "position_offset", "positions", "scale", "scales_given", "weight")
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class EmbeddingTable:
         positions: Tensor | None = None,
         position_offset: int = 0,
         norm: RMSNorm | LayerNorm | None = None,
-        row_norm: RMSNorm | None = None,
+        norms_given: bool = True,
         scales_given: bool = False,
     ) -> None:
         self.weight = weight  # [vocab, hidden]
@@ -45,24 +45,24 @@ class EmbeddingTable:
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.positions = positions  # [rows, hidden]: learned, added (GPT-2); position p is in row p + position_offset
         self.position_offset = position_offset
-        self.norm = norm  # norm of the output (Bloom)
-        self.row_norm = row_norm  # norm of the tokens' rows, before any that a request supplied (Muse Glimmer)
+        self.norm = norm
+        self.norms_given = norms_given  # norm the output (Bloom), or the rows of the table alone (Muse Glimmer)
         self.scales_given = scales_given  # also scale embeddings that the request supplied (Granite)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenEmbeds | None = None) -> Tensor:
         """Return the embeddings [T, hidden] of T int64 tokens, in a fresh tensor that the caller may change."""
         rows = self._rows(token_ids)
-        if self.row_norm is not None:
-            rows = self.row_norm(rows)
         if given is not None and self.scales_given:
             rows.index_copy_(0, given.places, given.values)
         if self.scale is not None:
             rows.mul_(self.scale)
+        if self.norm is not None and not self.norms_given:
+            rows = self.norm(rows)
         if given is not None and not self.scales_given:
             rows.index_copy_(0, given.places, given.values)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, positions + self.position_offset))
-        return rows if self.norm is None else self.norm(rows)
+        return self.norm(rows) if self.norm is not None and self.norms_given else rows
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):

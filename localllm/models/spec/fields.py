@@ -53,7 +53,7 @@ class NormSpec:
     weight: bool = True  # False: no learned weight (OLMo 1)
     bias: bool = False
     plus_one: bool = False  # weights are stored as w - 1 (Gemma, Nemotron)
-    part_eps: float | None = None  # of norms of what a part returns; None: eps (Muse Glimmer)
+    after_eps: float | None = None  # of the norms after a part; None: eps (Muse Glimmer)
 
 
 def layer_norm(config: Mapping[str, Any], eps_name: str, *, bias: bool = True) -> NormSpec:

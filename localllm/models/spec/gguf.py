@@ -147,7 +147,7 @@ class GGUFFacts:
     rows: Mapping[str, Rows] = field(default_factory=dict)  # by the last word of a stem, as in `Storage`
     added: tuple[tuple[str, float], ...] = ()  # (suffix of a stored name, value that was added when it was stored)
     fused_gate_up: str | None = None  # Llama's name of the fused matrix: up_proj
-    ignored: tuple[str, ...] = ()  # patterns of names of tensors that the builder does not need
+    ignored: tuple[str, ...] = ()  # patterns of stored names of tensors that the builder does not need
 
 
 def has(checkpoint: GGUFTensors, name: str, layer: int = 0) -> bool:

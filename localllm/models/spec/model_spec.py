@@ -140,7 +140,7 @@ class ModelSpec:
     qk_norm: str | None = None
     """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
     each (Cohere). whole: RMSNorm over all heads together (OLMo 2). unweighted: RMSNorm over each head without a
-    weight, in layers that rotate (Llama 4); unweighted_all: in all layers (Muse Glimmer)."""
+    weight (Muse Glimmer). unweighted_rotated: the same, in layers that rotate (Llama 4)."""
     qk_norm_last: bool = False  # the norm of each head comes after the rotation (Hunyuan)
     v_norm: bool = False  # RMSNorm without a weight over each head of v (Gemma 4)
     layer_values_from_keys: tuple[bool, ...] = ()
@@ -176,8 +176,8 @@ class ModelSpec:
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
     scales_given_embeds: bool = False  # embeddings supplied by a request are scaled too (Granite)
-    embedding_norm: bool = False  # Bloom
-    embedding_row_norm: bool = False  # an RMSNorm without a weight over the rows of tokens (Muse Glimmer)
+    embedding_norm: Literal["weighted", "unweighted"] | None = None
+    """weighted: of all that the first layer reads (Bloom). unweighted: of rows of the table alone (Muse Glimmer)."""
     residual_multiplier: float | None = None  # on the outputs of attention and feed-forward (Granite)
     attention_factor: float = 1.0  # on the output of attention (Falcon-H1)
     mlp_factors: tuple[float, ...] = ()  # on the gate before its activation, and on the output; empty: none (Falcon-H1)

@@ -64,7 +64,8 @@ def sizes_of(config: Any) -> dict[str, Any]:
     text = text_part(config)
     heads = _whole(text, "num_attention_heads")
     hidden = _whole(text, "hidden_size")
-    shapes = tuple(_kv_shape(layer) for layer in _layer_configs(text))
+    kinds = getattr(text, "layer_types", None) or [""] * len(_layer_configs(text))
+    shapes = tuple(map(_kv_shape, _layer_configs(text), kinds))
     return {
         "num_layers": _whole(text, "num_hidden_layers"),
         "hidden_size": hidden,
@@ -135,8 +136,13 @@ def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> Rec
     return RecurrentSpec("module", held=(conv, matrix))
 
 
-def _kv_shape(layer: Any) -> tuple[int, int]:
+def _kv_shape(layer: Any, kind: str) -> tuple[int, int]:
+    """Return the KV heads and their size as the class hands them to attention. kind: of the layer, in layer_types."""
     heads = _whole(layer, "num_attention_heads")
+    if layer.model_type == "jetmoe":  # keys are repeated for each chosen expert
+        return heads, _whole(layer, "kv_channels")
+    if layer.model_type == "mimo_v2_flash" and kind in _WINDOWED:
+        return 2 * _whole(layer, "num_key_value_heads"), _whole(layer, "head_dim")
     if getattr(layer, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
         return heads, _whole(layer, "qk_nope_head_dim") + _whole(layer, "qk_rope_head_dim")
     width = _whole(layer, "head_dim", _whole(layer, "hidden_size") // heads)

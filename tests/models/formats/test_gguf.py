@@ -113,9 +113,8 @@ def test_rows_of_q_and_k_are_moved_in_files_of_a_glm_that_sees(source: Callable[
 @pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
 def test_muse_glimmer(block_type: str, tmp_path: Path) -> None:
     """Its converter adds one to the norms of layers, and writes the scale of queries as a norm of q."""
-    model = make_model(
-        tmp_path / "meant", "MuseGlimmerConfig", hidden_size=96, intermediate_size=96, qk_scale_factor=2.5
-    )
+    changes = {"hidden_size": 96, "intermediate_size": 96, "qk_scale_factor": 2.5, "post_norm_eps": 1e-8}
+    model = make_model(tmp_path / "meant", "MuseGlimmerConfig", **changes)
     text, file = model.config.text_config, tmp_path / "model.gguf"
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.AFMOE, text.num_hidden_layers)
     added, plain = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), torch.ones(text.head_dim)
