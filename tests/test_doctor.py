@@ -9,8 +9,10 @@ import time
 from contextlib import closing
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from localllm.cli import doctor, doctor_files, doctor_machine, main, suggestion
 from localllm.cli.doctor import brief_lines, next_command
@@ -18,6 +20,9 @@ from localllm.cli.doctor_files import check_crash, disk_of_models
 from localllm.cli.doctor_machine import gpu_access, wsl_memory
 from localllm.cli.findings import Finding
 from localllm.config.resolve import resolve
+from localllm.kernels.checks.choose import FallBack, KernelChoice
+from localllm.kernels.checks.record import VariantFailure
+from localllm.kernels.checks.table import TABLE
 from localllm.logs.log_file import log_folder
 from localllm.machine import hardware
 from localllm.machine.gpu_support import NvidiaFacts, judge_driver
@@ -25,6 +30,7 @@ from localllm.machine.hardware import Hardware
 from localllm.machine.platforms import is_on_windows_drive, is_wsl
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.mcp import servers
+from localllm.runner import self_check
 
 GIB = 1024**3
 WSL2 = "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@941d701f84f1) (gcc (GCC) 11.2.0)"
@@ -321,3 +327,16 @@ def test_the_network_is_asked_only_when_told_to(
     assert main([*words, "--network"]) == 0
     assert asked == ["network"]
     capsys.readouterr()
+
+
+def test_kernels_that_fell_back_at_an_earlier_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = next(kernel for kernel in TABLE if kernel.name == "decode attention")
+    failure = VariantFailure(decode.name, "TMA", "a case", "the error was 0.7 (limit 0.004)")
+    fallen = FallBack(decode.name, decode.variants[1], (failure,))
+    monkeypatch.setattr(doctor_machine, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(self_check, "known_choice", lambda *_, **__: KernelChoice(fall_backs=(fallen,)))
+    monkeypatch.setattr(self_check, "read_record", lambda _: SimpleNamespace(passed=["a", "b"], seconds=1.6))
+    told, checked = doctor_machine.check_recorded()
+    assert told.text.startswith("decode attention: pointers (TMA: the error was 0.7 (limit 0.004))")
+    assert "2 comparisons with PyTorch passed on this GPU, in 1.6 s" in checked.text

@@ -12,6 +12,7 @@ from prometheus_client.samples import Sample
 
 from localllm.config.resolve import resolve
 from localllm.config.settings import ServerConfig
+from localllm.engine.step import KernelFallBack
 from localllm.errors import ConfigError
 from localllm.web.metrics import (
     COUNTERS,
@@ -22,7 +23,7 @@ from localllm.web.metrics import (
     OWN,
     VLLM,
 )
-from tests.web.live_server import LiveServer
+from tests.web.live_server import LiveServer, PacedRunner, fake_model
 
 
 @pytest.fixture
@@ -127,6 +128,21 @@ def test_the_sleep_state_is_that_of_the_model(aliased: LiveServer) -> None:
         patch.setattr(aliased.manager.entries[0], "state", "sleeping")
         patch.setattr(aliased.manager.loads, "require_working", lambda: None)
         assert states() == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+
+
+def test_a_kernel_that_fell_back_and_graphs_that_failed_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = PacedRunner()
+    fallen = KernelFallBack("decode attention", "pointers", "TMA: the error was 0.7")
+    told = runner.stats()._replace(fall_backs=(fallen,), failed_graphs=3)
+    monkeypatch.setattr(runner, "stats", lambda: told)
+    with LiveServer(fake_model(tmp_path, runner)) as server:
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+        found = samples(server)
+    (sample,) = found["localllm:kernel_fallback"]
+    assert (sample.labels["kernel"], sample.labels["variant"], sample.value) == ("decode attention", "pointers", 1)
+    assert [each.value for each in found["localllm:failed_graphs"]] == [3]
 
 
 def test_answers_are_counted_by_route_and_status(server: LiveServer) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from localllm import LLM, SamplingParams
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
@@ -19,7 +20,7 @@ from localllm.engine.memory.ledger import Ledger
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.errors import ConfigError, DeviceLost, EngineStopped, UnsupportedOption
-from localllm.runner.profiling import TraceConflict
+from localllm.runner.profiling import StepProfiler, TraceConflict
 from localllm.runner.runner import TorchRunner
 from localllm.serving.build import build_engine
 from tests.fake_runner import FakeRunner
@@ -131,6 +132,20 @@ def test_the_ranges_of_a_step_that_fails_end_with_it(traced: LiveServer, monkeyp
     steps = spans(Path(traced.http.post("/stop_profile").json()["file"]), "step: ")
     assert len(steps) > TEXT["max_tokens"]  # type: ignore[operator]
     assert all(before[1] <= after[0] for before, after in pairwise(steps))
+
+
+def test_on_a_gpu_each_range_is_an_nvtx_range_that_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    for device, wanted in (("cuda", ["step: 1", "forward", "pop", "pop"]), ("cpu", [])):
+        calls.clear()
+        profiler = StepProfiler(tmp_path, torch.device(device))
+        with pytest.raises(ZeroDivisionError), profiler.range("step: 1"), profiler.range("forward"):
+            _ = 1 / 0
+        assert calls == wanted
 
 
 def test_a_call_that_the_engine_cannot_answer_any_more_has_the_engines_error() -> None:
