@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats, Runner
-from localllm.errors import DeviceLost
+from localllm.errors import DeviceLost, DoesNotFit
 from localllm.kernels.launch import launching_with
 from localllm.machine.hardware import Hardware, available_ram
 from localllm.models.decoder.decoder import DecoderModel
@@ -40,8 +40,11 @@ from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel
 from localllm.runner.opening import ReportDetail, launch_options_of, open_runner
+from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+CHECKED_BYTES = 256 * 2**20  # of a checkpoint, that are loaded between two looks at the free RAM
 
 
 class AdapterSlots(Protocol):
@@ -134,7 +137,7 @@ class LocalExecutor:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         with loading_weights(plan.weights_bytes, plan.device), launching_with(launch_options_of(config, device)):
             model = load_model(
-                path, spec, device, getattr(torch, plan.dtype), progress,
+                path, spec, device, getattr(torch, plan.dtype), _while_ram_lasts(plan, progress),
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
@@ -247,6 +250,31 @@ class BankSlots:
 
     def put(self, slot: int, lora: LoraFile) -> None:
         put_lora(lora, self._bank, slot)
+
+
+def _while_ram_lasts(plan: MemoryPlan, progress: Progress) -> Progress:
+    """Return `progress` with a look at RAM for every CHECKED_BYTES of a load into it: `DoesNotFit` is raised if what is
+    still to be loaded is more than what is free, since the system would end a process instead."""
+    needed = plan.weights_bytes if plan.device == "cpu" else 0
+    needed += 0 if plan.far is None or plan.far.disk is not None else plan.far.ram_bytes
+    next_look = CHECKED_BYTES
+
+    def checked(loaded: int, total: int) -> None:
+        nonlocal next_look
+        progress(loaded, total)
+        if not needed or loaded < next_look or loaded >= total:
+            return
+        next_look = loaded + CHECKED_BYTES
+        rest, free = needed * (total - loaded) // total, available_ram()
+        if free < rest:
+            raise DoesNotFit(
+                "Other programs have taken RAM while the model was loaded.",
+                f"{format_bytes(rest)} of its weights were still to be loaded, and {format_bytes(free)} are free; "
+                f"{format_bytes(plan.free_bytes if plan.device == 'cpu' else needed)} were counted on.",
+                "Close other programs and start again, or see localllm fit for what fits now.",
+            )  # fmt: skip
+
+    return checked
 
 
 def _disk_of(plan: MemoryPlan) -> DiskExperts | None:

@@ -14,45 +14,18 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
-from localllm.models.layers.far import Crossing, FarExperts, RamLink
+from localllm.models.layers.far import Crossing, FarExperts
 from localllm.models.layers.moe import Experts
 from localllm.models.loader import expert_bytes, load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes, parts_of_kind, replace_tensors
 from tests.golden_engine import CPU, Engine
+from tests.runner.late_link import LateLink
 from tests.tiny import make_tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
 PROMPTS = [[5 + 3 * i % 180 for i in range(length)] for length in (5, 40, 17)]
-
-
-class LateLink(RamLink):
-    """Copies to RAM take effect in `wait`; until then the target is NaN, or ids that no layer has."""
-
-    __slots__ = ("buffers", "copies")
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.buffers: list[Tensor] = []
-        self.copies: list[Callable[[], object]] = []
-
-    def buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        self.buffers.append(super().buffer(rows, width, dtype))
-        return self.buffers[-1]
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        if any(target.data_ptr() == buffer.data_ptr() for buffer in self.buffers):
-            kept = source.clone()
-            target.fill_(torch.nan if target.is_floating_point() else 2**30)
-            self.copies.append(lambda: target.copy_(kept))
-        else:
-            target.copy_(source)
-
-    def wait(self) -> None:
-        for copy in self.copies:
-            copy()
-        self.copies.clear()
 
 
 @pytest.fixture(scope="module")

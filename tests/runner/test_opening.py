@@ -183,3 +183,29 @@ def test_weights_that_slept_leave_no_page_locked_memory(monkeypatch: pytest.Monk
     else:
         asleep.close()
     assert released == [True]
+
+
+def test_ram_that_is_taken_during_a_load_ends_it_in_words(
+    tmp_path: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest has to fit into what is free. Nothing of the model stays, and a later load succeeds."""
+    path, config = make_tiny_model(tmp_path), EngineConfig()
+    plan = replace(plan_memory(config, read_spec(path), 10_000_000, MACHINE), weights_bytes=4 * GIB)
+    free, seen = [5 * GIB], list[tuple[int, int]]()
+    monkeypatch.setattr(executor, "CHECKED_BYTES", 1)
+    monkeypatch.setattr(executor, "available_ram", lambda: free[0])
+
+    def progress(loaded: int, total: int) -> None:
+        seen.append((loaded, total))
+        if loaded > total // 2:
+            free[0] = GIB // 2
+
+    with pytest.raises(DoesNotFit, match="Other programs have taken RAM while the model was loaded") as caught:
+        LocalExecutor.load(path, read_spec(path), config, plan, progress)
+    assert "512 MiB are free; 24.0 GiB were counted on" in caught.value.why
+    loaded, total = seen[-1]
+    assert total // 2 < loaded < total
+    free[0] = 4 * GIB
+    on_a_gpu = replace(plan, device="cuda:0")
+    assert executor._while_ram_lasts(on_a_gpu, progress)(1, 100) is None  # type: ignore[func-returns-value]
+    LocalExecutor.load(path, read_spec(path), config, plan, lambda loaded, total: None).close()
