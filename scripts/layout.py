@@ -20,7 +20,7 @@ ORDER = (
     "kernels",
     "models/inputs", "models/prompt_embeds", "models/spec", "models/families", "models/formats", "models/layers",
     "models/weights", "models/decoder", "models/transformers_backend", "models/vision", "models/read_spec",
-    "models/encoders", "models/loader", "models/drafters",
+    "models/loader", "models/encoders", "models/drafters",
     "models/fit", "models/library",
     "text",
     "engine",

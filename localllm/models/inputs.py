@@ -57,6 +57,7 @@ class SourceInputs(NamedTuple):
     block_table: Tensor  # [T, max_blocks] int32: the blocks of each token's source
     lens: Tensor  # [T] int32: tokens of each token's source
     lens_host: tuple[int, ...]  # [T]
+    watch: Callable[[int, Tensor], None] | None = None  # called with each layer's queries [T, heads, head_dim]
 
     def part(self, first: int, last: int) -> SourceInputs:
         """Return the sources of the tokens first .. last - 1."""

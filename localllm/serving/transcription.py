@@ -255,7 +255,8 @@ def build_transcriber(
         tokenizer = load_tokenizer(found.path)
         report(f"{tokenizer.vocab_size} tokens")
     with report_phase("weights", on_phase) as report:
-        model = load_transcriber(found.path, torch.device(plan.device), getattr(torch, plan.dtype))
+        device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+        model = load_transcriber(found.path, device, dtype, half_weights=config.keeps_half_weights)
         report(f"{spec.num_layers} layers, {model.kind}")
     sizes = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
     facts = None

@@ -20,10 +20,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", {**_BART, "scale_embedding": True, "forced_bos_token_id": 5}),
     "mbart": ("mbart", _BART),
     "marian": ("marian", {**_BART, "activation_function": "silu"}),
+    "pegasus": ("pegasus", {**_BART, "activation_function": "relu", "scale_embedding": True}),
     "m2m_100": ("m2m_100", _BART),
     "t5": ("t5", _T5),
     "flan_t5": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("mt5", _T5),
+    "umt5": ("umt5", _T5),
 }
 LANGUAGES = ("__de__", "__en__")
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
 
+from localllm.kernels.cpu.native.library import native
+from localllm.models.decoder import native_program
 from localllm.models.encoders.whisper import (
     Attempt,
     Decoding,
+    Passes,
     SpecialTokens,
     WhisperModel,
     align,
@@ -22,6 +26,7 @@ from localllm.models.encoders.whisper import (
     segments_of,
 )
 from tests.media.sounds import sounds
+from tests.models.operations import DefinedLibrary
 from tests.models.speech_models import save_whisper
 
 GREEDY = (0.0,)
@@ -47,7 +52,7 @@ def reference(folder: Path) -> Any:
 def attempts(model: WhisperModel, windows: list[np.ndarray], asked: Decoding, language: str = "de") -> list[Attempt]:
     """Return one attempt at each window, with its timestamps."""
     with torch.inference_mode():
-        states = model.module.model.encoder(model.features(windows)).last_hidden_state
+        states = model.states(model.features(windows))
         prompts = [model.special.prompt(asked, language)] * len(windows)
         sources = model._sources(states)
         return model._attempt(sources, prompts, [asked.temperatures[0]] * len(windows), [asked.seed] * len(windows))
@@ -108,6 +113,31 @@ def test_greedy_tokens_are_those_of_transformers_and_the_same_in_a_batch(
         assert beside.token_ids == alone.token_ids
         assert beside.avg_logprob == pytest.approx(alone.avg_logprob, abs=1e-4)
     assert len({each.token_ids for each in together}) == 3
+
+
+def test_native_steps_write_what_torchs_write(model: WhisperModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a batch run in the native library, or by its definitions; their logits are torch's to 1e-5."""
+    if native() is None:
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
+    calls, found = list[torch.Tensor](), dict[bool, list[torch.Tensor]]()
+    plain = Passes.__call__
+
+    def watched(self: Passes, *call: Any) -> torch.Tensor:
+        calls.append(plain(self, *call))
+        return calls[-1]
+
+    monkeypatch.setattr(Passes, "__call__", watched)
+    forward = Mock(side_effect=native_program.NativeProgram.forward, autospec=True)
+    for is_native in (True, False):
+        if not is_native:
+            monkeypatch.setattr(Passes, "_native", lambda self: None)
+        with patch.object(native_program.NativeProgram, "forward", lambda *call: forward(*call)):
+            attempts(model, sounds(2.5, 30, 11), Decoding("de", temperatures=GREEDY))
+        found[is_native] = calls[:]
+        calls.clear()
+    assert forward.call_count == len(found[True]) - 1 > 5
+    for ours, torchs in zip(found[True], found[False], strict=True):
+        assert (ours - torchs).abs().max() <= 1e-5 * torchs.abs().max()
 
 
 def history(draw: np.random.Generator, special: SpecialTokens, count: int) -> list[int]:

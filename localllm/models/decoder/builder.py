@@ -299,7 +299,7 @@ class DecoderBuilder:
             softcap=spec.attention_softcap,
             sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
-            distance_bias=self._distance_bias(),
+            distance_bias=self._distance_bias(prefix),
             made=made,
             gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
         )
@@ -315,13 +315,13 @@ class DecoderBuilder:
             spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
         )
 
-    def _distance_bias(self) -> Tensor | None:
-        """Return T5's bias of each head by distance [heads, distances] fp32, which all layers share."""
+    def _distance_bias(self, prefix: str) -> Tensor | None:
+        """Return T5's bias of each head by distance [heads, distances] fp32: the layer's own, or the first layer's."""
         if self.spec.positions != "buckets":
             return None
         buckets, furthest = self.spec.position_buckets
-        name = "model.layers.0.self_attn.relative_attention_bias.weight"
-        if self._of_distances is None:
+        name = f"{prefix}relative_attention_bias.weight"
+        if self.weights.has(name):
             table = self.weights.take([name], (buckets, self.spec.num_heads), dtype=torch.float32)
             self._of_distances = table.t()[:, distance_buckets(buckets, furthest)].contiguous()
         return self._of_distances

@@ -46,7 +46,9 @@ def load_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> Source
     """Load the encoder of the model in folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=False)
     attention = "eager" if hasattr(config, "relative_attention_num_buckets") else "sdpa"
-    computed = ("encoder.embed_positions.",) if config.model_type == "marian" else ()  # sinusoids, seldom stored
+    computed = (
+        ("encoder.embed_positions.",) if config.model_type in ("marian", "pegasus") else ()
+    )  # sinusoids, seldom stored
     module = read_module(
         _without_decoder(config), path, config, dtype, attention=attention, trust_remote_code=False, unused=computed
     )
@@ -71,11 +73,13 @@ def _without_decoder(config: Any) -> type[Any]:
     base: type[Any] = MODEL_MAPPING[type(config)]
 
     class WithoutDecoder(base):  # type: ignore[misc]
-        _keys_to_ignore_on_load_unexpected = (r"(^|\.)decoder\.", r"^lm_head", "^final_logits_bias")
+        _keys_to_ignore_on_load_unexpected = (r"(^|\.)decoder\.", "^lm_head", "^proj_out", "^final_logits_bias")
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             del self.decoder
+            if not hasattr(self, "shared"):  # it reads sound
+                return
             self.encoder.embed_tokens.weight = self.shared.weight
             self._tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
             self.all_tied_weights_keys = dict(self._tied_weights_keys)

@@ -136,14 +136,17 @@ class Transcriber:
         return found
 
 
-def load_transcriber(path: Path, device: torch.device, dtype: torch.dtype) -> Transcriber | WhisperModel:
-    """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
+def load_transcriber(
+    path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False
+) -> Transcriber | WhisperModel:
+    """Load the model of folder `path`. half_weights: of Whisper's decoder, see `load_model`. Raises
+    `CorruptModel`, `UnsupportedModel`."""
     import transformers
 
     config = load_config(path, trust_remote_code=False)
     architecture = str((config.architectures or [""])[0])
     if architecture == WHISPER:
-        return load_whisper(path, device, dtype)
+        return load_whisper(path, device, dtype, half_weights=half_weights)
     recipe = _recipe(path, config)
     module = read_module(
         getattr(transformers, architecture), path, config, dtype, attention="eager", trust_remote_code=False

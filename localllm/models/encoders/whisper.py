@@ -1,9 +1,9 @@
 """Whisper: an encoder of 30 s of sound, and a decoder that writes text with timestamps (Radford et al. 2022).
 
-The encoder is transformers' module. The decoder's weights are the module's too; its passes are written here: keys and
-values of the encoded sound are computed once for a window, the text's are kept for all rows of a batch. Rules of the
-paper decide what may be written next (`restrict`), and whether a window is written again with more chance
-(`Attempt.is_accepted`).
+The encoder is transformers' module. The decoder is localllm's own (families/encoder_decoder.py): keys and values of the
+encoded sound are computed once for a window, the text's are kept for all rows of a batch. On a CPU, steps of a few
+rows run in the native library. Rules of the paper decide what may be written next (`restrict`), and whether a window
+is written again with more chance (`Attempt.is_accepted`).
 
     <|startofprev|> text before <|startoftranscript|><|en|><|transcribe|><|0.00|> a text<|1.24|><|1.24|> more<|2.00|>
 
@@ -25,8 +25,21 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.native_program import (
+    MAX_ROWS,
+    DecodeRows,
+    NativeProgram,
+    NotSupportedNatively,
+    open_native_program,
+)
+from localllm.models.encoders.source import SourceEncoder, load_encoder
+from localllm.models.inputs import ForwardInputs, GroupInputs, SourceInputs
+from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.transformers_backend.config_class import load_config
-from localllm.models.transformers_backend.module import read_module, use_device_layouts
 
 RATE, WINDOW_S, HOP, FFT = 16_000, 30, 160, 400
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -233,16 +246,106 @@ def align(costs: npt.NDArray[np.float64]) -> list[int]:
     return starts
 
 
+BLOCK_SIZE = 16  # positions of a block
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Keys and values of all layers for the rows of a batch, each row in blocks of its own."""
+
+    layers: list[LayerKV]
+    table: Tensor  # [B, blocks] int32
+
+    @staticmethod
+    def of(model: DecoderModel, rows: int, length: int) -> RowBlocks:
+        """Return blocks, not filled. length: positions of each row."""
+        spec, blocks = model.spec, -(-length // BLOCK_SIZE)
+        shape = kv_cache_shape(rows * blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+
+        def empty() -> Tensor:
+            return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+        layers = [LayerKV(empty(), empty()) for _ in range(spec.num_layers)]
+        return RowBlocks(layers, torch.arange(rows * blocks, dtype=torch.int32, device=model.device).view(rows, -1))
+
+    def of_rows(self, rows: Sequence[int]) -> RowBlocks:
+        return RowBlocks(self.layers, self.table[list(rows)])
+
+    def slots(self, first: int, stop: int) -> Tensor:
+        """Return the slots [B, stop - first] int64 of the positions."""
+        at = torch.arange(first, stop, device=self.table.device)
+        return self.table[:, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+
+
+class Passes:
+    """The decoder's passes over a batch of texts, each beside its own window of sound."""
+
+    def __init__(self, model: DecoderModel, sources: RowBlocks, source_len: int, length: int) -> None:
+        """sources: what cross-attention reads. length: positions of each text."""
+        self._model, self._sources, self._source_len = model, sources, source_len
+        self._cache = RowBlocks.of(model, len(sources.table), length)
+        self._program: NativeProgram | None = None
+        self._may_be_native = model.device.type == "cpu" and len(sources.table) <= MAX_ROWS
+
+    def __call__(
+        self, tokens: Tensor, first: int, wanted: Sequence[int], watch: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """Return logits [B, wanted, V] fp32 at some of the tokens [B, n], whose positions are `first` and on; writes
+        the keys and values of all. watch: called with each layer's queries [B * n, heads, head_dim] for the sound."""
+        rows, count = tokens.shape
+        if first and count == 1 and (program := self._native()) is not None:
+            return program.forward(self._decode_rows(tokens, first))[:, None].clone()
+        stop, ends = first + count, torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=tokens.device)
+        places = (torch.arange(rows, device=tokens.device)[:, None] * count + torch.tensor(wanted)).flatten()
+        hidden = self._model.forward(
+            ForwardInputs(
+                token_ids=tokens.flatten(), positions=torch.arange(first, stop, device=tokens.device).repeat(rows),
+                groups=(GroupInputs(self._cache.table, self._cache.slots(first, stop).flatten()),),
+                context_lens=torch.full_like(ends[1:], stop), cu_seqlens_q=ends, logits_indices=places,
+                num_decodes=rows if count == 1 else 0, query_lens=(count,) * rows, context_lens_host=(stop,) * rows,
+                source=self._source(count)._replace(watch=watch),
+            ),
+            self._cache.layers,
+        )  # fmt: skip
+        logits = self._model.compute_logits(hidden.index_select(0, places))
+        assert logits is not None, "the model is on one device"
+        return logits.view(rows, len(wanted), -1)
+
+    def _source(self, count: int) -> SourceInputs:
+        """Return what `count` tokens of each row attend to."""
+        table = self._sources.table.repeat_interleave(count, dim=0)
+        lens = torch.full((len(table),), self._source_len, dtype=torch.int32, device=table.device)
+        return SourceInputs(self._sources.layers, table, lens, (self._source_len,) * len(table))
+
+    def _native(self) -> NativeProgram | None:
+        if self._program is None and self._may_be_native:
+            try:
+                self._program = open_native_program(self._model, self._cache.layers, self._sources.layers)
+            except NotSupportedNatively:
+                self._may_be_native = False
+        return self._program
+
+    def _decode_rows(self, tokens: Tensor, position: int) -> DecodeRows:
+        table, count = self._cache.table, len(tokens)
+        addresses = table.data_ptr() + np.arange(count) * table.stride(0) * table.element_size()
+        return DecodeRows(
+            tokens[:, 0].numpy(), np.full(count, position), self._cache.slots(position, position + 1).numpy().T,
+            addresses[None], source=self._source(1),
+        )  # fmt: skip
+
+
 class WhisperModel:
     """Whisper on one device. One call is one batch of windows."""
 
     kind = "whisper"
 
-    def __init__(self, module: Any, special: SpecialTokens, device: torch.device) -> None:
+    def __init__(
+        self, encoder: SourceEncoder, decoder: DecoderModel, special: SpecialTokens, device: torch.device
+    ) -> None:
         from transformers.audio_utils import mel_filter_bank
 
-        self.module, self.special, self.device = module, special, device
-        config = module.config
+        self.encoder, self.decoder, self.special, self.device = encoder, decoder, special, device
+        config = self.config = encoder.module.config
         self.step_s: float = WINDOW_S / config.max_source_positions
         self._heads, self._most = config.decoder_attention_heads, config.max_target_positions
         filters = mel_filter_bank(1 + FFT // 2, config.num_mel_bins, 0.0, RATE / 2, RATE, "slaney", "slaney")
@@ -256,7 +359,7 @@ class WhisperModel:
     @property
     def translates(self) -> bool:
         """Return whether the model was trained to translate: neither distilled models nor models of English were."""
-        config = self.module.config
+        config = self.config
         return bool(self.special.languages) and config.decoder_layers == config.encoder_layers
 
     @torch.inference_mode()
@@ -277,8 +380,7 @@ class WhisperModel:
         ratio_of: Callable[[Sequence[int]], float],
     ) -> list[SpokenText]:  # fmt: skip
         """Return the text of each window, in order. ratio_of: the compression ratio of the text of some tokens."""
-        states = self.module.model.encoder(self.features(windows).to(self.module.dtype)).last_hidden_state
-        sources = self._sources(states)
+        sources = self._sources(self.states(self.features(windows)))
         languages = self._languages(sources, [each.language for each in asked])
         prompts = [self.special.prompt(*each) for each in zip(asked, languages, strict=True)]
         best: dict[int, Attempt] = {}
@@ -293,50 +395,69 @@ class WhisperModel:
                 rows = [i for i in left if len(prompts[i]) == size]
                 temperatures = [asked[i].temperatures[turn] for i in rows]
                 seeds = [asked[i].seed * 64 + turn for i in rows]
-                own = [(keys[rows], values[rows]) for keys, values in sources] if len(rows) < len(asked) else sources
-                attempts = self._attempt(own, [prompts[i] for i in rows], temperatures, seeds)
+                attempts = self._attempt(sources.of_rows(rows), [prompts[i] for i in rows], temperatures, seeds)
                 best |= dict(zip(rows, attempts, strict=True))
         texts = list[SpokenText]()
         for i, window in enumerate(windows):
             found, end_s = best[i], min(WINDOW_S, len(window) / RATE)
             segments = [] if found.is_silent else segments_of(found.token_ids, self.special, self.step_s, end_s)
             if asked[i].words and segments:
-                own = [(keys[i : i + 1], values[i : i + 1]) for keys, values in sources]
-                segments = self._with_times(
-                    segments, own, self.special.prompt(asked[i]._replace(prompt=()), languages[i]), end_s
-                )
+                prompt = self.special.prompt(asked[i]._replace(prompt=()), languages[i])
+                segments = self._with_times(segments, sources.of_rows([i]), prompt, end_s)
             texts.append(
                 SpokenText(languages[i], tuple(segments), found.temperature, found.avg_logprob, found.no_speech_prob)
             )
         return texts
 
-    def _languages(self, sources: list[tuple[Tensor, Tensor]], asked: Sequence[str | None]) -> list[str]:
+    @torch.inference_mode()
+    def states(self, features: Tensor) -> Tensor:
+        """Return the encoder's states [B, S, hidden] of features [B, mels, 3000]."""
+        encoder = self.encoder.module.get_encoder()
+        states: Tensor = encoder(features.to(self.encoder.module.dtype)).last_hidden_state
+        return states.to(self.decoder.dtype)
+
+    def _sources(self, states: Tensor) -> RowBlocks:
+        """Return what the decoder's cross-attention reads of states [B, S, hidden]."""
+        found = RowBlocks.of(self.decoder, *states.shape[:2])
+        self.decoder.store_source(states.flatten(0, 1), found.layers, found.slots(0, states.shape[1]).flatten())
+        return found
+
+    def _passes(self, sources: RowBlocks, length: int) -> Passes:
+        return Passes(self.decoder, sources, self.config.max_source_positions, length)
+
+    def _languages(self, sources: RowBlocks, asked: Sequence[str | None]) -> list[str]:
         """Return the language of each window: what was asked, or the likeliest."""
         codes = list(self.special.languages)
         if not codes or all(asked):
             return [language or "en" for language in asked]
         start = torch.full((len(asked), 1), self.special.start, device=self.device)
-        logits = self._pass(start, 0, self._new_cache(len(asked), 1), sources)[:, -1]
+        logits = self._passes(sources, 1)(start, 0, (0,))[:, 0]
         likeliest = logits[:, list(self.special.languages.values())].argmax(dim=-1).tolist()
         return [language or codes[best] for language, best in zip(asked, likeliest, strict=True)]
 
     def _with_times(
-        self, segments: Sequence[SpokenSegment], sources: list[tuple[Tensor, Tensor]], prompt: list[int], end_s: float
+        self, segments: Sequence[SpokenSegment], source: RowBlocks, prompt: list[int], end_s: float
     ) -> list[SpokenSegment]:
         """Return the segments of a window with times of their tokens, by the attention of the alignment heads to the
         sound while the text is read once more, without timestamps. end_s: of the window."""
         ids = [token for segment in segments for token in segment.token_ids]
         tokens = torch.tensor([[*prompt, self.special.no_timestamps, *ids]], device=self.device)
-        frames = min(max(1, round(end_s / self.step_s)), sources[0][0].shape[2])
-        weights = list[Tensor]()
-        cache = self._new_cache(1, tokens.shape[1])
-        logits = self._pass(tokens, 0, cache, sources, lambda each: weights.append(each[0, :, :, :frames].float()))
+        frames = min(max(1, round(end_s / self.step_s)), self.config.max_source_positions)
+        weights, blocks = list[Tensor](), source.table[0].long()
+
+        def watch(layer: int, queries: Tensor) -> None:
+            if heads := self._aligned.get(layer):
+                keys = source.layers[layer].k[heads][:, blocks].flatten(1, 2)[:, :frames]
+                weights.append((queries[:, heads].transpose(0, 1) @ keys.mT / keys.shape[-1] ** 0.5).float())
+
+        wanted = range(len(prompt), tokens.shape[1] - 1)
+        logits = self._passes(source, tokens.shape[1])(tokens, 0, wanted, watch)[0]
         # A row attends to what it predicts. The first rows have read the prompt alone, the last one predicts the end.
         likely = torch.cat(weights).softmax(dim=-1)  # [heads, rows, frames]
         spread = likely.std(dim=1, keepdim=True, unbiased=False).clamp(min=1e-9)
-        likely = _median((likely - likely.mean(dim=1, keepdim=True)) / spread, self.module.config.median_filter_width)
+        likely = _median((likely - likely.mean(dim=1, keepdim=True)) / spread, self.config.median_filter_width)
         starts = align(-likely.mean(dim=0)[len(prompt) :].cpu().double().numpy())
-        chances = logits[0, len(prompt) : -1, : self.special.end].softmax(dim=-1)
+        chances = logits[:, : self.special.end].softmax(dim=-1)
         found = chances.gather(1, torch.tensor(ids, device=self.device)[:, None])[:, 0].tolist()
         times, at, timed = [start * self.step_s for start in starts], 0, list[SpokenSegment]()
         for segment in segments:
@@ -347,26 +468,23 @@ class WhisperModel:
             at = stop
         return timed
 
-    # ---- the decoder ---------------------------------------------------------------------------------------------
-
     def _attempt(
-        self, sources: list[tuple[Tensor, Tensor]], prompts: list[list[int]], temperatures: Sequence[float],
+        self, sources: RowBlocks, prompts: list[list[int]], temperatures: Sequence[float],
         seeds: Sequence[int],
     ) -> list[Attempt]:  # fmt: skip
         """Write all rows to their ends. prompts: of one length."""
         special, rows, width = self.special, len(prompts), len(prompts[0])
-        most = self._most - width
-        cache = self._new_cache(rows, self._most)
+        most, at = self._most - width, prompts[0].index(special.start)
+        passes = self._passes(sources, self._most)
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         written = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)
         sums, ended = torch.zeros(rows, device=self.device), [False] * rows
         lengths, cut, silence = [0] * rows, [False] * rows, [0.0] * rows
         tokens = torch.tensor(prompts, device=self.device)
         for step in range(most):
-            logits = self._pass(tokens, 0 if not step else width + step - 1, cache, sources)
+            logits = passes(tokens, width + step - 1, (0,)) if step else passes(tokens, 0, (at, width - 1))
             if not step:
-                at = prompts[0].index(special.start)
-                silence = logits[:, at].softmax(dim=-1)[:, special.no_speech].tolist()
+                silence = logits[:, 0].softmax(dim=-1)[:, special.no_speech].tolist()
             allowed = restrict(logits[:, -1], written, special)
             tokens = _drawn(allowed, temperatures, draws)
             logprobs = allowed.log_softmax(dim=-1).gather(1, tokens)[:, 0]
@@ -390,58 +508,12 @@ class WhisperModel:
             )
         ]
 
-    def _new_cache(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        config = self.module.config
-        shape = rows, self._heads, length, config.d_model // self._heads
-        make = {"dtype": self.module.dtype, "device": self.device}
-        return [(torch.empty(shape, **make), torch.empty(shape, **make)) for _ in range(config.decoder_layers)]
-
-    def _sources(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values [B, heads, S, head_dim] of each layer over states [B, S, H]."""
-        attentions = [layer.encoder_attn for layer in self.module.model.decoder.layers]
-        return [(self._split(each.k_proj(states)), self._split(each.v_proj(states))) for each in attentions]
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
-
-    def _pass(
-        self, tokens: Tensor, first: int, cache: list[tuple[Tensor, Tensor]], sources: list[tuple[Tensor, Tensor]],
-        watch: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return logits [B, n, V] fp32 of tokens [B, n] at positions `first` and on; writes their keys and values.
-
-        watch: called with the scores [B, heads, n, S] of the alignment heads of a layer over the sound.
-        """
-        decoder, stop = self.module.model.decoder, first + tokens.shape[1]
-        x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[first:stop]
-        is_causal = tokens.shape[1] > 1
-        assert not (is_causal and first), "a text of several tokens is the first"
-        for number, (keys, values) in enumerate(cache):
-            layer, (source_keys, source_values) = decoder.layers[number], sources[number]
-            own, other = layer.self_attn, layer.encoder_attn
-            y = layer.self_attn_layer_norm(x)
-            keys[:, :, first:stop] = self._split(own.k_proj(y))
-            values[:, :, first:stop] = self._split(own.v_proj(y))
-            attended = F.scaled_dot_product_attention(
-                self._split(own.q_proj(y)), keys[:, :, :stop], values[:, :, :stop], is_causal=is_causal
-            )
-            x = x + own.out_proj(attended.transpose(1, 2).flatten(2))
-            y = layer.encoder_attn_layer_norm(x)
-            queries = self._split(other.q_proj(y))
-            if watch is not None and (heads := self._aligned.get(number)):
-                watch(queries[:, heads] @ source_keys[:, heads].mT / queries.shape[-1] ** 0.5)
-            attended = F.scaled_dot_product_attention(queries, source_keys, source_values)
-            x = x + other.out_proj(attended.transpose(1, 2).flatten(2))
-            x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
-        logits: Tensor = self.module.proj_out(decoder.layer_norm(x))
-        return logits.float()
-
 
 def _median(x: Tensor, width: int) -> Tensor:
     """Return the median of `width` values around each one along the last dimension; ends are mirrored."""
     if x.shape[-1] <= width // 2:
         return x
-    padded = F.pad(x, (width // 2, width // 2), mode="reflect")
+    padded: Tensor = F.pad(x, (width // 2, width // 2), mode="reflect")
     return padded.unfold(-1, width, 1).sort().values[..., width // 2]
 
 
@@ -455,10 +527,8 @@ def _drawn(logits: Tensor, temperatures: Sequence[float], draws: Sequence[torch.
     return chosen[:, None]
 
 
-def load_whisper(path: Path, device: torch.device, dtype: torch.dtype) -> WhisperModel:
-    """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
-    import transformers
-
+def load_whisper(path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False) -> WhisperModel:
+    """Load the model of folder `path`. half_weights: see `load_model`. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=False)
     file = path / "generation_config.json"
     generation = read_json_object(file) if file.is_file() else {}
@@ -469,11 +539,6 @@ def load_whisper(path: Path, device: torch.device, dtype: torch.dtype) -> Whispe
     mels = (read_json_object(file) if file.is_file() else {}).get("feature_size", config.num_mel_bins)
     if mels != config.num_mel_bins:
         raise CorruptModel(f"{file} has {mels} features.", f"The encoder reads {config.num_mel_bins}.")
-    module = read_module(
-        transformers.WhisperForConditionalGeneration, path, config, dtype, attention="sdpa", trust_remote_code=False,
-        unused=("proj_out.",),
-    )  # fmt: skip
-    with torch.inference_mode():
-        module = module.to(device)
-        use_device_layouts(module)
-    return WhisperModel(module, special, device)
+    decoder = load_model(path, read_spec(path), device, dtype, half_weights=half_weights)
+    assert isinstance(decoder, DecoderModel), "the decoder is localllm's own"
+    return WhisperModel(load_encoder(path, device, dtype), decoder, special, device)

@@ -1,18 +1,22 @@
-"""Encoder-decoders of text: BART, mBART, Marian, M2M-100 (NLLB), T5 (Flan-T5) and mT5.
+"""Encoder-decoders of text (BART, mBART, Marian, Pegasus, M2M-100, NLLB, T5, Flan-T5, mT5, UMT5) and Whisper's decoder.
 
 The encoder reads the prompt, and transformers' code computes it (models/encoders/source.py); the families describe the
 decoder. Each of its layers attends to the answer so far, then to the encoder's states, the source.
 BART: learned positions whose table starts two rows late; each sum is normed (Lewis et al. 2020, arXiv:1910.13461).
 mBART: norms before the parts and a final one, embeddings scaled (Liu et al. 2020, arXiv:2001.08210).
 Marian: BART with sinusoids as positions, without a norm of the embeddings (Junczys-Dowmunt et al. 2018).
+Pegasus: Marian with mBART's norms (Zhang et al. 2020, arXiv:1912.08777).
 M2M-100 and NLLB: mBART with sinusoids, without a norm of the embeddings (Fan et al. 2020, arXiv:2010.11125).
 T5: RMSNorm, no biases, unscaled scores with a bias for each bucket of distances, which the first layer holds for all;
 the 1.0 checkpoints tie the head and scale its input (Raffel et al. 2020, arXiv:1910.10683). T5 1.1, Flan-T5 and mT5:
-gated, with a head of their own.
+gated, with a head of their own. UMT5: each layer has its own bias (Chung et al. 2023, arXiv:2304.09151).
+Whisper: mBART with one learned position less, keys without a bias, and a tied head (Radford et al. 2022,
+arXiv:2212.04356); models/encoders/whisper.py drives it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from localllm.errors import CorruptModel, UnsupportedModel
@@ -123,9 +127,14 @@ def _bart_like(name: str, architecture: str, differences: Any) -> Family:
     return Family(name, (architecture,), differences, {}, _BART_STORAGE, _bart_names)
 
 
+def _pegasus_differences(config: Config) -> dict[str, Any]:
+    return {**_marian_differences(config), "topology": "pre_norm"}
+
+
 BART = _bart_like("BART", "BartForConditionalGeneration", _bart_differences)
 MBART = _bart_like("mBART", "MBartForConditionalGeneration", _mbart_differences)
 MARIAN = _bart_like("Marian", "MarianMTModel", _marian_differences)
+PEGASUS = _bart_like("Pegasus", "PegasusForConditionalGeneration", _pegasus_differences)
 M2M = _bart_like("M2M-100, NLLB", "M2M100ForConditionalGeneration", _m2m_differences)
 
 _T5_SIZES = {
@@ -191,4 +200,29 @@ MT5 = Family(
     "mT5", ("MT5ForConditionalGeneration",), _t5_differences, {}, _T5_STORAGE,
     lambda config: _t5_names({"feed_forward_proj": "gated-gelu", **config, "scale_decoder_outputs": False}),
 )  # fmt: skip
-ENCODER_DECODERS = (BART, MBART, MARIAN, M2M, T5, MT5)
+UMT5 = replace(
+    T5, name="UMT5", architectures=("UMT5ForConditionalGeneration",),
+    common_names=lambda config: _t5_names({"feed_forward_proj": "gated-gelu", **config}),
+)  # fmt: skip
+
+_WHISPER_NAMES = {**_BART_SIZES, "max_target_positions": "max_position_embeddings"}
+_WHISPER_STORAGE = replace(
+    _BART_STORAGE,
+    renames=(
+        (r"^lm_head", "proj_out"),
+        (r"^model\.embed_tokens", "model.decoder.embed_tokens"),
+        *_BART_STORAGE.renames,
+    ),
+    alternatives=(),
+    ignored=(r"model\.encoder\..*", r"proj_out\.weight"),
+    without_bias=("k_proj",),
+)
+WHISPER = Family(
+    "Whisper", ("WhisperForConditionalGeneration",),
+    lambda config: {
+        **_mbart_differences(config), "position_offset": 0, "embedding_norm": None, "lm_head_bias": False
+    },
+    {}, _WHISPER_STORAGE, lambda config: renamed({**_BART_DEFAULTS, **config}, _WHISPER_NAMES),
+    note="it transcribes",
+)  # fmt: skip
+ENCODER_DECODERS = (BART, MBART, MARIAN, PEGASUS, M2M, T5, MT5, UMT5, WHISPER)

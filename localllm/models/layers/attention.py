@@ -10,7 +10,7 @@ Does not know: which request owns which block (the step's `AttentionPlan` does).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -161,6 +161,7 @@ class SourceStep:
 
     plan: AttentionPlan
     layers: Sequence[LayerKV]
+    watch: Callable[[int, Tensor], None] | None  # see `SourceInputs`
 
 
 @dataclass(slots=True)
@@ -249,7 +250,7 @@ def plan_sources(inputs: SourceInputs, num_heads: int) -> SourceStep:
         num_decodes=count, query_lens=(1,) * count, context_lens_host=inputs.lens_host, num_heads=num_heads,
         cache_shape=cache.shape, cache_dtype=cache.dtype,
     )  # fmt: skip
-    return SourceStep(plan, inputs.layers)
+    return SourceStep(plan, inputs.layers, inputs.watch)
 
 
 class CrossAttention:
@@ -266,6 +267,8 @@ class CrossAttention:
         """Map x [T, hidden] to a fresh tensor [T, hidden]."""
         kv = source.layers[layer]
         q = self.query(x).unflatten(1, (self.num_heads, -1))
+        if source.watch is not None:
+            source.watch(layer, q)
         return self.out(paged_attention(q, kv.k, kv.v, source.plan, scale=self.scale))
 
     def store(self, states: Tensor, kv: LayerKV, slots: Tensor) -> None:

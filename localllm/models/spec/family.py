@@ -112,6 +112,7 @@ class Storage:
     """Last word of a stem (q_proj): (num_heads, num_kv_heads, head_dim) -> stored position of each row."""
     added: tuple[tuple[str, float], ...] = ()  # (suffix of a stored name, value that was added when it was stored)
     ignored: tuple[str, ...] = ()  # patterns of stored names of tensors that the builder does not need
+    without_bias: tuple[str, ...] = ()  # last words of stems that have no bias beside others that have one: it is zero
 
     def stored_name(self, name: str) -> str:
         for pattern, replacement in self.renames:

@@ -157,13 +157,25 @@ class Weights:
         parts = self.layout.parts(stems, order, shape, columns)
         own = (shape[0] if order is None else len(order), shape[1] if columns is None else len(columns))
         weight = self._weight(parts, own, self._at_load(list(stems)))
-        biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
+        biases = self._biases(parts, own[:1]) if bias else None
         if stems[0] == LM_HEAD.removesuffix(".weight"):
             return Linear(as_head(weight), biases, packer=self.packer)
         if self._lora is None:
             return Linear(weight, biases, packer=self.packer)
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
         return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, packer=self.packer)
+
+    def _biases(self, parts: Sequence[StoredPart], shape: tuple[int, ...]) -> Tensor:
+        missing = self.layout.storage.without_bias
+        if not any(part.stem.endswith(missing) for part in parts):
+            return self._plain([StoredPart(f"{part.stem}.bias", part.order) for part in parts], shape)
+        assert all(part.order is None for part in parts), "rows without a bias are not divided"
+        each = [(part.stem, self.layout.rows_of(part.stem)) for part in parts]
+        return torch.cat([
+            torch.zeros(rows, dtype=self._dtype, device=self.device) if stem.endswith(missing)
+            else self._plain([StoredPart(f"{stem}.bias")], (rows,))
+            for stem, rows in each
+        ])  # fmt: skip
 
     def _at_load(self, stems: list[str]) -> list[AtLoad | None]:
         """Return how each of the layer's stored matrices is quantised after reading; None: it is kept as it is."""
