@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.web.browser.looks import STILL
 from tests.web.live_server import LiveServer, settings, wait_until
 from tests.web.pages_stub import StubModel
 
@@ -71,6 +72,7 @@ def open_page(chromium: Browser, server: LiveServer, model: StubModel) -> Iterat
 
     def open_path(path: str = "/", width: int = 1280, height: int = 800, expect: str = "", **options: Any) -> Page:
         expected.append(expect)
+        options = {**STILL, **options}
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()

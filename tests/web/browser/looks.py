@@ -10,9 +10,14 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
+STILL = {"reduced_motion": "reduce"}
+"""Nothing fades in: axe-core takes what is half transparent for text of too little contrast."""
+
+
 @contextmanager
 def opened(chromium: Browser, width: int, height: int, **options: Any) -> Iterator[Page]:
     """A page that may not complain. It is closed before its server is: one that looks for it would."""
+    options = {**STILL, **options}
     context = chromium.new_context(viewport={"width": width, "height": height}, **options)
     page, complaints = context.new_page(), list[str]()
     page.on("console", lambda note: complaints.append(note.text) if note.type in ("error", "warning") else None)

@@ -219,3 +219,38 @@ def test_two_models_are_compared_an_answer_is_edited_and_the_chat_copied(
     assert "My own words" in page.locator(".message--assistant").inner_text()
     menu(page, "Delete")
     page.locator(".undo").wait_for()
+
+
+def test_the_preview_stays_beside_the_chat_and_shows_what_the_model_writes_next(
+    open_page: Open, model: StubModel, reply: Callable[[str], None]
+) -> None:
+    model.client.chars, model.client.every_s = 60, 0.001
+    page = open_page(bypass_csp=True)
+    frame = page.frame_locator("#canvas iframe")
+    for number in (1, 2):
+        reply(f"Here:\n\n```html\n<p id=said>Version {number}</p>\n```\n")
+        say(page, "draw")
+        if number == 1:
+            page.locator("[data-preview]").click()
+        frame.get_by_text(f"Version {number}").wait_for()
+    assert page.locator("#canvas [role=status]").inner_text() == "2 of 2"
+    assert page.locator("[data-preview]").nth(1).get_attribute("aria-expanded") == "true"
+    reply("No picture this time.")
+    say(page, "talk")
+    frame.get_by_text("Version 2").wait_for()
+    page.get_by_label("Earlier version").click()
+    frame.get_by_text("Version 1").wait_for()
+    assert page.get_by_label("Earlier version").is_disabled()
+    chat, canvas = (page.locator(each).bounding_box() for each in (".chat", "#canvas"))
+    assert chat
+    assert canvas
+    assert chat["x"] + chat["width"] <= canvas["x"] + 1, "beside each other"
+    for width in (360, 768, 1280, 1920):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert (overflow(page), small_targets(page)) == (0, [])
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.get_by_role("button", name="Close", exact=True).press("Escape")
+    assert not page.locator("#canvas").is_visible()
+    assert page.locator("[data-preview]").first.inner_text() == "Preview"
+    page.locator("[data-preview]").first.click()
+    assert page.evaluate("document.activeElement.textContent") == "Close", "on a phone it covers the chat"

@@ -26,7 +26,10 @@
     }
   }
   if (messages) {
-    new MutationObserver(drawMaths).observe(messages, { childList: true, subtree: true, attributeFilter: ["data-drawn"] });
+    new MutationObserver(() => {
+      drawMaths();
+      follow();
+    }).observe(messages, { childList: true, subtree: true, attributeFilter: ["data-drawn"] });
     drawMaths();
   }
 
@@ -39,18 +42,47 @@
 
   const wrap = (button) => button.setAttribute("aria-pressed", button.closest(".code").classList.toggle("code--wrapped"));
 
-  // A preview runs in a frame that has neither our origin nor a network; its page is made from the stored message.
+  // The canvas is one preview beside the chat. It stays while the chat goes on: each block that can be previewed is a
+  // version, and a new one is shown as soon as it is written. A preview runs in a frame that has neither our origin nor
+  // a network; its page is made from the stored message.
+  const canvas = find("#canvas");
+  const blocks = () => [...document.querySelectorAll("[data-preview]")];
+  const addressOf = (button) => `${location.pathname}/m/${button.closest(".message").id.slice(2)}/preview/${button.dataset.preview}`;
+  let drawn = "", written = "", opener = null;
+  function draw(src) {
+    if (src !== drawn) {
+      canvas.querySelector("iframe")?.remove();
+      if (src) canvas.append(Object.assign(document.createElement("iframe"), { title: "Preview", sandbox: "allow-scripts", src }));
+    }
+    [drawn, canvas.hidden] = [src, !src];
+    const all = blocks(), at = all.findIndex((button) => addressOf(button) === src);
+    all.forEach((button, n) => {
+      if ((button.ariaExpanded === "true") === (n === at)) return; // what changes nothing must not be observed
+      button.ariaExpanded = n === at;
+      button.textContent = n === at ? "Close preview" : "Preview";
+    });
+    canvas.querySelector("[role=status]").textContent = at < 0 ? "" : `${at + 1} of ${all.length}`;
+    for (const step of canvas.querySelectorAll("[data-step]")) step.disabled = !all[at + Number(step.dataset.step)];
+  }
   function preview(button) {
-    const code = button.closest(".code");
-    const shown = code.querySelector(".preview");
-    button.setAttribute("aria-expanded", !shown);
-    button.textContent = shown ? "Preview" : "Close preview";
-    if (shown) return shown.remove();
-    const box = Object.assign(document.createElement("div"), { className: "preview" });
-    const id = code.closest(".message").id.slice(2);
-    const src = `${location.pathname}/m/${id}/preview/${button.dataset.preview}`;
-    box.append(Object.assign(document.createElement("iframe"), { title: "Preview", sandbox: "allow-scripts", src }));
-    code.append(box);
+    const src = addressOf(button);
+    draw(src === drawn ? "" : src);
+    opener = button;
+    if (drawn && getComputedStyle(canvas).position === "fixed") canvas.querySelector("[data-close]").focus();
+  }
+  function step(button) {
+    const all = blocks();
+    draw(addressOf(all[all.findIndex((each) => addressOf(each) === drawn) + Number(button.dataset.step)]));
+  }
+  function closeCanvas() {
+    draw("");
+    opener?.focus();
+  }
+  canvas?.addEventListener("keydown", (event) => event.key === "Escape" && (event.stopPropagation(), closeCanvas()));
+  function follow() {
+    const last = blocks().at(-1), before = written;
+    written = last ? addressOf(last) : "";
+    if (drawn) draw(written && written !== before ? written : drawn);
   }
 
   // Reading aloud uses voices of this machine only: another voice would send the text to its maker.
@@ -106,7 +138,7 @@
     message.focus({ preventScroll: true });
   }
 
-  const acts = { "[data-wrap]": wrap, "[data-preview]": preview, "[data-speak]": speak, "#newest": toNewest, "[data-jump]": jump };
+  const acts = { "[data-wrap]": wrap, "[data-preview]": preview, "[data-step]": step, "#canvas [data-close]": closeCanvas, "[data-speak]": speak, "#newest": toNewest, "[data-jump]": jump };
   document.addEventListener("click", (event) => {
     for (const [selector, act] of Object.entries(acts)) {
       const found = event.target.closest(selector);

@@ -14,7 +14,7 @@ A model, or an imported chat, wrote the block, so it is run as hostile code:
 
 What remains: a browser that does not know Connection-Allowlist lets a script send packets by WebRTC. They can carry
 what is in the block and what is typed into it, and nothing else of the page. A script that never ends keeps its process
-busy until the preview is closed. A block may look like anything, so its frame is inside the message, with a border.
+busy until the preview is closed. A block may look like anything, so its frame is under a bar that says Preview.
 Does not know: the markup of a code block (markdown/render.py), the button (messages.js).
 """
 
