@@ -1,8 +1,8 @@
 """A person's way through what a chat does beside talking: a project, a tool after consent, a long file, a preview, two
-models, an edited answer, and the list of everything.
+models, an edited answer, a link to read, the memory, and the list of everything.
 
-The model says what the test puts into its mouth. With a finger on 360 px, with a mouse on 768, and on 1280 with nothing
-but the keyboard; `scripts/make_screenshots` keeps the pictures that docs/ shows.
+The model says what the test puts into its mouth. With a finger on 360 px, with a mouse on 768 and 1920, and on 1280 with
+nothing but the keyboard; `scripts/make_screenshots` keeps the pictures that docs/ shows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServ
 
 
 class ChatTour(Tour):
-    def project(self) -> None:
+    def project(self, folder: Path) -> None:
+        (folder / "notes").mkdir()
+        (folder / "notes" / "kernels.md").write_text("# Kernels\n\nThe grid of zorbium has four programs.\n")
+        self.page.goto(self.server.link())  # a folder of the machine needs its owner
         self.page.goto(f"{self.server.url}/projects")
         self.hand.write(self.page.locator("#project-name"), "Kernels")
         self.page.keyboard.press("Enter")
@@ -83,6 +86,9 @@ class ChatTour(Tour):
         self.page.set_input_files("#project-file", files=[notes])
         self.press("Add")
         self.page.get_by_text("context tokens").wait_for()
+        self.hand.write(self.page.locator("#project-folder"), str(folder / "notes"))
+        self.page.keyboard.press("Enter")
+        self.page.get_by_text("1 file is searched").wait_for()
         self.picture("project")
         self.press("New chat in this project", "link")
         self.page.locator(".head__project[aria-label='Project Kernels']").wait_for()
@@ -140,6 +146,22 @@ class ChatTour(Tour):
         self.page.locator(".head__title:text('(2)')").wait_for()
         assert "A list of blocks." in self.page.locator(".message--assistant").inner_text()
 
+    def link(self) -> None:
+        self.hand.press(self.page.locator(".head__more"))
+        self.hand.press(self.page.locator("#chat-link").get_by_role("button", name="Make a link"))
+        self.page.locator("#chat-link-address").wait_for()
+        self.picture("link")
+        self.press("Close")
+
+    def memory(self) -> None:
+        self._choose("Remember…")
+        self.hand.write(self.page.locator("#remember-note"), "I write kernels in Triton.")
+        self.hand.press(self.page.locator("#manage").get_by_role("button", name="Remember"))
+        self.page.locator("#chat-status:text('Remembered')").wait_for(state="attached")
+        self.page.goto(f"{self.server.url}/memory")
+        assert self.page.get_by_label("Notes, one on each line").input_value() == "I write kernels in Triton."
+        self.picture("memory")
+
     def everything(self) -> None:
         self.page.keyboard.press("ControlOrMeta+k")
         self.page.locator("#palette-list [role=option]").first.wait_for()
@@ -167,6 +189,7 @@ class ChatTour(Tour):
         pytest.param("-small", 360, Finger(), {"has_touch": True, "is_mobile": True}, id="finger-360"),
         pytest.param("-dark", 768, Mouse(), {"color_scheme": "dark"}, id="mouse-768"),
         pytest.param("", 1280, Keyboard(), {}, id="keyboard-1280"),
+        pytest.param("-wide", 1920, Mouse(), {}, id="mouse-1920"),
     ],
 )
 def test_a_way_through_the_chat(
@@ -177,10 +200,12 @@ def test_a_way_through_the_chat(
     with opened(chromium, width, 740 if width < 768 else 900, **options) as page:
         page.set_default_timeout(20_000)
         tour = ChatTour(page, server, hand, pictures, look)
-        tour.project()
+        tour.project(tmp_path)
         tour.tool()
         tour.long_file(tmp_path)
         tour.preview()
         tour.two_models()
         tour.another_answer()
+        tour.link()
+        tour.memory()
         tour.everything()

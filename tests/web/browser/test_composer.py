@@ -141,3 +141,69 @@ def test_a_message_waits_for_the_end_of_the_reply_and_can_be_taken_back(open_pag
     written(page, 2)
     assert page.locator(".message--user .message__text").last.inner_text() == "second"
     assert page.input_value("#composer-message") == ""
+
+
+def test_enter_once_more_stops_the_reply_and_sends_the_message_now(
+    open_page: Callable[..., Page], model: StubModel
+) -> None:
+    model.client.every_s = 0.2
+    page = open_page()
+    send(page, "first")
+    page.wait_for_selector("[data-stop]:not([data-stop=later])")
+    send(page, "rather this")
+    page.wait_for_selector(".composer--queued")
+    page.press("#composer-message", "Enter")
+    page.get_by_text("stopped by you").wait_for()
+    model.client.every_s = 0.001
+    written(page, 2)
+    assert page.locator(".message--user .message__text").last.inner_text() == "rather this"
+
+
+def test_the_list_shows_where_a_reply_is_being_written_and_where_one_is_new(
+    open_page: Callable[..., Page], model: StubModel
+) -> None:
+    model.client.every_s = 0.2
+    page = open_page()
+    send(page, "a slow one")
+    page.wait_for_selector("[data-stop]:not([data-stop=later])")
+    page.locator(".side__new").click()
+    page.wait_for_selector(".chats__link[data-dot=writing]:has-text('a slow one')")
+    model.client.every_s = 0.001
+    page.wait_for_selector(".chats__link[data-dot=new]:has-text('a slow one')")
+    assert page.evaluate("document.querySelector('[data-dot=new]').ariaDescription") == "New reply"
+    page.reload()
+    page.locator(".chats__link[data-dot=new]").click()
+    page.wait_for_selector(".figures")
+    assert page.locator(".chats__link[data-dot=new]").count() == 0
+
+
+def test_the_browser_tells_of_a_long_reply_in_a_hidden_tab_once_it_was_allowed(
+    open_page: Callable[..., Page], model: StubModel
+) -> None:
+    model.client.every_s = 0.2
+    page = open_page()
+    page.evaluate(
+        """(() => {
+            window.told = [];
+            window.Notification = class {
+                static permission = "default";
+                static requestPermission() { this.permission = "granted"; }
+                constructor(title, { body }) { told.push(`${title}: ${body}`); }
+            };
+        })()"""
+    )
+    page.clock.install()
+    for number, hidden in enumerate(("false", "true"), 1):
+        model.client.every_s = 0.2
+        send(page, "go")
+        page.wait_for_selector("[data-stop]:not([data-stop=later])")
+        page.clock.fast_forward(11_000)
+        if number == 1:
+            page.get_by_role("button", name="Tell me when it is done").click()
+        assert not page.locator("#tell").is_visible()
+        page.clock.fast_forward(20_000)
+        page.evaluate(f"Object.defineProperty(document, 'hidden', {{value: {hidden}, configurable: true}})")
+        model.client.every_s = 0.001
+        written(page, number)
+        assert len(page.evaluate("told")) == number - 1, "a tab that is seen needs no notice"
+    assert page.evaluate("told") == ["go: The reply is done."]

@@ -1,6 +1,6 @@
 """A person's way through all of it, on the demo model and a local hub: talk, watch, fetch a model, try, tune.
 
-Once with a finger on 360 px, once with a mouse on 768, once on 1280 with nothing but the keyboard. Every stop is
+Once with a finger on 360 px, with a mouse on 768 and on 1920, and on 1280 with nothing but the keyboard. Every stop is
 photographed; `scripts/make_screenshots` keeps the pictures that docs/ shows.
 """
 
@@ -59,6 +59,7 @@ def server(
         pytest.param("-small", 360, Finger(), {"has_touch": True, "is_mobile": True}, id="finger-360", marks=SLOW),
         pytest.param("-dark", 768, Mouse(), {"color_scheme": "dark"}, id="mouse-768", marks=SLOW),
         pytest.param("", 1280, Keyboard(), {}, id="keyboard-1280"),
+        pytest.param("-wide", 1920, Mouse(), {}, id="mouse-1920", marks=SLOW),
     ],
 )
 def test_a_way_through_all_pages(

@@ -5,7 +5,8 @@
   const text = find("#composer-message");
   let following = !find("#empty-chat, .panel");
 
-  // A message that is sent while a reply is being written waits for its end; typing or Esc takes it back.
+  // A message that is sent while a reply is being written waits for its end; typing or Esc takes it back, and Enter
+  // once more stops the reply and sends it now.
   let queued = false;
   const queue = (on) => {
     queued = on;
@@ -23,6 +24,7 @@
     if (event.key === "Enter" && event.target === text && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       if (text.value.trim() && find("[data-send]")) text.form.requestSubmit(find("[data-send]"));
+      else if (queued) find("[data-stop]")?.click();
       else if (text.value.trim() && find("[data-stop]")) queue(true);
     } else if (event.key === "Escape") {
       const edit = event.target.closest(".edit");
@@ -155,9 +157,26 @@
   }
 
   // The title of the tab says that a reply is being written, and that it is there while another tab is in front.
-  let wrote = false, unseen = false;
+  // After a reply of half a minute the browser tells of it, if it was allowed to while the reply was being written.
+  let wrote = false, unseen = false, since = 0, asks = 0;
+  const tell = find("#tell");
+  tell?.addEventListener("click", () => {
+    tell.hidden = true;
+    Notification.requestPermission();
+  });
   const mark = () => {
     const writes = Boolean(find('.message[aria-busy="true"]'));
+    if (writes && !wrote) {
+      since = performance.now();
+      if (tell && isSecureContext && window.Notification?.permission === "default") asks = setTimeout(() => { tell.hidden = false; }, 10e3);
+    } else if (wrote && !writes) {
+      clearTimeout(asks);
+      if (tell) tell.hidden = true;
+      if (document.hidden && performance.now() - since > 30e3 && window.Notification?.permission === "granted") {
+        const told = new Notification(find(".head__title").textContent, { body: "The reply is done.", tag: location.pathname });
+        told.onclick = () => { focus(); told.close(); };
+      }
+    }
     unseen = document.hidden && (unseen || (wrote && !writes));
     wrote = writes;
     const title = (writes ? "● " : unseen ? "✓ " : "") + document.title.replace(/^[●✓] /, "");

@@ -110,6 +110,29 @@
     wait();
   });
 
+  // A dot in the list: a reply is being written in the chat, or was written since the chat was last looked at.
+  let writing = [];
+  const unseen = new Set((sessionStorage.unseen ?? "").split(" ").filter(Boolean));
+  function dot() {
+    if (!document.hidden) unseen.delete(find("#composer-conversation")?.value);
+    sessionStorage.unseen = [...unseen].join(" ");
+    (unseen.size ? navigator.setAppBadge?.(unseen.size) : navigator.clearAppBadge?.())?.catch(() => {});
+    for (const link of document.querySelectorAll(".chats__link")) {
+      const id = link.pathname.slice(3);
+      link.dataset.dot = writing.includes(id) ? "writing" : unseen.has(id) ? "new" : "";
+      link.ariaDescription = { writing: "A reply is being written", new: "New reply" }[link.dataset.dot] ?? null;
+    }
+  }
+  document.addEventListener("chats-writing", ({ detail }) => {
+    const now = detail.data.split(" ").filter(Boolean);
+    for (const id of writing) if (!now.includes(id)) unseen.add(id);
+    writing = now;
+    dot();
+  });
+  document.addEventListener("visibilitychange", dot);
+  if (find("#side")) new MutationObserver(dot).observe(find("#side"), { childList: true, subtree: true });
+  dot();
+
   // Copying takes the text as it was written; without https only what is drawn can be taken.
   document.addEventListener("click", async (event) => {
     const link = event.target.closest("[data-copy-message]");

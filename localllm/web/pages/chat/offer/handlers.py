@@ -62,7 +62,8 @@ async def change_offer(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/live/chat")
 async def live_chat(request: Request[Any, Any, Any]) -> Stream:
     """Stream what changes in a chat page: the status pill, the card of the offered model, what depends on that model
-    once it is ready, and the event `chat-changed` with the id of the last message, also if another tab has sent it.
+    once it is ready, the event `chat-changed` with the id of the last message, also if another tab has sent it, and
+    `chats-writing` with the ids of the chats in which a reply is being written.
     `offer`: the model on the card; empty: the card is still to be found.
     """
     if name := request.query_params.get("offer"):
@@ -74,6 +75,7 @@ async def _events(request: Request[Any, Any, Any], name: str | None) -> AsyncIte
     """Yield the changes of a page. name: of the model on its card; None: it has no card."""
     state, waits = chat_state(request), shows_loading(request)
     sent, card, chat = dict[str, str](), _OfferParts(request, name), _ChatWatch(request)
+    owner, writing = owner_of(request), ""
     async for tick in state.pages.sampler.follow():
         if waits and state.pages.served is not None:
             yield sse("", "ready")
@@ -83,6 +85,9 @@ async def _events(request: Request[Any, Any, Any], name: str | None) -> AsyncIte
             yield sse(render(LiveUpdate(news)))
         if leaf := await chat.new_leaf():
             yield sse(leaf, "chat-changed")
+        if (now := " ".join(state.replies.writing_chats(owner))) != writing:
+            writing = now
+            yield sse(writing, "chats-writing")
 
 
 class _ChatWatch:

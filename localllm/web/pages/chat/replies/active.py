@@ -143,6 +143,10 @@ class ActiveReplies:
         """Return whether any reply is being written."""
         return any(not each.reply.done for each in self._writings.values())
 
+    def writing_chats(self, owner: str) -> list[str]:
+        """Return the ids of an owner's chats in which a reply is being written."""
+        return sorted({each.chat_id for each in self._writings.values() if each.owner == owner and not each.reply.done})
+
     def unfinished(self, chat_id: str) -> list[ActiveReply]:
         """Return the unfinished replies of a chat: one, or both of a comparison."""
         return [each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done]
