@@ -63,7 +63,8 @@ def write_records(path: Path, digest: str, facts: Any, sizes: Sequence[int], rec
                     record += bytes(padded(size) - size)
                     sums.extend(zlib.crc32(record[at : at + PART]) for at in range(0, len(record), PART))
                     file.write(record)
-                    _drop_written(file.fileno(), file.tell())
+                    if hasattr(os, "posix_fadvise"):  # else the page cache would push out the memory of programs
+                        os.posix_fadvise(file.fileno(), 0, file.tell(), os.POSIX_FADV_DONTNEED)
                 index = json.dumps({"digest": digest, "sizes": list(sizes), "facts": facts}).encode()
                 tail = struct.pack("<Q", len(index)) + index + sums.tobytes()
                 at = file.tell()
@@ -183,9 +184,3 @@ def _require_space(folder: Path, needed: int) -> None:
             f"df -h {folder}; XDG_CACHE_HOME names another folder",
             param="weights_on",
         )
-
-
-def _drop_written(descriptor: int, end: int) -> None:
-    """Let the page cache forget what has been written: it would push out the memory of programs."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, end, os.POSIX_FADV_DONTNEED)

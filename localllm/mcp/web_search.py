@@ -58,7 +58,10 @@ def search(base: str, query: str, page: int = 1) -> str:
     if not isinstance(found, list):
         raise Unreached(f"The SearXNG did not answer with results (status {status}).")
     rows = [each for each in found if isinstance(each, dict) and each.get("url")][:MAX_RESULTS]
-    texts = [_result(number, row) for number, row in enumerate(rows, 1)]
+    texts = []
+    for number, row in enumerate(rows, 1):
+        content = " ".join(str(row.get("content") or "").split())[:MAX_SNIPPET_CHARS]
+        texts.append("\n".join(filter(None, (f"{number}. {row.get('title') or row['url']}", str(row["url"]), content))))
     return "\n\n".join(texts) or f"Nothing was found for {query!r}."
 
 
@@ -114,11 +117,6 @@ class PageText(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._skipped:
             self._parts.append(data.replace("\n", " "))
-
-
-def _result(number: int, row: Mapping[str, Any]) -> str:
-    content = " ".join(str(row.get("content") or "").split())[:MAX_SNIPPET_CHARS]
-    return "\n".join(filter(None, (f"{number}. {row.get('title') or row['url']}", str(row["url"]), content)))
 
 
 def _get(address: str, *, public: bool) -> tuple[int, Mapping[str, str], bytes]:

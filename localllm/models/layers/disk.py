@@ -114,7 +114,15 @@ def write_experts(
                 held = _held(*pair)
                 if (found := ExpertForm.of(held[0][0], held[1][0])) != forms[layer]:
                     raise _unsupported(f"The experts of layer {layer} are stored in different ways: {found}.")
-                yield [piece for matrix, _ in held for piece in _pieces(matrix)]
+                yield [
+                    piece
+                    for matrix, _ in held
+                    for part in parts_of(matrix)
+                    for piece in (
+                        ctypes.string_at(getattr(matrix, part.field), part.num_bytes),
+                        bytes(-part.num_bytes % ALIGNMENT),
+                    )
+                ]
         facts["tensors"] = sorted(tensors())
 
     write_records(path, digest, facts, [forms[layer].num_bytes for layer in layers for _ in range(count)], records())
@@ -130,12 +138,6 @@ def _held(*weights: Weight) -> list[tuple[NativeMatrix, Any]]:
             raise _unsupported(f"An expert has no layout that this processor multiplies ({name}).")
         found.append((matrices[0].matrix, (matrices[0], weight)))
     return found
-
-
-def _pieces(matrix: NativeMatrix) -> Iterator[Any]:
-    for part in parts_of(matrix):
-        yield ctypes.string_at(getattr(matrix, part.field), part.num_bytes)
-        yield bytes(-part.num_bytes % ALIGNMENT)
 
 
 def _unsupported(why: str) -> UnsupportedOption:

@@ -180,9 +180,11 @@ def read_pasted(form: ToolServerForm) -> list[McpServer]:
         hint = 'For example: {"mcpServers": {"time": {"command": "uvx", "args": ["mcp-server-time"]}}}'
         raise ConfigError("The pasted JSON cannot be used.", "It holds no servers.", hint, param="pasted")
     common = {"in_new_chats": form.in_new_chats, "scope": "infer" if form.for_all else "admin"}
-    return [
-        read_mcp_server(_plain_name(name), {**_of_pasted(each), **common}, THE_FORM) for name, each in found.items()
-    ]
+    servers = []
+    for name, each in found.items():
+        plain = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:32].strip("-_")
+        servers.append(read_mcp_server(plain, {**_of_pasted(each), **common}, THE_FORM))
+    return servers
 
 
 def _of_pasted(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,10 +194,6 @@ def _of_pasted(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("timeout_s"), int | float) and found["timeout_s"] > 1000:  # others count milliseconds
         found["timeout_s"] /= 1000
     return {key: value for key, value in found.items() if value not in ({}, [], None)}
-
-
-def _plain_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:32].strip("-_")
 
 
 def _words(text: str) -> list[str]:
