@@ -1,8 +1,8 @@
 """A person's way through what a chat does beside talking: a project, a tool after consent, a long file, a preview, two
 models, an edited answer, a link to read, the memory, and the list of everything.
 
-The model says what the test puts into its mouth. With a finger on 360 px, with a mouse on 768 and 1920, and on 1280 with
-nothing but the keyboard; `scripts/make_screenshots` keeps the pictures that docs/ shows.
+The model says what the test puts into its mouth. With a finger on 360 px, with a mouse on 768 and 1920, and on 1280
+with nothing but the keyboard; `scripts/make_screenshots` keeps the pictures that docs/ shows.
 """
 
 from __future__ import annotations
