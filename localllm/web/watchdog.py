@@ -52,8 +52,9 @@ COMPILE_STUCK_S = 60.0
 """No request waits that long for a grammar: it has been refused by then."""
 TRIM_GROWN_BYTES = 32 * 2**20
 TRIM_EVERY_S = 5.0
-TRIM_WORKED_S, TRIM_WORKED_EVERY_S = 1.0, 15.0
-"""CPU seconds after which something may have been freed that was in use at the last time."""
+TRIM_WORKED_S, TRIM_WORKED_EVERY_S = 0.1, 10.0
+"""CPU seconds after which something may have been freed that was in use at the last time. Little work is enough: the
+requests that hold most may end in the moment after a trim."""
 
 
 class PartOfServer(Shape):

@@ -180,6 +180,10 @@ def test_memory_is_given_back_once_what_was_in_use_may_be_free(monkeypatch: pyte
     for now_s in range(201, 300):
         dog._give_back(now_s)
     assert len(trims) == 3
+    cpu_s[0] += 0.3  # the last requests of a busy time end soon after a trim
+    for now_s in range(300, 315):
+        dog._give_back(now_s)
+    assert len(trims) == 4
 
 
 # On a real server ---------------------------------------------------------------------------------------------------
