@@ -110,6 +110,23 @@ def test_a_row_has_the_same_bits_beside_any_neighbours(
     assert (together - exact).abs().max() < 2e-6 * exact.abs().max()
 
 
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("ids", [[[1, 2, 3]] * 8, [[1, 1, 2]] * 8, [[4, 4, 4]] * 8, [[0, 1, 2], [3, 4, 5]] * 4])
+def test_rows_that_share_experts_are_multiplied_as_each_alone(
+    ids: list[list[int]], model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
+) -> None:
+    """An expert's weights are read once for up to MAX_ROWS of its choices, here for up to 24."""
+    far = FarExperts(experts_of(), Crossing(LateLink()), model_of("qwen3_moe")[1])
+    x, _, weights = chosen(MAX_ROWS)
+    asked = torch.tensor(ids, dtype=torch.int32)
+    together = far(x, asked, weights).clone()
+    exact = experts_of()(x, asked, weights)
+    assert (together - exact).abs().max() < 2e-6 * exact.abs().max()
+    for row in range(MAX_ROWS):
+        one = slice(row, row + 1)
+        assert torch.equal(far(x[one], asked[one], weights[one]), together[one])
+
+
 def test_padding_reads_nothing(model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]) -> None:
     """Rows whose ids are -1 are zeros, also beside experts that are NaN."""
     experts = experts_of()

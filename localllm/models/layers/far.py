@@ -8,8 +8,9 @@ Where RAM does not hold them either, they are on disk (disk.py), and the model m
 The host waits at each such layer until the device has done everything before it. A CUDA graph cannot wait for the
 host, so a recorded step is cut into segments at the crossings (runner/graphs.py), and the host computes between them.
 
-The bits of a row's result depend on the row alone for up to MAX_ROWS rows in a step: the native library computes each
-row by itself and adds its experts in the order of their choice. More rows are grouped by expert.
+The bits of a row's result depend on the row alone for up to MAX_ROWS rows in a step: the native library reads an expert
+once for all rows that chose it, multiplies each as if it were alone, and adds a row's experts in the order of its
+choices. More rows are multiplied expert by expert.
 Does not know: which layers these are (models/fit/far.py), graphs.
 """
 

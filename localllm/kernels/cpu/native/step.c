@@ -492,14 +492,62 @@ static int64_t expert_blocks_per_piece(const Step* step, const Operation* o) {
   return blocks_per_piece(blocks, 1, step->memory->threads);  // limited by the number of pieces only
 }
 
-// Pieces of one row and one choice; of one row for the second matrices, whose results are added up.
+// The choices of one expert that are multiplied together: its weights are read once for all of them.
+typedef struct {
+  int64_t count, items[MAX_ROWS];  // row * top_k + choice
+} Sharing;
+
+// Find the choices of the expert of `item` from `item` on, if they begin there: at the first choice of this expert in the
+// step, the ninth, and so on. Return 0 otherwise.
+static int begins_sharing(const Step* step, const Experts* e, int64_t item, Sharing* found) {
+  const int64_t end = step->num_rows * e->top_k;
+  int64_t before = 0;
+  for (int64_t i = 0; i < item; i++) before += e->ids[i] == e->ids[item];
+  if (before % MAX_ROWS) return 0;
+  found->count = 0;
+  for (int64_t i = item; i < end && found->count < MAX_ROWS; i++)
+    if (e->ids[i] == e->ids[item]) found->items[found->count++] = i;
+  return 1;
+}
+
+// Do `prepare` for the inputs of some choices. choice_stride: floats from the input of a row's choice to that of the next
+// one; 0: they have the same.
+static const Rows* prepare_sharing(
+    Step* step, int64_t operation, const Matrix* matrix, const Sharing* sharing, int64_t choice_stride, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const int64_t top_k = o->experts->top_k, inputs = matrix->inputs, first = sharing->items[0];
+  const int64_t key = key_of(operation, first / top_k, first % top_k);
+  Local* local = &step->memory->locals[thread];
+  const float* x = o->x + first / top_k * o->x_stride + first % top_k * choice_stride;
+  if (sharing->count == 1 || local->prepared == key)
+    return prepare(step, key, matrix, &o->norm, x, o->x_stride, sharing->count, thread);
+  for (int64_t i = 0; i < sharing->count; i++) {
+    const int64_t row = sharing->items[i] / top_k, choice = sharing->items[i] % top_k;
+    float* to = local->normed + i * inputs;
+    x = o->x + row * o->x_stride + choice * choice_stride;
+    if (o->norm.kind != NORM_NONE)
+      norm_row(&o->norm, x, inputs, to);
+    else
+      memcpy(to, x, (size_t)inputs * sizeof(float));
+  }
+  return prepare(step, key, matrix, &(Norm){0}, local->normed, inputs, sharing->count, thread);
+}
+
+// Pieces of one choice, of which only the first ones of an expert have work; of all rows for the second matrices, whose
+// results are added up.
 static int64_t count_expert_pieces(const Step* step, const Operation* o) {
   const int64_t each = pieces_of(blocks_of(o->matrix.outputs), expert_blocks_per_piece(step, o));
-  return step->num_rows * (o->op == OP_EXPERTS_GATED ? o->experts->top_k : 1) * each;
+  return (o->op == OP_EXPERTS_GATED ? step->num_rows * o->experts->top_k : 1) * each;
+}
+
+// Floats for the products of all choices of a piece.
+static int64_t expert_floats(const Step* step, const Operation* o) {
+  if (o->op != OP_EXPERTS_DOWN) return 0;
+  return step->num_rows * o->experts->top_k * expert_blocks_per_piece(step, o) * OUTPUTS;
 }
 
 typedef struct {
-  int64_t item, first, end;  // which row, or row and choice; its blocks
+  int64_t item, first, end;  // which choice; its blocks
 } Blocks;
 
 static Blocks expert_blocks(const Step* step, const Operation* o, int64_t piece) {
@@ -512,14 +560,19 @@ static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64
   const Operation* o = &step->operations[operation];
   const Experts* e = o->experts;
   const Blocks p = expert_blocks(step, o, piece);
-  const int64_t row = p.item / e->top_k, choice = p.item % e->top_k, outputs = o->matrix.outputs;
+  const int64_t outputs = o->matrix.outputs;
   const Matrix* matrix = &e->gate_up[e->ids[p.item]];
-  const Rows* rows = prepare(
-      step, key_of(operation, row, choice), matrix, &o->norm, o->x + row * o->x_stride, o->x_stride, 1, thread);
-  float y[MAX_ROWS * OUTPUTS], *out = o->y + row * o->y_stride + choice * outputs;
+  Sharing sharing;
+  if (!begins_sharing(step, e, p.item, &sharing)) return;
+  const Rows* rows = prepare_sharing(step, operation, matrix, &sharing, 0, thread);
+  float y[MAX_ROWS * OUTPUTS];
   for (int64_t block = p.first; block < p.end; block++) {
     multiply_gated(matrix, NULL, o->activation, rows, block, y);
-    memcpy(out + block * OUTPUTS, y, (size_t)clamp(outputs - block * OUTPUTS, 0, OUTPUTS) * sizeof(float));
+    for (int64_t i = 0; i < sharing.count; i++) {
+      const int64_t row = sharing.items[i] / e->top_k, choice = sharing.items[i] % e->top_k;
+      memcpy(o->y + row * o->y_stride + choice * outputs + block * OUTPUTS, y + i * OUTPUTS,
+             (size_t)clamp(outputs - block * OUTPUTS, 0, OUTPUTS) * sizeof(float));
+    }
   }
 }
 
@@ -527,30 +580,37 @@ static void add_weighted(const float* x, float weight, float* y) {
   for (int64_t i = 0; i < OUTPUTS; i += 16) store16(y + i, load16(y + i) + load16(x + i) * all_lanes(weight));
 }
 
-// One block of outputs of one row at a time, because the choices are added up in their order.
+// All rows at a time: first the products of each expert with its rows, then for each row their sum, in the order of the
+// row's choices, so that it does not depend on the other rows.
 static void run_expert_downs(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
   const Experts* e = o->experts;
   const Blocks p = expert_blocks(step, o, piece);
-  Local* local = &step->memory->locals[thread];
-  const int64_t row = p.item, size = (p.end - p.first) * OUTPUTS;
-  float y[MAX_ROWS * OUTPUTS], *sums = local->normed;  // these operations have no norm
-  memset(sums, 0, (size_t)size * sizeof(float));
-  for (int64_t choice = 0; choice < e->top_k; choice++) {
-    const Matrix* matrix = &e->down[e->ids[row * e->top_k + choice]];
-    const float* x = o->x + row * o->x_stride + choice * matrix->inputs;
-    const Rows* rows = prepare(
-        step, key_of(operation, row, choice), matrix, &(Norm){0}, x, o->x_stride, 1, thread);
+  const int64_t size = (p.end - p.first) * OUTPUTS;
+  float y[MAX_ROWS * OUTPUTS], *products = step->memory->locals[thread].attention;  // [rows, top_k, size]
+  for (int64_t item = 0; item < step->num_rows * e->top_k; item++) {
+    const Matrix* matrix = &e->down[e->ids[item]];
+    Sharing sharing;
+    if (!begins_sharing(step, e, item, &sharing)) continue;
+    const Rows* rows = prepare_sharing(step, operation, matrix, &sharing, matrix->inputs, thread);
     for (int64_t block = p.first; block < p.end; block++) {
       multiply_block(matrix, rows, block, y, OUTPUTS);
-      add_weighted(y, e->weights[row * e->top_k + choice], sums + (block - p.first) * OUTPUTS);
+      for (int64_t i = 0; i < sharing.count; i++)
+        memcpy(products + sharing.items[i] * size + (block - p.first) * OUTPUTS, y + i * OUTPUTS, OUTPUTS * sizeof(float));
     }
   }
-  Operation of_row = *o;
-  of_row.y = o->y + row * o->y_stride;
-  for (int64_t block = p.first; block < p.end; block++) {
-    const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
-    finish_block(&of_row, sums + (block - p.first) * OUTPUTS, 1, first, count);
+  for (int64_t row = 0; row < step->num_rows; row++) {
+    Operation of_row = *o;
+    of_row.y = o->y + row * o->y_stride;
+    for (int64_t block = p.first; block < p.end; block++) {
+      const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
+      float sums[OUTPUTS] = {0};
+      for (int64_t choice = 0; choice < e->top_k; choice++) {
+        const int64_t item = row * e->top_k + choice;
+        add_weighted(products + item * size + (block - p.first) * OUTPUTS, e->weights[item], sums);
+      }
+      finish_block(&of_row, sums, 1, first, count);
+    }
   }
 }
 
@@ -702,7 +762,8 @@ static int want_memory(const Step* step, int64_t count) {
     const int is_there =
         o->op == OP_ATTEND
             ? want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows)
-            : want_inputs(step->memory, widest_row(o)) && want_floats(step->memory, recurrent_floats(o));
+            : want_inputs(step->memory, widest_row(o)) && want_floats(step->memory, recurrent_floats(o)) &&
+                  want_floats(step->memory, expert_floats(step, o));
     if (!is_there) return 0;
   }
   for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
