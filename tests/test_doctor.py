@@ -73,6 +73,22 @@ def test_without_a_bandwidth_no_speed_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "tokens/s" not in findings[0].text
 
 
+def test_a_speech_model_is_suggested_where_it_fits_and_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_machine(monkeypatch, ram_gib=16)
+    [finding] = suggestion.check_speech()
+    assert "Parakeet" in finding.text
+    assert "2.3 GiB to download, license cc-by-4.0" in finding.text
+    assert finding.remedy.startswith("localllm pull nvidia/parakeet-tdt-0.6b-v3")
+    small_machine(monkeypatch, ram_gib=2)
+    [finding] = suggestion.check_speech()
+    assert "Whisper base" in finding.text
+    small_machine(monkeypatch, ram_gib=1)
+    assert list(suggestion.check_speech()) == []
+    small_machine(monkeypatch, ram_gib=16)
+    monkeypatch.setenv("LOCALLLM_SPEECH_MODEL", "none")
+    assert list(suggestion.check_speech()) == []
+
+
 def test_a_machine_without_room_gets_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     small_machine(monkeypatch, ram_gib=0.8)
     findings = list(suggestion.check_fit())

@@ -34,7 +34,7 @@ from localllm.cli.doctor_machine import (
     check_recorded,
 )
 from localllm.cli.findings import Finding, Verdict, finding_lines, redacted, report
-from localllm.cli.suggestion import check_fit
+from localllm.cli.suggestion import check_fit, check_speech
 from localllm.config.flags import add_json
 from localllm.errors import LocalLLMError
 from localllm.machine.processes import set_thread_environment
@@ -108,6 +108,7 @@ CHECKS: tuple[Check, ...] = (
     check_data_folder,
     check_crash,
     check_fit,
+    check_speech,
 )
 
 

@@ -60,6 +60,18 @@ def check_fit() -> Iterator[Finding]:
     yield from old_list(date.today())
 
 
+def check_speech() -> Iterator[Finding]:
+    """Report the best suggested model that transcribes and fits beside a chat model, if none is chosen."""
+    from localllm.models.library.pick_list import read_picks
+
+    settings, hardware = resolve({}), read_hardware()
+    found = [pick for pick in read_picks(settings.picks).speech if pick.fits(hardware)]
+    if found and settings.server.speech_model is None:
+        best = found[0]
+        text = f"{best.title} transcribes: {format_bytes(best.bytes)} to download, license {best.license}"
+        yield Finding("speech", "ok", text, f"localllm pull {best.name}, then start with --speech-model {best.name}")
+
+
 def fit_in_words(found: FittingPick) -> str:
     """Return a model's download, speed and context: `1.9 GiB to download · 6 to 12 tokens/s · 33,536 tokens`."""
     parts = (

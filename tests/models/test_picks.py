@@ -16,7 +16,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from localllm.config.resolve import resolve
-from localllm.config.settings import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, PicksTable, Settings
 from localllm.errors import ConfigError
 from localllm.kernels.cpu import int8
 from localllm.kernels.cpu.native.library import native
@@ -69,6 +69,41 @@ def test_every_line_of_the_list_is_sound(has_library: bool) -> None:
         in_ram = pick.cpu_bytes(EngineConfig())
         assert 0.95 * pick.bytes <= in_ram + 0.1 * pick.bytes <= 2.2 * pick.bytes
         assert pick.cpu_bytes(EngineConfig(cpu_weights="exact")) <= in_ram
+
+
+def test_the_suggested_speech_models_are_sound_and_fit_by_their_size() -> None:
+    speech = read_picks().speech
+    assert [pick.name for pick in speech[:2]] == ["nvidia/parakeet-tdt-0.6b-v3", "openai/whisper-large-v3-turbo"]
+    for pick in speech:
+        assert parse_name(pick.name).is_repository
+        assert pick.says.endswith(".")
+        assert pick.license
+        assert 1.9 < pick.bytes / pick.parameters < 4.1  # 16 or 32 bits
+        assert pick.fits(machine(4 * pick.cpu_bytes / 0.85 / GIB + 0.1))
+        assert not pick.fits(machine(4 * pick.cpu_bytes / 0.85 / GIB - 0.1))
+    assert [pick.title for pick in speech if pick.fits(machine(2))] == ["Whisper base"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name = 'a/b'\nbytes = 5", "speech 1 has no parameters"),
+        ("name = 'a/b'\nbytes = 5\nparameters = 2\nconfig = {}", "unknown field 'config'"),
+        ("name = 'a'\nbytes = 5\nparameters = 2", "not the name of a repository"),
+        ("name = 'a/b'\nbytes = 0\nparameters = 2", "not positive"),
+    ],
+)
+def test_a_wrong_speech_model_is_refused_by_name(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f"[[speech]]\n{text}\n")
+    with pytest.raises(ConfigError, match=words):
+        read_picks(PicksTable(tmp_path, file=tmp_path / "mine.toml"))
+
+
+def test_a_list_of_ones_own_may_suggest_speech_models_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[[speech]]\nname = 'a/b'\nbytes = 5\nparameters = 2\n")
+    found = read_picks(PicksTable(tmp_path, file=tmp_path / "mine.toml"))
+    assert (found.picks, [(pick.name, pick.title, pick.cpu_bytes) for pick in found.speech]) == ((), [("a/b", "b", 8)])
+    assert read_picks(PicksTable(tmp_path)).speech == ()
 
 
 def test_an_old_list_is_reported() -> None:

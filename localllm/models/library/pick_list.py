@@ -8,6 +8,7 @@
     config = { ... }             of config.json what the memory plan reads: architectures and sizes
     title, says, license         optional, for display
     bytes_per_token              optional: weight bytes that one token reads, fewer than `bytes` in a mixture of experts
+    [[speech]]                   a model that transcribes: the same without config and bytes_per_token
 
 Does not know: which entries fit (picks.py), the network.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from functools import cache, cached_property
 from pathlib import Path
@@ -73,12 +74,34 @@ class Pick:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeechPick:
+    """A suggested model that transcribes."""
+
+    name: str  # the name for `pull` and --speech-model
+    bytes: int
+    parameters: int
+    title: str = ""
+    says: str = ""
+    license: str = ""
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes of the weights in RAM, in float32."""
+        return 4 * self.parameters
+
+    def fits(self, hardware: Hardware) -> bool:
+        """Return whether it fits beside a chat model: in a quarter of the free memory of this machine."""
+        return self.cpu_bytes <= hardware.ram_available_bytes // 4
+
+
+@dataclass(frozen=True, slots=True)
 class PickList:
     """The entries in the order of the list, largest first, and its age."""
 
     picks: tuple[Pick, ...]
     written: date | None  # None: a list of one's own that does not say
     source: str  # the file it was read from
+    speech: tuple[SpeechPick, ...] = ()  # the best first
 
     def age_months(self, today: date) -> int:
         """Return the whole months since the list's date; 0 without a date."""
@@ -115,10 +138,14 @@ def _read_file(path: Path) -> PickList:
     since, entries = content.get("date"), content.get("pick", [])
     if since is not None and not isinstance(since, date):
         raise ConfigError(f"{path}: date = {since!r} is not a date.", "TOML writes one without quotes: 2026-11-23.")
-    if not isinstance(entries, list) or (unknown := sorted(content.keys() - {"date", "pick"})):
-        why = f"Unknown: {unknown[0]!r}." if isinstance(entries, list) else "pick is not a list of tables."
-        raise ConfigError(f"{path} is not a list of suggested models.", f"{why} It has a date and [[pick]] tables.")
-    return _list(entries, since, str(path))
+    speech = content.get("speech", [])
+    are_lists = isinstance(entries, list) and isinstance(speech, list)
+    if not are_lists or (unknown := sorted(content.keys() - {"date", "pick", "speech"})):
+        why = f"Unknown: {unknown[0]!r}." if are_lists else "pick or speech is not a list of tables."
+        hint = "It has a date, [[pick]] and [[speech]] tables."
+        raise ConfigError(f"{path} is not a list of suggested models.", f"{why} {hint}")
+    hear = (_checked(entry, f"{path}, speech {number}", SpeechPick) for number, entry in enumerate(speech, 1))
+    return replace(_list(entries, since, str(path)), speech=tuple(SpeechPick(**entry) for entry in hear))
 
 
 def _list(entries: Any, since: date | None, source: str) -> PickList:
@@ -128,37 +155,39 @@ def _list(entries: Any, since: date | None, source: str) -> PickList:
 
 def _pick(entry: Any, where: str) -> Pick:
     """Return one entry. Raises `ConfigError` for a missing, unknown or impossible field."""
+    given = _checked(entry, where, Pick)
+    pick = Pick(**{"bytes_per_token": given["bytes"], **given})
+    _require_possible(pick, where)
+    return pick
+
+
+def _checked(entry: Any, where: str, kind_of_pick: type[Pick | SpeechPick]) -> dict[str, Any]:
+    """Return the fields of an entry. Raises `ConfigError` for a missing, unknown or impossible one."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is not a table.", "An entry is a table [[pick]] with a name and sizes.")
-    known = [each.name for each in fields(Pick)]
+    known = [each.name for each in fields(kind_of_pick)]
     if unknown := sorted(entry.keys() - set(known)):
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}.", f"Known: {', '.join(known)}.")
     for name, kind, is_required in (
         ("name", str, True), ("bytes", int, True), ("parameters", int, True), ("config", Mapping, True),
         ("title", str, False), ("says", str, False), ("license", str, False), ("bytes_per_token", int, False),
     ):  # fmt: skip
-        if name not in entry and is_required:
-            raise ConfigError(f"{where} has no {name}.", f"Needed: {', '.join(known[:4])}.")
+        if name not in entry and is_required and name in known:
+            needed = [each for each in known if each in ("name", "bytes", "parameters", "config")]
+            raise ConfigError(f"{where} has no {name}.", f"Needed: {', '.join(needed)}.")
         if name in entry and (not isinstance(entry[name], kind) or isinstance(entry[name], bool)):
             expected = {str: "text", int: "a whole number"}.get(kind, "a table")
             raise ConfigError(f"{where}: {name} = {entry[name]!r} is not {expected}.")
         if kind is int and name in entry and entry[name] <= 0:
             raise ConfigError(f"{where}: {name} = {entry[name]} is not positive.")
-    pick = Pick(
-        **{
-            "title": parse_name(entry["name"]).base.rpartition("/")[2].removesuffix("-GGUF"),
-            "bytes_per_token": entry["bytes"],
-            **entry,
-        }
-    )
-    _require_possible(pick, where)
-    return pick
+    found = parse_name(entry["name"])
+    if not found.is_repository:
+        why = "A suggestion is a model of the hub: ORG/NAME, or ORG/NAME:QUANT for one of several GGUF files."
+        raise ConfigError(f"{where}: {entry['name']!r} is not the name of a repository.", why)
+    return {"title": found.base.rpartition("/")[2].removesuffix("-GGUF"), **entry}
 
 
 def _require_possible(pick: Pick, where: str) -> None:
-    if not parse_name(pick.name).is_repository:
-        why = "A suggestion is a model of the hub: ORG/NAME, or ORG/NAME:QUANT for one of several GGUF files."
-        raise ConfigError(f"{where}: {pick.name!r} is not the name of a repository.", why)
     if pick.bytes_per_token > pick.bytes:
         raise ConfigError(f"{where}: bytes_per_token is more than bytes.", "A token reads each weight once at most.")
     try:

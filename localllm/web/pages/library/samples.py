@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localllm.web.pages.frame import views
 from localllm.web.pages.frame.views import stacked
 from localllm.web.pages.library import downloads as d
@@ -114,7 +116,8 @@ def _picks(*, offline: bool = False) -> s.Picks:
         "11 to 24 tokens/s",
         "apache-2.0",
     )
-    return s.Picks((card,) * 3, "Runs on RTX 4090: 22.9 GiB free", "--offline" if offline else "")
+    speech = replace(card, name="openai/whisper-base", title="Whisper base", memory="277 MiB on the CPU", speed="")
+    return s.Picks((card,) * 3, "Runs on RTX 4090: 22.9 GiB free", "--offline" if offline else "", speech=(speech,))
 
 
 def _results() -> v.SearchResults:

@@ -20,7 +20,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.fit.conversation_bytes import needs_in_words
 from localllm.models.library.hub.client import offline_switch
 from localllm.models.library.hub.downloads import Downloads
-from localllm.models.library.pick_list import Pick, read_picks
+from localllm.models.library.pick_list import Pick, SpeechPick, read_picks
 from localllm.models.library.picks import FittingPick
 from localllm.serving.manager import ModelManager
 from localllm.serving.suggestions import Suggestions
@@ -65,6 +65,7 @@ class Picks(View):
     machine: str = ""  # Runs on RTX 4090: 22.9 GiB free
     offline: str = ""  # what switched the hub off; empty: it may be asked
     is_pending: bool = False  # the models have not been planned yet; the live connection fills the room
+    speech: tuple[PickCard, ...] = ()  # those that transcribe, beside another model
 
 
 @view("library/_notice.html")
@@ -82,7 +83,7 @@ SOON_S = 1.5
 """How long an action is waited for. A longer one continues in the background; the model's row shows its progress."""
 
 MOST_SAID = 50
-MOST_PICKS = 3
+MOST_PICKS, MOST_SPEECH_PICKS = 3, 2
 
 
 class LibraryState:
@@ -157,7 +158,9 @@ class LibraryState:
         if known is None:
             return Picks(is_pending=True)
         cards = tuple(_card(each) for each in known.picks[:MOST_PICKS])
-        return Picks(cards, machine_words(known.hardware), self.offline_switch)
+        hear = [pick for pick in read_picks(self.settings.picks).speech if pick.fits(known.hardware)]
+        speech = tuple(map(_speech_card, hear[:MOST_SPEECH_PICKS]))
+        return Picks(cards, machine_words(known.hardware), self.offline_switch, speech=speech)
 
 
 def _card(found: FittingPick) -> PickCard:
@@ -170,6 +173,19 @@ def _card(found: FittingPick) -> PickCard:
         download=f"{format_bytes(pick.bytes)}, {format_parameters(pick.parameters)} parameters",
         memory=needs_in_words(found.needs),
         speed=found.speed,
+        license=pick.license or "not stated",
+    )
+
+
+def _speech_card(pick: SpeechPick) -> PickCard:
+    return PickCard(
+        name=pick.name,
+        url=page_url(pick.name),
+        title=pick.title,
+        says=pick.says,
+        download=f"{format_bytes(pick.bytes)}, {format_parameters(pick.parameters)} parameters",
+        memory=f"{format_bytes(pick.cpu_bytes)} on the CPU",
+        speed="",
         license=pick.license or "not stated",
     )
 
