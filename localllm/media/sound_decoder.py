@@ -49,7 +49,8 @@ def worker() -> Callable[[bytes], bytes]:
 
 
 def _decode_descriptors(asked: dict[str, Any]) -> dict[str, Any]:
-    with os.fdopen(asked["file"], "rb") as file, os.fdopen(asked["samples"], "r+b") as out:
+    """Decode from one descriptor to another. Both stay open, so that a process can decode several files."""
+    with os.fdopen(os.dup(asked["file"]), "rb") as file, os.fdopen(os.dup(asked["samples"]), "r+b") as out:
         with suppress(ImportError):  # not on Windows
             import resource
 
@@ -75,7 +76,10 @@ def decode(kind: str, file: BinaryIO, out: BinaryIO, asked: dict[str, Any]) -> d
     except Exception as error:  # soundfile and av raise RuntimeError, ValueError, OSError and classes of their own
         with suppress(SoundNotDecoded):
             sink.finish()
-        return {**sink.facts(), "error": "damaged", "text": str(error)[:200] or type(error).__name__}
+        text = (
+            getattr(error, "error_string", "") or str(error) or type(error).__name__
+        )  # libsndfile's own has no number
+        return {**sink.facts(), "error": "damaged", "text": text[:200]}
     return sink.facts()
 
 
@@ -142,7 +146,14 @@ def _decode_by_libsndfile(file: BinaryIO, sink: SampleSink) -> None:
         def seekable(self) -> bool:
             return False
 
-    with ForwardFile(file.fileno(), closefd=False) as source:
+    own = os.dup(file.fileno())  # libsndfile closes the descriptor of a file that it cannot open, whatever it is told
+    try:
+        opened = ForwardFile(own, closefd=True)
+    except Exception:
+        with suppress(OSError):
+            os.close(own)
+        raise
+    with opened as source:
         is_known = 0 < source.frames < 2**35  # FLAC that was written to a pipe has no length
         sink.open(source.samplerate, source.channels, source.frames if is_known else None)
         buffer: Any = np.empty((BLOCK_FRAMES, source.channels), np.float32)
