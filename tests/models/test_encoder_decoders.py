@@ -212,6 +212,24 @@ def test_equal_prompts_are_encoded_once(llm: LLM) -> None:
     store.check_invariants(())
 
 
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_preempted_answers_are_the_same(family: str, path_of: PathOf) -> None:
+    """Few blocks of the answers' own keys and values: requests are preempted, and read their sources again."""
+    prompts = [{"prompt_token_ids": prompt(length, seed=length)} for length in (9, 21, 30, 21)]
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    found = list[list[list[int]]]()
+    spec = read_spec(path_of(family))
+    for blocks in (40, 10):
+        own = blocks * 8 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4
+        sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 48, "block_size": 8, "kv_cache_memory_bytes": own}
+        with LLM(str(path_of(family)), **sizes) as llm:
+            answers = llm.generate(prompts, long, use_tqdm=False)
+            found.append([list(each.outputs[0].token_ids) for each in answers])
+            recorder = llm._engine.engine[0].scheduler.recorder  # type: ignore[union-attr]
+            assert bool(recorder.num_preemptions) == (blocks == 10)
+    assert found[0] == found[1]
+
+
 def test_what_an_encoder_decoder_refuses(llm: LLM, path_of: PathOf) -> None:
     with pytest.raises(ContextTooLong, match="The prompt has 65 tokens"):
         llm.generate({"prompt_token_ids": [9] * 65}, GREEDY)

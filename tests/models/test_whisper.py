@@ -150,8 +150,9 @@ def history(draw: np.random.Generator, special: SpecialTokens, count: int) -> li
     return found[:count]
 
 
-def test_the_rules_are_those_of_transformers_for_random_texts(model: WhisperModel, reference: Any) -> None:
-    special, draw = model.special, np.random.default_rng(0)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+def test_the_rules_are_those_of_transformers_for_random_texts(model: WhisperModel, reference: Any, seed: int) -> None:
+    special, draw = model.special, np.random.default_rng(seed)
     chain = rules(reference, 3)
     changed = 0
     for trial in range(300):
