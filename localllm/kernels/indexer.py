@@ -102,11 +102,13 @@ def attend_to_chosen(
         for at in range(0, row.num_queries, at_once):
             seen = positions[at : at + at_once]
             read = seen.where(seen >= 0, row.context_len - 1)  # hidden, but a key that exists: 0 * NaN is NaN
-            slots = row.blocks[read // block_size] * block_size + read % block_size
-            keys = latents[slots]  # [n, topk, W]
+            blocks = row.blocks.index_select(0, (read // block_size).flatten())  # several times as fast as row.blocks[]
+            slots = blocks.mul_(block_size).add_((read % block_size).flatten())
+            keys = latents.index_select(0, slots)  # [n * topk, W]
             if kv.k_scale is not None:
-                scales = kv.k_scale if kv.k_scale.dim() == 1 else kv.k_scale.view(-1)[slots][..., None]
+                scales = kv.k_scale if kv.k_scale.dim() == 1 else kv.k_scale.view(-1, 1).index_select(0, slots)
                 keys = keys.float() * scales
+            keys = keys.view(*seen.shape, width)
             queries = own[at : at + at_once].to(keys.dtype)
             scores = torch.matmul(queries, keys.transpose(1, 2)).float().mul_(scale)
             scores.masked_fill_(seen[:, None] < 0, float("-inf"))

@@ -46,7 +46,7 @@ SIZES: Mapping[str, Any] = {
     "o_lora_rank": 16,
     "o_groups": 2,
     "index_head_dim": 32,
-    "index_n_heads": 4,
+    "index_n_heads": 16,  # with few heads several keys have the score 0, and either may be chosen
     "index_topk": 16,
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("attention_window_size", "local_attention", "local_attention_window_len"), WINDOW),

@@ -13,9 +13,11 @@ from localllm.engine.request import Request
 from localllm.kernels import indexer
 from localllm.kernels.indexer import ChosenRow, attend_to_chosen, choose_keys, chosen_rows
 from localllm.kernels.layer_cache import LayerKV
+from localllm.models.fit import kv_cache_bytes
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.runner.host_drafts import HostDrafts
+from localllm.runner.kv_cache import KVCache
 from tests.models.harness import Harness, assert_close, prompt, reference, reference_logits
 from tests.runner.harness import MAX_LEN, assert_same, knowing, serve, tokens_of
 
@@ -119,6 +121,17 @@ def test_at_the_first_token_that_is_left_out(family: str, length: int, tiny_mode
     for chunk in (1, length - 1, length):
         _, logits = Harness(path).prefill(tokens, chunk)
         assert_close(logits, reference_logits(reference(path), tokens))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_the_cache_takes_the_planned_bytes(kv_dtype: str, tiny_model_path: Callable[[str], Path]) -> None:
+    spec = read_spec(tiny_model_path("glm_moe_dsa"))
+    cache = KVCache(spec, (5, 7), 8, CPU, kv_dtype)
+    assert cache.allocated_bytes == kv_cache_bytes(spec, (5, 7), 8, kv_dtype)
+    with_index, without = (layer.index_keys for layer in cache.layers if layer is not None)
+    assert with_index is not None
+    assert without is None
+    assert with_index.dtype == (torch.float32 if kv_dtype == "float32" else torch.bfloat16)
 
 
 def make_requests() -> list[Request]:

@@ -219,13 +219,14 @@ GLM_LITE = Family(
     note=_PREDICTION,
     mtp=DEEPSEEK_MTP,
 )
+_INDEXED_NOTE = f"on a GPU up to index_topk tokens; {_PREDICTION}"
 V32 = Family(
     "DeepSeek-V3.2",
     ("DeepseekV32ForCausalLM",),
     partial(_indexed, interleaved=False),
     {**_V3_DEFAULTS, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     storage=STORAGE,
-    note=_PREDICTION,
+    note=_INDEXED_NOTE,
     mtp=DEEPSEEK_MTP,
     gguf={"deepseek32": GGUFFacts("DeepseekV32ForCausalLM", _GGUF_INDEXED, _gguf_indexed)},
 )
@@ -243,7 +244,7 @@ GLM5 = Family(
         "rms_norm_eps": 1e-5,
     },
     storage=STORAGE,
-    note=_PREDICTION,
+    note=_INDEXED_NOTE,
     mtp=DEEPSEEK_MTP,
     gguf={"glm-dsa": GGUFFacts("GlmMoeDsaForCausalLM", _GGUF_INDEXED, _gguf_indexed)},
 )

@@ -96,7 +96,7 @@ def _gguf_minicpm(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -
 
 LLAMA = Family(
     "Llama",
-    ("LlamaForCausalLM",),
+    ("LlamaForCausalLM", "Emu3ForCausalLM"),
     _llama,
     gguf={"llama": GGUFFacts("LlamaForCausalLM", LOCAL_EXPERTS, llama_gguf, rows=LLAMA_ROWS)},
 )

@@ -30,6 +30,7 @@ LOGITS_ROWS = 64  # prompt logprobs run the head over this many positions at a t
 SPLITS = 32  # most parts that attention splits a long context into on a GPU
 CPU_QUERIES = 128  # kernels/paged_attention/twin.py: queries at a time
 CPU_MLP_ROWS = 256  # models/layers/mlp.py: rows at a time
+INDEX_NUMBERS = 2**24  # kernels/indexer.py: numbers of a buffer
 EXPERT_ROWS = 128  # kernels/moe: most rows in a block that is padded for one expert
 SLICES = 12 * MIB  # temporaries of sampling, which a CPU handles a few rows at a time
 DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: bytes that a long prompt dequantises at once
@@ -285,6 +286,12 @@ class StepMemory:
         if self._all_windowed:
             context = min(context, (spec.sliding_window or 0) + self.max_num_batched_tokens)
         buffers = [context * self._gathered_token // 2] * 2
+        index = None if spec.latent is None else spec.latent.index
+        if index is not None and context > index.topk:  # scores of all keys, then chosen keys and their scores
+            tokens, width = self.max_num_batched_tokens, self._kv_width
+            scores = min(INDEX_NUMBERS, tokens * index.num_heads * context)
+            keys = min(INDEX_NUMBERS, tokens * index.topk * width)
+            buffers += [context * index.head_dim * 4, scores * 4, keys * 4, keys * spec.num_heads // width * 8]
         if spec.attention_softcap is not None or spec.attention_sinks:
             queries = min(CPU_QUERIES, self.max_num_batched_tokens)
             scores = spec.num_heads * queries * context

@@ -43,6 +43,9 @@ class StatePart(NamedTuple):
         return slice(self.start, self.start + math.prod(self.shape))
 
 
+Outputs = tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Mixer:
     """A recurrent module, with what it keeps."""
@@ -158,26 +161,27 @@ def run_by_rows(mixer: Mixer, step: Step) -> None:
     """Let a module's call on a step's flat batch [1, T, width] run each row with its own states."""
     forward, cache_argument = mixer.module.forward, _cache_argument(mixer.module)
 
-    def by_rows(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        def call(rows: slice, count: int, states: RowStates) -> Tensor:
-            """Run some of the tokens as `count` sequences of equal length -> [tokens, width]."""
+    def by_rows(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, ...]:
+        def call(rows: slice, count: int, states: RowStates) -> tuple[Tensor, ...]:
+            """Run some of the tokens as `count` sequences of equal length -> [tokens, ...] of each output."""
             own = hidden_states[0, rows]
-            out: Tensor = forward(own.reshape(count, -1, own.shape[-1]), **{cache_argument: states})
-            return out.reshape(own.shape[0], -1)
+            out = forward(own.reshape(count, -1, own.shape[-1]), **{cache_argument: states})
+            return tuple(part.flatten(0, 1) for part in (out if isinstance(out, tuple) else (out,)))
 
-        return torch.cat(_run(mixer, step, call))[None]
+        outputs = tuple(torch.cat(parts)[None] for parts in zip(*_run(mixer, step, call), strict=True))
+        return outputs if len(outputs) > 1 else outputs[0]  # Zaya's makes queries, keys and values
 
     object.__setattr__(mixer.module, "forward", by_rows)
 
 
-def _run(mixer: Mixer, step: Step, call: Callable[[slice, int, RowStates], Tensor]) -> list[Tensor]:
+def _run(mixer: Mixer, step: Step, call: Callable[[slice, int, RowStates], Outputs]) -> list[Outputs]:
     """Call the module for each row, or each batch of rows that continue with one token; return the outputs in order."""
     inputs = step.inputs
     assert inputs is not None, "recurrent modules run inside a step"
     assert inputs.state is not None, "a model with recurrent layers has places"
     state = state_of(step.caches[mixer.layer])
     assert state is not None, "a recurrent layer has states"
-    outputs: list[Tensor] = []
+    outputs: list[Outputs] = []
     start = row = 0
     while row < len(inputs.query_lens):
         length, read = inputs.query_lens[row], inputs.state.read_host[row]

@@ -8,6 +8,7 @@ Does not know: requests, schedules.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class _StandIn(nn.Module):
         object.__setattr__(self, "base", base)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "decoder" and hasattr(self.__dict__["base"], name):
+            return self  # called in place of the base model by decoders of encoder-decoders (BART)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -83,6 +86,7 @@ class TransformersModel:
         self._step = Step(spec, group_of_layers(spec))
         mixers = find_mixers(module, spec.architecture)
         replace_attention(module, self._step)
+        self._give_positions(module)
         for mixer in mixers:
             run_by_rows(mixer, self._step)
         use_device_layouts(module, unchanged=[mixer.module for mixer in mixers])
@@ -94,6 +98,19 @@ class TransformersModel:
 
     def serve_context(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
+
+    def _give_positions(self, module: Any) -> None:
+        """Let tables of positions that count from the length of a cache (BART) read the step's positions."""
+        for part in module.modules():
+            if {"past_key_values_length", "position_ids"} <= inspect.signature(part.forward).parameters.keys():
+                forward = part.forward
+
+                def at_positions(tokens: Any, *_: Any, own: Any = forward, **__: Any) -> Any:
+                    inputs = self._step.inputs
+                    assert inputs is not None, "positions are read inside a step"
+                    return own(tokens, position_ids=inputs.positions + self._first_position)
+
+                object.__setattr__(part, "forward", at_positions)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor:
