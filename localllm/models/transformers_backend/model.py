@@ -102,7 +102,7 @@ class TransformersModel:
     def _give_positions(self, module: Any) -> None:
         """Let tables of positions that count from the length of a cache (BART) read the step's positions."""
         for part in module.modules():
-            if {"past_key_values_length", "position_ids"} <= inspect.signature(part.forward).parameters.keys():
+            if list(inspect.signature(part.forward).parameters)[1:] == ["past_key_values_length", "position_ids"]:
                 forward = part.forward
 
                 def at_positions(tokens: Any, *_: Any, own: Any = forward, **__: Any) -> Any:
