@@ -59,6 +59,7 @@ SAYS = (
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     monkeypatch.setattr(live_server, "MAX_MODEL_LEN", 8192)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("HOME", str(tmp_path))  # so that the folder is ~/notes
     texts = list(SAYS)
 
     def saying(name: str, token_ids: Sequence[int], params: SamplingParams, **others: Any) -> GenerationRequest:
@@ -86,7 +87,7 @@ class ChatTour(Tour):
         self.page.set_input_files("#project-file", files=[notes])
         self.press("Add")
         self.page.get_by_text("context tokens").wait_for()
-        self.hand.write(self.page.locator("#project-folder"), str(folder / "notes"))
+        self.hand.write(self.page.locator("#project-folder"), "~/notes")
         self.page.keyboard.press("Enter")
         self.page.get_by_text("1 file is searched").wait_for()
         self.picture("project")

@@ -6,8 +6,10 @@ Does not know: routes, where projects are stored.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.prompts.views import SettingsForm, settings_form
@@ -124,9 +126,10 @@ async def folder_part(state: ChatState, project_id: str, *, may_change: bool) ->
     url, folder = f"/projects/{project_id}", await state.store.call(Chats.folder, project_id)
     if folder is None:
         return FolderPart(url) if may_change else None
-    looked = await state.folders.look(folder, wait_s=LOOK_S)
+    looked, home = await state.folders.look(folder, wait_s=LOOK_S), f"{Path.home()}{os.sep}"
+    path = f"~/{folder.path.removeprefix(home)}" if folder.path.startswith(home) else folder.path
     return FolderPart(
-        url, folder.path, looked.num_files, looked.num_read, looked.is_reading, tuple(looked.unread[:SHOWN_UNREAD]),
+        url, path, looked.num_files, looked.num_read, looked.is_reading, tuple(looked.unread[:SHOWN_UNREAD]),
         len(looked.unread), looked.num_left_out, looked.problem, may_change,
     )  # fmt: skip
 
