@@ -114,14 +114,14 @@ def test_a_call_is_a_card_and_its_typed_result_goes_back_as_a_tool_message(
     assert "<tool_response>\n21 °C\n</tool_response>" in prompts[2]
 
 
-def test_a_call_of_a_tool_that_was_not_offered_is_text(
+def test_a_call_of_a_tool_that_was_not_offered_gets_no_result(
     browser: httpx.Client, say: Callable[[str], None], prompts: list[str]
 ) -> None:
-    """As in the API's answers and in the offline API's."""
+    """The API and the offline API leave it in the text; the page says what it is."""
     say(CALL)
     page = browser.post("/chat", data={"message": "Weather?"}).text
-    assert 'aria-label="Call to' not in page
-    assert "get_weather" in page
+    assert "which this chat does not offer" in page
+    assert 'class="results"' not in page
     browser.post("/chat", data={"message": "Go on.", "conversation": conversation(page)})
     assert "<tool_response>" not in prompts[1]
 

@@ -396,7 +396,7 @@ def test_storage_tells_sizes_as_they_are(
         path.write_bytes(b"x" * size_bytes)
     page = server.get("/settings").text
     assert 'data-label="Size">76.0 KiB<' in page
-    assert "Chats, prompts and projects are stored on this machine" in page
+    assert "are stored on this machine until you delete them" in page
     assert "<code>-wal</code>" in page
     for path in chats:
         path.unlink()
