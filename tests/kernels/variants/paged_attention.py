@@ -132,7 +132,7 @@ VARIANTS = [
         "decode", "8B, 4 bits", 4, 128, 90, format="int4", mma="HMMA", forbidden=("F2F", "I2F"),
         elements_per_loop=2 * 64 * 128, max_instructions_per_element=8.0,
     ),
-    # Triton 3.7.1 spills 8 instructions here on sm_89, and on sm_100 for heads of 64; 3.9 none.
+    # Triton 3.7.1 spills 8 instructions here on sm_89, and on sm_100 for heads of 64.
     attention("decode", "8B, 4 bits, before Hopper", 4, 128, 80, 89, format="int4", max_spills=8),
     attention(
         "decode", "8B, rotates and stores", 4, 128, 90, raw=True, max_registers=128, mma="HMMA", min_shared=2 * 2 * 16,
