@@ -1,8 +1,8 @@
 """The bytes of a model on a CPU, and the speed at which it would generate on this machine: a range, before any load.
 
-On a CPU 4-bit matrices keep their 4 bits with the native library; other quantised matrices get 8 bits, and without the
-library all of them do (kernels/cpu/pack.py). The file name gives the main block type; the bits per parameter give the
-share of the second type. A tied head is a second copy in 8 bits, since the embedding stays as stored.
+On a CPU quantised matrices keep their bits with the native library, but for those of 8 bits, which lose their scales;
+without the library all of them get 8 bits (kernels/cpu/pack.py). The file name gives the main block type; the bits per
+parameter give the share of the second type. A tied head in 8 bits is a second copy: the embedding stays as stored.
 
 The speed is a range around bandwidth / bytes that a token reads. docs/lab.md, "a lone stream on a CPU beside
 llama.cpp", has steps of five kinds of weights, which read at 0.53 to 0.86 of a plain sum's speed with everything
@@ -84,16 +84,24 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
         return stored_bytes
     bits = BYTE * stored_bytes / parameters
     four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
-    if four is None or not has_library():
+    if _gets_bytes(quant):
         return parameters
+    if four is None:
+        return stored_bytes
     stored, held = four
     others = min(1.0, max(0.0, (bits - stored) / (OTHER_BITS - stored)))
-    return int(parameters * (held * (1 - others) + BYTE * others) / BYTE)
+    return int(parameters * (held * (1 - others) + OTHER_BITS * others) / BYTE)
 
 
 def _copied_head(name: str, spec: ModelSpec, config: EngineConfig) -> int:
-    is_copied = _quant(name) is not None and config.cpu_weights != "exact" and spec.tie_word_embeddings
+    quant = _quant(name)
+    is_copied = quant is not None and _gets_bytes(quant) and config.cpu_weights != "exact" and spec.tie_word_embeddings
     return spec.vocab_size * spec.hidden_size if is_copied else 0
+
+
+def _gets_bytes(quant: str) -> bool:
+    """Return whether matrices of a type have 8 bits in RAM."""
+    return not has_library() or quant.startswith("Q8")
 
 
 def _quant(name: str) -> str | None:
