@@ -96,7 +96,7 @@ MUSE_GLIMMER = Family(
         "post_norm_eps": 1e-8,
         "final_logit_softcapping": 20.0,
     },
-    replace(text_part.STORAGE, added=(("model.norm.weight", 1.0),)),  # stored as w, those of the layers as w - 1
+    replace(text_part.STORAGE, added=(("model.norm.weight", 1.0),)),  # stored as w, and the norms of layers as w - 1
     _muse_common_names,
     text_part.NOTE,
     gguf={
