@@ -1,6 +1,6 @@
 """The bytes of a model on a CPU, and the speed at which it would generate on this machine: a range, before any load.
 
-On a CPU quantised matrices keep their bits with the native library, but for those of 8 bits, which lose their scales;
+On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales;
 without the library all of them get 8 bits (kernels/cpu/pack.py). The file name gives the main block type; the bits per
 parameter give the share of the second type. A tied head in 8 bits is a second copy: the embedding stays as stored.
 
