@@ -82,7 +82,7 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> Path:
     ("changes", "message"),
     [
         ({"architectures": ["BertModel"], "model_type": "bert"}, "of type 'bert' it has BertLMHeadModel"),
-        ({"architectures": ["PegasusForConditionalGeneration"], "model_type": "pegasus"}, "is not supported"),
+        ({"architectures": ["LongT5ForConditionalGeneration"], "model_type": "longt5"}, "is not supported"),
         ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, "does not know the model"),
         (
             {

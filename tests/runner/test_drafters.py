@@ -37,7 +37,7 @@ from tests.tiny import make_tiny_model
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps of model and drafter, as they are defined where this machine has no library; or none."""
 
-    def none(model: Any, layers: Any) -> Any:
+    def none(*_: Any) -> Any:
         raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps, as they are defined where this machine has no library; or none."""
     if request.param == "torch":
-        monkeypatch.setattr(host_steps, "_lone_step", lambda model, layers: (None, "without a library"))
+        monkeypatch.setattr(host_steps, "_lone_step", lambda *_: (None, "without a library"))
     elif native() is None:
         monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)

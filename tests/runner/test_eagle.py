@@ -83,7 +83,7 @@ def drafter(request: pytest.FixtureRequest, path: Path, model: DecoderModel, spe
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps of the model, as they are defined where this machine has no library; or none; or steps of a GPU."""
 
-    def none(model: Any, layers: Any) -> Any:
+    def none(*_: Any) -> Any:
         raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":

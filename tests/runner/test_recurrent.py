@@ -192,7 +192,7 @@ def test_drafts_change_no_token(hybrid, monkeypatch, way, num_blocks, errors, de
     """S2: a state comes after the accepted tokens alone. Preemptions and hits read states that drafts were near."""
     model, spec = hybrid
     if way == "torch":
-        monkeypatch.setattr(host_steps, "_lone_step", lambda model, layers: (None, "without a library"))
+        monkeypatch.setattr(host_steps, "_lone_step", lambda *_: (None, "without a library"))
     elif way == "native" and native() is None:
         pytest.skip("this machine has no native library")
     plain = undrafted(model, spec)

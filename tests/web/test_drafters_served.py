@@ -15,6 +15,7 @@ from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.fit.checkpoint import count_resident_for
 from localllm.models.read_spec import read_spec, weights_bytes
+from localllm.runner import host_steps
 from localllm.serving.build import build_engine
 from localllm.serving.drafters import with_drafter
 from tests.adapters import make_tiny_adapter
@@ -98,16 +99,15 @@ def test_a_drafter_of_another_vocabulary_is_refused(tmp_path: Path, tiny_llama_p
         build_engine(settings_of(tiny_llama_path, draft=str(other)))
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "told"),
-    [
-        ({"draft": "./nowhere"}, ModelNotFound, "nowhere"),
-        ({"draft": "demo", "dtype": "bfloat16"}, UnsupportedOption, "verified"),
-    ],
-)
-def test_what_a_drafter_does_not_go_with_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
-        build_engine(settings_of("demo", **given))
+def test_a_drafter_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        build_engine(settings_of("demo", draft="./nowhere"))
+
+
+def test_a_drafter_beside_steps_that_round_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_steps, "_lone_step", lambda *_: (None, "without a library"))
+    with pytest.raises(UnsupportedOption, match="verified: torch rounds steps of several tokens otherwise"):
+        build_engine(settings_of("demo", draft="demo", dtype="bfloat16"))
 
 
 def test_a_drafter_that_reads_layers_of_other_stages_is_refused(tmp_path: Path, tiny_llama_path: Path) -> None:

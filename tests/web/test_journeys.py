@@ -66,7 +66,7 @@ def test_one_token_over_http_enters_few_files(client: httpx.Client, journey: Jou
     with journey:
         ask()
     assert "web/api/openai/chat.py" in journey.files
-    assert len(journey.files) <= 75, sorted(journey.files)
+    assert len(journey.files) <= 76, sorted(journey.files)
 
 
 def test_a_message_of_the_chat_page_enters_few_files(client: httpx.Client, journey: Journey) -> None:
