@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image, ImageChops
+
+from tests.serving import ROOT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -25,6 +30,40 @@ def opened(chromium: Browser, width: int, height: int, **options: Any) -> Iterat
     yield page
     context.close()
     assert complaints == []
+
+
+AGREED = ROOT / "docs" / "images"
+LOOKS = ("-small", "-dark", "-wide")  # suffixes of pictures; those of 1280 px have none
+CELL = 16  # pixels along a side of what is compared
+SEEN = 16  # steps of 255 by which a cell's mean colour may differ unseen
+MOST = 0.02  # share of the cells that may differ: 0.004 do at a second time, 0.02 to 0.04 with messages moved by 12 rem
+MOST_LIVE = 0.2  # of a page that draws the figures of a machine, and of a dialog over what was scrolled
+
+
+def changed_pictures(taken: Path, look: str) -> dict[str, float]:
+    """Return which pictures of a tour are unlike those of docs/images that have this suffix: the share of their cells
+    that differ, by name. A picture of another width differs whole."""
+    changed = {}
+    for agreed in AGREED.glob("*.png"):
+        own = next((each for each in LOOKS if agreed.stem.endswith(each)), "")
+        if own == look and (taken / agreed.name).exists():
+            with Image.open(agreed) as one, Image.open(taken / agreed.name) as other:
+                share = _difference(one.convert("RGB"), other.convert("RGB"))
+            if share > (MOST_LIVE if agreed.stem.startswith(("dashboard", "tune", "link")) else MOST):
+                changed[agreed.stem] = share
+    return changed
+
+
+def _difference(one: Image.Image, other: Image.Image) -> float:
+    if one.width != other.width:
+        return 1.0
+    size, cells = (one.width // CELL, max(one.height, other.height) // CELL), []
+    for each in (one, other):  # the lower part of a longer page is compared with the other's background
+        whole = Image.new("RGB", (one.width, size[1] * CELL), each.getpixel((0, each.height - 1)))
+        whole.paste(each)
+        cells.append(whole.resize(size, Image.Resampling.BOX))
+    counts = ImageChops.difference(*cells).convert("L").histogram()
+    return sum(counts[SEEN:]) / sum(counts)
 
 
 def overflow(page: Page) -> int:

@@ -22,10 +22,11 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.pages.chat.replies import prompt
+from tests.draws import DAY
 from tests.text.templates import CHATML
 from tests.web import live_server
 from tests.web.browser.harness import Finger, Hand, Keyboard, Mouse, Tour
-from tests.web.browser.looks import opened, until
+from tests.web.browser.looks import changed_pictures, opened, until
 from tests.web.harness import pdf_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 from tests.web.pages_stub import StubModel
@@ -210,3 +211,5 @@ def test_a_way_through_the_chat(
         tour.link()
         tour.memory()
         tour.everything()
+    if "LOCALLLM_PICTURES" not in os.environ and not DAY:  # else they are taken to be agreed on, or it has to be quick
+        assert changed_pictures(pictures, look) == {}

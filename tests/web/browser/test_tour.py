@@ -16,10 +16,11 @@ import pytest
 
 from localllm.config.settings import EngineConfig
 from localllm.logs.recent_logs import RecentLogs
+from tests.draws import DAY
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub
 from tests.web.browser.harness import Finger, Hand, Keyboard, Mouse, Tour
-from tests.web.browser.looks import opened
+from tests.web.browser.looks import changed_pictures, opened
 from tests.web.tuned_server import TunedServer, be_quick
 
 if TYPE_CHECKING:
@@ -76,3 +77,5 @@ def test_a_way_through_all_pages(
         tour.others()
         tour.tune()
         tour.chat_goes_on()
+    if "LOCALLLM_PICTURES" not in os.environ and not DAY:  # else they are taken to be agreed on, or it has to be quick
+        assert changed_pictures(pictures, look) == {}
