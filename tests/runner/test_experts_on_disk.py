@@ -407,21 +407,6 @@ def test_a_cache_without_room_and_ram_that_was_taken_are_refused_with_numbers(tm
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, ModelSpec, list[int]]]:
-    made: dict[str, tuple[Path, ModelSpec, list[int]]] = {}
-
-    def make(family: str) -> tuple[Path, ModelSpec, list[int]]:
-        if family not in made:
-            path = make_tiny_model(tmp_path_factory.mktemp(family), family)
-            spec = read_spec(path)
-            assert spec.mixture is not None
-            made[family] = path, spec, [i for i in range(spec.num_layers) if spec.mixture.is_in(i)]
-        return made[family]
-
-    return make
-
-
 def opened(path: Path, layers: list[int], folder: Path, slots: int | None, **options: Any) -> Engine:
     """An engine with its experts on disk. slots: of the cache; None: for all experts."""
     engine = Engine(path, far_layers=layers, disk=DiskExperts(MUCH, lambda: MUCH, folder), **options)

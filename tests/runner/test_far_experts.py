@@ -17,30 +17,13 @@ from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.models.layers.far import Crossing, FarExperts
 from localllm.models.layers.moe import Experts
 from localllm.models.loader import expert_bytes, load_model, resident_bytes
-from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes, parts_of_kind, replace_tensors
 from tests.golden_engine import CPU, Engine
 from tests.runner.late_link import LateLink
-from tests.tiny import make_tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
 PROMPTS = [[5 + 3 * i % 180 for i in range(length)] for length in (5, 40, 17)]
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, ModelSpec, list[int]]]:
-    made: dict[str, tuple[Path, ModelSpec, list[int]]] = {}
-
-    def make(family: str) -> tuple[Path, ModelSpec, list[int]]:
-        if family not in made:
-            path = make_tiny_model(tmp_path_factory.mktemp(family), family)
-            spec = read_spec(path)
-            assert spec.mixture is not None
-            made[family] = path, spec, [i for i in range(spec.num_layers) if spec.mixture.is_in(i)]
-        return made[family]
-
-    return make
 
 
 def opened(path: Path, far_layers: list[int], **options: int) -> Engine:
