@@ -6,7 +6,7 @@ import pytest
 
 from tests.web.memory import measure
 
-READY_BYTES, USED_BYTES = 350 * 2**20, 750 * 2**20
+READY_BYTES, USED_BYTES = 370 * 2**20, 750 * 2**20  # ready: 356 MiB on a Zen 4, 349 on other processors
 """The KV cache (192 MiB) is not resident before it is used, and is afterwards."""
 
 
