@@ -50,8 +50,9 @@ def chosen_rows(
     first = 0
     for row, (query_len, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         real = query_len if first_positions is None else min(query_len, context - first_positions[row])
-        blocks = block_table[row, : -(-context // block_size)].long()
-        rows.append(ChosenRow(first, real, context, blocks) if context > topk else None)
+        sees_all = context <= topk
+        blocks = block_table[row, : -(-context // block_size)]
+        rows.append(None if sees_all else ChosenRow(first, real, context, blocks.long()))
         first += query_len
     return rows
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm.files.folders import cache_folder, write_whole
+from localllm.files.record_file import PART, READERS
 from localllm.machine.hardware import Hardware
 
 FILE = "bandwidth.json"
@@ -39,7 +40,7 @@ MOST_RESOLUTION_S = 1e-4
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 FILLED = 1
 DISK_FILE = "disk_bandwidth.json"
-DISK_BYTES, DISK_PART, DISK_READERS = 256 * 1024**2, 1024**2, 8
+DISK_BYTES = 256 * 1024**2
 AGAIN_S = 60.0  # after which a disturbed measurement is repeated
 
 
@@ -75,7 +76,7 @@ def memory_bandwidth(hardware: Hardware) -> float | None:
 def disk_bandwidth(folder: Path) -> float | None:
     """Return the bytes/s at which large files of a folder's disk are read, from the cache folder or measured now, which
     writes and deletes a file of 256 MiB; None: it cannot be measured here."""
-    path, device = cache_folder() / DISK_FILE, {"device": 0}
+    path = cache_folder() / DISK_FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         device = {"device": folder.stat().st_dev}
@@ -95,22 +96,22 @@ def _read_speed(path: Path) -> float:
     """Return bytes/s of a file that is written and deleted."""
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            part = os.urandom(DISK_PART)
-            for _ in range(DISK_BYTES // DISK_PART):
+            part = os.urandom(PART)
+            for _ in range(DISK_BYTES // PART):
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        buffers = [mmap.mmap(-1, DISK_PART) for _ in range(DISK_READERS)]
+        buffers = [mmap.mmap(-1, PART) for _ in range(READERS)]
 
         def read(reader: int) -> int:
-            places = range(reader * DISK_PART, DISK_BYTES, DISK_READERS * DISK_PART)
+            places = range(reader * PART, DISK_BYTES, READERS * PART)
             return sum(os.preadv(descriptor, [buffers[reader]], place) for place in places)
 
         try:
-            with ThreadPoolExecutor(DISK_READERS, "bandwidth") as threads:
+            with ThreadPoolExecutor(READERS, "bandwidth") as threads:
                 began_s = time.perf_counter()
-                count = sum(threads.map(read, range(DISK_READERS)))
+                count = sum(threads.map(read, range(READERS)))
                 return count / (time.perf_counter() - began_s)
         finally:
             os.close(descriptor)

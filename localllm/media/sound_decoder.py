@@ -76,9 +76,8 @@ def decode(kind: str, file: BinaryIO, out: BinaryIO, asked: dict[str, Any]) -> d
     except Exception as error:  # soundfile and av raise RuntimeError, ValueError, OSError and classes of their own
         with suppress(SoundNotDecoded):
             sink.finish()
-        text = (
-            getattr(error, "error_string", "") or str(error) or type(error).__name__
-        )  # libsndfile's own has no number
+        # The text of libsndfile alone has no number before it.
+        text = getattr(error, "error_string", "") or str(error) or type(error).__name__
         return {**sink.facts(), "error": "damaged", "text": text[:200]}
     return sink.facts()
 

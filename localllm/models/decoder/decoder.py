@@ -241,7 +241,7 @@ class DecoderModel:
         valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         query_scales = {rotated: self._query_scale(inputs.positions, rotated=rotated) for rotated in (False, True)}
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-        index = None if self.spec.latent is None else self.spec.latent.index
+        index = self.spec.index
         choice = ChosenKeys()
         plans: dict[int, AttentionPlan] = {}
         sparse: dict[int, SparseStep] = {}

@@ -107,7 +107,7 @@ class MTPDrafter:
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
         group, table = step.groups[0], self._target.rope_table(self.parts.layer.kind)
         assert table is not None, "the families with such a layer rotate"
-        index = None if self.spec.latent is None else self.spec.latent.index
+        index = self.spec.index
         seen, sparse = step, None
         if index is not None:
             sparse, seen = sparse_step(step, group, kv.k.shape[2], index.topk, ChosenKeys())

@@ -46,9 +46,8 @@ def load_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> Source
     """Load the encoder of the model in folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=False)
     attention = "eager" if hasattr(config, "relative_attention_num_buckets") else "sdpa"
-    computed = (
-        ("encoder.embed_positions.",) if config.model_type in ("marian", "pegasus") else ()
-    )  # sinusoids, seldom stored
+    # Sinusoids, which are seldom stored.
+    computed = ("encoder.embed_positions.",) if config.model_type in ("marian", "pegasus") else ()
     module = read_module(
         _without_decoder(config), path, config, dtype, attention=attention, trust_remote_code=False, unused=computed
     )

@@ -73,10 +73,6 @@ def _muse_differences(config: Config) -> dict[str, Any]:
     }
 
 
-def _muse_common_names(config: Config) -> Config:
-    return renamed(text_part.text_config(config), {"hidden_activation": "hidden_act"})
-
-
 def _muse_gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
     """Return Muse Glimmer's fields. The factor of the queries is stored as the weight of a norm that has none."""
     factors = checkpoint.values("blk.0.attn_q_norm.weight")
@@ -97,7 +93,7 @@ MUSE_GLIMMER = Family(
         "final_logit_softcapping": 20.0,
     },
     replace(text_part.STORAGE, added=(("model.norm.weight", 1.0),)),  # stored as w, and the norms of layers as w - 1
-    _muse_common_names,
+    lambda config: renamed(text_part.text_config(config), {"hidden_activation": "hidden_act"}),
     text_part.NOTE,
     gguf={
         "muse-glimmer": GGUFFacts(

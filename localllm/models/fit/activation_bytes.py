@@ -286,7 +286,7 @@ class StepMemory:
         if self._all_windowed:
             context = min(context, (spec.sliding_window or 0) + self.max_num_batched_tokens)
         buffers = [context * self._gathered_token // 2] * 2
-        index = None if spec.latent is None else spec.latent.index
+        index = spec.index
         if index is not None and context > index.topk:  # scores of all keys, then chosen keys and their scores
             tokens, width = self.max_num_batched_tokens, self._kv_width
             scores = min(INDEX_NUMBERS, tokens * index.num_heads * context)

@@ -139,7 +139,7 @@ def far_speed(
         misses_s = [(1 - hits) * far.read_bytes / disk_bandwidth for hits in far.disk.hits]
     slow, fast = (
         missing_s
-        +        token_s(
+        + token_s(
             read, gpu_bandwidth, far.read_bytes, ram_bandwidth, len(far.layers), gpu_share=min(share, GPU_SHARE),
             ram_share=share,
         )

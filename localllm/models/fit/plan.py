@@ -92,7 +92,7 @@ def _of_encoder_decoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 def _of_indexer(spec: ModelSpec) -> ModelSpec:
     """Return the spec for a GPU, where a context ends with the tokens that an indexer chooses."""
-    index = None if spec.latent is None else spec.latent.index
+    index = spec.index
     if index is None or spec.max_position <= index.topk:
         return spec
     limit = (

@@ -82,13 +82,13 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
         return stored_bytes if is_half else 2 * stored_bytes
     if config.cpu_weights == "exact":
         return stored_bytes
-    bits = BYTE * stored_bytes / parameters
-    four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
     if _gets_bytes(quant):
         return parameters
+    four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
     if four is None:
         return stored_bytes
     stored, held = four
+    bits = BYTE * stored_bytes / parameters
     others = min(1.0, max(0.0, (bits - stored) / (OTHER_BITS - stored)))
     return int(parameters * (held * (1 - others) + OTHER_BITS * others) / BYTE)
 

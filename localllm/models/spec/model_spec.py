@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from localllm.config.settings import Task
 from localllm.kernels.kv_format import window_name
 from localllm.models.spec.fields import NormSpec
-from localllm.models.spec.latent import LatentSpec
+from localllm.models.spec.latent import IndexSpec, LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
@@ -210,6 +210,11 @@ class ModelSpec:
         return growth._replace(period=growth.period or self.rope.parameters["original_max_position_embeddings"])
 
     @property
+    def index(self) -> IndexSpec | None:
+        """Return how keys are chosen before attention; None: queries attend to all keys."""
+        return None if self.latent is None else self.latent.index
+
+    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """Return the layers that keep a recurrent state."""
         return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
@@ -283,20 +288,19 @@ def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
 
 def index_size(spec: ModelSpec, layer: int) -> int:
     """Return the numbers of the index key that a layer keeps for each token; 0: it has no indexer."""
-    index = None if spec.latent is None else spec.latent.index
-    return index.head_dim if index is not None and index.layers[layer] else 0
+    return spec.index.head_dim if spec.index is not None and spec.index.layers[layer] else 0
 
 
 def _with_distinct_names(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
     uses = Counter(group.name for group in groups)
-    return tuple(
-        group
-        if uses[group.name] == 1
-        else group._replace(
-            name=f"{group.name}_{group.num_kv_heads}x{group.head_dim}{f'+{group.index_size}' * bool(group.index_size)}"
-        )
-        for group in groups
-    )
+
+    def named(group: KVGroup) -> KVGroup:
+        if uses[group.name] == 1:
+            return group
+        index = f"+{group.index_size}" if group.index_size else ""
+        return group._replace(name=f"{group.name}_{group.num_kv_heads}x{group.head_dim}{index}")
+
+    return tuple(map(named, groups))
 
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

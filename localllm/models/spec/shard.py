@@ -153,8 +153,7 @@ def divides_by_heads(spec: ModelSpec) -> bool:
 def divides_by_layers(spec: ModelSpec) -> bool:
     """Return whether a pipeline can be cut between any two layers: none keeps states, reads the K and V of another
     layer, attends to the keys that another one has chosen, or has an embedding that the first stage looks up."""
-    index = None if spec.latent is None else spec.latent.index
-    chooses = index is None or all(index.layers)
+    chooses = spec.index is None or all(spec.index.layers)
     return spec.recurrent is None and not spec.kv_source and spec.per_layer_input is None and chooses
 
 
