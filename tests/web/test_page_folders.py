@@ -172,3 +172,16 @@ def test_a_large_folder_is_searched_as_far_as_it_is_read(
     page = browser.get(project).text
     assert "30 files are searched" in page
     assert "10 are left out" in page
+
+
+def test_a_walk_of_a_folder_ends(browser: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MOST_SEEN", 30)
+    monkeypatch.setattr(folders, "WAIT_S", 30.0)
+    for number in range(20):
+        (tmp_path / f"part{number:02}").mkdir()
+        (tmp_path / f"part{number:02}" / "a.txt").write_text(f"Number {number} is periwinkle.")
+    project = new_project(browser, "Endless")
+    browser.post(f"{project}/folder", data={"folder": str(tmp_path)})
+    assert ask(browser, project, "periwinkle")
+    page = browser.get(project).text
+    assert "10 files are searched; the folder has more" in page

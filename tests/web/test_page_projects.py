@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -263,6 +264,11 @@ def test_a_message_is_remembered_after_it_was_edited(served: Pages, browser: htt
     assert "I like tea</textarea>" in browser.get("/memory").text
     start_chat(browser, "Hello")
     assert "- I like tea\n" in read_by_model(served)
+    notes = [f"note {number}" for number in range(12)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda note: browser.post(f"{url}/remember", data={"note": note}, headers=SCRIPTED), notes))
+    kept = browser.get("/memory").text
+    assert [note for note in notes if not re.search(rf"{note}\b", kept)] == [], "each of many tabs"
     long = browser.post("/memory", data={"text": "x" * 8_001, "on": "on"})
     assert (long.status_code, "at most 8,000 are kept" in long.text) == (413, True)
     assert "xxx" in long.text

@@ -96,12 +96,16 @@ def sparkline(
     end = samples[-1][0] if samples else 0.0
     high = max(*values, 0.0, 1e-9) if top is None else top
     runs = [_points(run, end, high, span) for run in _runs(samples, span.gap_s)]
+    lines = tuple(" ".join(f"{x:.1f},{y:.1f}" for x, y in run) for run in runs)
     told = samples[:: -(math.ceil(len(samples) / ROWS) or 1)]
     return Sparkline(
         title=title,
         span=span.title,
-        lines=tuple(" ".join(f"{x:.1f},{y:.1f}" for x, y in run) for run in runs),
-        areas=tuple(_area(run) for run in runs),
+        lines=lines,
+        areas=tuple(
+            f"M{run[0][0]:.1f} {HEIGHT:g}L{line}L{run[-1][0]:.1f} {HEIGHT:g}Z"
+            for run, line in zip(runs, lines, strict=True)
+        ),
         now=print_value(values[-1]),
         low=print_value(min(values)),
         high=print_value(max(values)),
@@ -143,11 +147,6 @@ def _points(run: Sequence[tuple[float, float]], end: float, high: float, span: S
         )
         for taken_s, value in run
     ]
-
-
-def _area(run: Sequence[tuple[float, float]]) -> str:
-    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
-    return f"M{run[0][0]:.1f} {HEIGHT:g}L{line}L{run[-1][0]:.1f} {HEIGHT:g}Z"
 
 
 def step_columns(held: Sequence[tuple[int, int]]) -> tuple[StepColumn, ...]:

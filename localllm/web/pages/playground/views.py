@@ -190,16 +190,13 @@ class StreamedAnswer:
         self.text += delta.get("content") or ""
         self.reasoning += delta.get("reasoning_content") or ""
         for call in delta.get("tool_calls") or ():
-            self._add_call(call["index"], call["function"])
+            if call["index"] == len(self.calls):
+                self.calls.append({"name": call["function"]["name"], "arguments": ""})
+            self.calls[call["index"]]["arguments"] += call["function"]["arguments"]
         for name, values in (choice.get("logprobs") or {}).items():
             if values:
                 self._logprobs.setdefault(name, []).extend(values)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-
-    def _add_call(self, index: int, function: dict[str, str]) -> None:
-        if index == len(self.calls):
-            self.calls.append({"name": function["name"], "arguments": ""})
-        self.calls[index]["arguments"] += function["arguments"]
 
 
 MOST_TOKENS = 2000

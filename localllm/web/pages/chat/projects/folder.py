@@ -33,6 +33,9 @@ MAX_FILES = 2_000
 MAX_BYTES = 200_000_000
 """Most bytes of all files together."""
 
+MOST_SEEN = 20_000
+"""Most files and folders that are looked at: a folder with more is not walked to its end."""
+
 WAIT_S = 2.0
 """How long a question waits for files that have changed."""
 
@@ -50,6 +53,7 @@ class Looked:
     num_read: int = 0
     unread: list[str] = field(default_factory=list)  # names of files that are not text
     num_left_out: int = 0  # files beyond the limits
+    is_whole: bool = True  # no: there are more files than `MOST_SEEN`, and some are not counted
     problem: str = ""  # why the folder cannot be read
     is_reading: bool = True
 
@@ -107,7 +111,7 @@ class Folders:
             looked.is_reading = False
 
     async def _read_changed(self, folder: ProjectFolder, looked: Looked) -> None:
-        found, looked.num_left_out = await asyncio.to_thread(files_below, Path(folder.path))
+        found, looked.num_left_out, looked.is_whole = await asyncio.to_thread(files_below, Path(folder.path))
         known = await self._store.call(Chats.file_stamps, folder.chat_id)
         looked.num_files = len(found)
         if gone := known.keys() - found.keys():
@@ -156,14 +160,18 @@ def checked_folder(text: str) -> str:
     return str(path)
 
 
-def files_below(root: Path) -> tuple[Mapping[str, float], int]:
+def files_below(root: Path) -> tuple[Mapping[str, float], int, bool]:
     """Return the time of change of each file that may be searched by its path below `root`, in the order of their
-    names, and how many are left out because they are too many or too large. Raises `OSError` for an unreadable root.
+    names; how many are left out because they are too many or too large; and whether the walk came to its end. Raises
+    `OSError` for an unreadable root.
     """
     with os.scandir(root):
         pass
-    found, num_left_out, num_bytes = dict[str, float](), 0, 0
+    found, num_left_out, num_bytes, num_seen = dict[str, float](), 0, 0, 0
     for folder, names, files in os.walk(root):
+        num_seen += len(names) + len(files)
+        if num_seen > MOST_SEEN:
+            return found, num_left_out, False
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in SKIPPED)
         for name in sorted(files):
             if name.startswith("."):
@@ -184,7 +192,7 @@ def files_below(root: Path) -> tuple[Mapping[str, float], int]:
                 found[path] = info.st_mtime
             else:
                 num_left_out += 1
-    return found, num_left_out
+    return found, num_left_out, True
 
 
 def _body(path: Path) -> bytes:

@@ -62,6 +62,7 @@ class FolderPart(View):
     unread: tuple[str, ...] = ()  # names of files that are not text: the first of them
     num_unread: int = 0
     num_left_out: int = 0  # files beyond the limits
+    is_whole: bool = True  # no: not all files below the folder were looked at
     problem: str = ""  # why it cannot be read
     may_change: bool = True  # the caller may read folders of this machine
 
@@ -130,7 +131,7 @@ async def folder_part(state: ChatState, project_id: str, *, may_change: bool) ->
     path = f"~/{folder.path.removeprefix(home)}" if folder.path.startswith(home) else folder.path
     return FolderPart(
         url, path, looked.num_files, looked.num_read, looked.is_reading, tuple(looked.unread[:SHOWN_UNREAD]),
-        len(looked.unread), looked.num_left_out, looked.problem, may_change,
+        len(looked.unread), looked.num_left_out, looked.is_whole, looked.problem, may_change,
     )  # fmt: skip
 
 

@@ -85,13 +85,16 @@ async def remember(request: Request[Any, Any, Any]) -> Response[Any]:
     """Add a note, and switch the memory on."""
     state, owner, (chat, _) = chat_state(request), owner_of(request), await requested_message(request)
     note = " ".join((await fields_of(request)).get("note", "").split())[:MAX_NOTE_CHARS]
-    memory = await state.store.call(Chats.memory, owner)
-    text = _notes(f"{memory.text}\n{note}")
-    _require_short(text)
-    await state.store.call(Chats.set_memory, owner, UserMemory(True, text))
+    await state.store.call(_add_note, owner, note)
     if not is_scripted(request):
         return Redirect("/memory", status_code=303)
     return html(await v.update(request, chat, "Remembered"))
+
+
+def _add_note(chats: Chats, owner: str, note: str) -> None:
+    text = _notes(f"{chats.memory(owner).text}\n{note}")
+    _require_short(text)
+    chats.set_memory(owner, UserMemory(True, text))
 
 
 def _notes(text: str) -> str:

@@ -35,7 +35,6 @@ from localllm.web.pages.chat.sidebar.views import (
     PaletteGroup,
     Undo,
     chat_list,
-    link_form,
     list_page,
     manage_form,
     when,
@@ -76,8 +75,13 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
 
 
 async def _link_form(request: Request[Any, Any, Any], chat: Chat) -> ChatLinkForm:
+    links = await chat_state(request).store.call(Chats.links, owner_of(request))
+    link = next((each for each in links if each.chat_id == chat.id), None)
+    if link is None:
+        return ChatLinkForm(f"/c/{chat.id}", is_empty=chat.leaf is None)
+    address = f"{str(request.base_url).rstrip('/')}/shared/{link.secret}"
     is_local = request.app.state["settings"].server.is_loopback
-    return await link_form(chat_state(request), owner_of(request), chat, str(request.base_url), is_local=is_local)
+    return ChatLinkForm(f"/c/{chat.id}", address, is_behind=link.leaf != chat.leaf, is_local=is_local)
 
 
 @post("/c/{conversation_id:str}/link", status_code=200)

@@ -323,15 +323,6 @@ def choices(projects: Sequence[Project], chosen: str | None) -> tuple[SelectOpti
     return (SelectOption("", "No project", not chosen), *found) if found else ()
 
 
-async def link_form(state: ChatState, owner: str, chat: Chat, base_url: str, *, is_local: bool) -> ChatLinkForm:
-    """Return the form of a chat's link. `base_url`: of this server, as the browser reached it."""
-    link = next((each for each in await state.store.call(Chats.links, owner) if each.chat_id == chat.id), None)
-    if link is None:
-        return ChatLinkForm(f"/c/{chat.id}", is_empty=chat.leaf is None)
-    address = f"{base_url.rstrip('/')}/shared/{link.secret}"
-    return ChatLinkForm(f"/c/{chat.id}", address, is_behind=link.leaf != chat.leaf, is_local=is_local)
-
-
 async def manage_form(state: ChatState, owner: str, chat: Chat, link: ChatLinkForm) -> ManageChat:
     """Return the form with the actions of a chat, and the sums of its replies."""
     sums = await state.store.call(Chats.totals, chat.id)

@@ -255,19 +255,15 @@ def _choice(state: ServerState, settings: Mapping[str, str]) -> ServerChoice:
 
 def server_list(servers: McpServers, names: Sequence[str]) -> tuple[UsableServer, ...]:
     """Return the servers of these names with the tools that they listed last."""
-    return tuple(_usable(servers.state(name)) for name in names)
-
-
-def _usable(state: ServerState) -> UsableServer:
-    error = notice(state.failure) if state.failure is not None else None
-    return UsableServer(state.server.name, state.state, tool_rows(state), error)
+    return tuple(
+        UsableServer(name, state.state, tool_rows(state), notice(state.failure) if state.failure is not None else None)
+        for name, state in ((name, servers.state(name)) for name in names)
+    )
 
 
 def tool_rows(state: ServerState) -> tuple[ToolRow, ...]:
     listed = state.listing.tools if state.listing is not None else ()
-    return tuple(ToolRow(tool.name, _short(tool.description)) for tool in listed)
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}…"
+    lines = ((tool.name, " ".join(tool.description.split())) for tool in listed)
+    return tuple(
+        ToolRow(name, line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}…") for name, line in lines
+    )
