@@ -58,7 +58,7 @@ def _speeds(spec: ModelSpec, estimates: Sequence[Estimate], hardware: Hardware) 
         return [None] * len(estimates)
     from localllm.files.folders import cache_folder
     from localllm.machine.bandwidth import disk_bandwidth, memory_bandwidth
-    from localllm.models.library.speed import checkpoint_speed
+    from localllm.models.fit.speed import checkpoint_speed
 
     ram, plans = memory_bandwidth(hardware), [each.plan for each in estimates]
     on_disk = any(plan.far.disk for plan in plans if plan is not None and plan.far is not None)
@@ -74,8 +74,8 @@ def _tell(
     speeds: Sequence[tuple[float, float] | None],
 ) -> None:  # fmt: skip
     from localllm.models.fit.estimate import fit_rows
+    from localllm.models.fit.speed import speed_in_words
     from localllm.models.library.about import longest_input
-    from localllm.models.library.speed import speed_in_words
 
     print(f"{found.name} · {spec.architecture} · {longest_input(spec)}")
     if found.download_bytes is not None:

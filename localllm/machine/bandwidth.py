@@ -5,7 +5,7 @@ weights are read: several threads at once, each through its part of a buffer. Th
 loads, two streams at once and without Python's lock, so neither numpy nor torch is imported.
 A GPU's bandwidth comes from NVML (links.py). A disk's is measured by writing a file and reading it without the page
 cache, several parts at once.
-Does not know: models, how a speed follows from the bandwidth (models/library/speed.py).
+Does not know: models, how a speed follows from the bandwidth (models/fit/speed.py).
 """
 
 from __future__ import annotations

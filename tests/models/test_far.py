@@ -25,8 +25,8 @@ from localllm.models.fit.far import (
     fewest_layers,
     token_s,
 )
+from localllm.models.fit.speed import checkpoint_speed
 from localllm.models.layers.moe import MoE
-from localllm.models.library.speed import checkpoint_speed
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
 from localllm.models.spec.model_spec import ModelSpec

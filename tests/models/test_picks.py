@@ -22,12 +22,12 @@ from localllm.kernels.cpu import int8
 from localllm.kernels.cpu.native.library import native
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.machine.links import Place
+from localllm.models.fit import speed as pick_sizes
 from localllm.models.fit.checkpoint import count_resident
-from localllm.models.library import speed as pick_sizes
+from localllm.models.fit.speed import CPU, tokens_per_s
 from localllm.models.library.names import parse_name
-from localllm.models.library.pick_list import Pick, PickList, read_picks
+from localllm.models.library.pick_list import Pick, PickList, cpu_read_bytes, cpu_weight_bytes, read_picks
 from localllm.models.library.picks import USEFUL_CONTEXT, FittingPick, fitting_picks
-from localllm.models.library.speed import CPU, cpu_read_bytes, cpu_weight_bytes, tokens_per_s
 from localllm.models.read_spec import read_spec
 
 GIB = 1024**3

@@ -16,8 +16,8 @@ from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.conversation_bytes import Need, needs
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.speed import SpeedRange, cpu_read_bytes, speed_in_words, speed_range
+from localllm.models.fit.speed import SpeedRange, speed_in_words, speed_range
+from localllm.models.library.pick_list import Pick, cpu_read_bytes, read_picks
 
 USEFUL_CONTEXT = 4096
 READING_SPEED = 4.0  # tokens/s, about 180 English words a minute

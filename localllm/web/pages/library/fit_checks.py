@@ -21,12 +21,12 @@ from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.conversation_bytes import needs, needs_in_words
 from localllm.models.fit.estimate import fit_rows, rank_columns, rank_rows
+from localllm.models.fit.speed import SpeedRange, checkpoint_speed, speed_in_words
 from localllm.models.library.about import InspectedCheckpoint, gguf_rows, inspect_checkpoint, spec_rows
 from localllm.models.library.hub import client
 from localllm.models.library.names import parse_name
 from localllm.models.library.pick_list import Pick
 from localllm.models.library.picks import pick_speed
-from localllm.models.library.speed import SpeedRange, checkpoint_speed, speed_in_words
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager

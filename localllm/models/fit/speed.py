@@ -1,8 +1,4 @@
-"""The bytes of a model on a CPU, and the speed at which it would generate on this machine: a range, before any load.
-
-On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales;
-without the library all of them get 8 bits (kernels/cpu/pack.py). The file name gives the main block type; the bits per
-parameter give the share of the second type. A tied head in 8 bits is a second copy: the embedding stays as stored.
+"""The speed at which a model would generate on this machine: a range, before any load.
 
 The speed is a range around bandwidth / bytes that a token reads. docs/lab.md, "a lone stream on a CPU beside
 llama.cpp", has steps of five kinds of weights, which read at 0.53 to 0.86 of a plain sum's speed with everything
@@ -16,18 +12,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from localllm.config.settings import EngineConfig
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.far import far_speed
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.library.names import parse_name
 from localllm.models.spec.model_spec import ModelSpec
-
-FOUR_BITS = {"Q4_0": (4.5, 4.5), "Q4_1": (5.0, 5.0), "Q4_K": (4.5, 5.0)}
-"""Main type of a file -> bits per weight in the file, and in RAM with the native library (kernels/cpu/q4.py)."""
-OTHER_BITS = 6.5625  # Q6_K, the type of the other matrices of a 4-bit file
-BYTE = 8
 
 
 class Speed(NamedTuple):
@@ -41,20 +30,6 @@ CPU = Speed((0.4, 0.95), (0.005, 0.001))
 CPU_WITHOUT_LIBRARY = Speed((0.2, 0.5), (0.010, 0.002))
 GPU = Speed((0.4, 0.9), (0.010, 0.002))
 MIXTURE_SHARE = 0.3  # worst share of experts, which are read here and there
-
-
-def cpu_weight_bytes(
-    name: str, stored_bytes: int, parameters: int, spec: ModelSpec, config: EngineConfig, dtype: str
-) -> int:
-    """Return the bytes of the weights in RAM. dtype: of the activations."""
-    return _body_bytes(name, stored_bytes, parameters, config, dtype) + _copied_head(name, spec, config)
-
-
-def cpu_read_bytes(
-    name: str, stored_bytes: int, parameters: int, bytes_per_token: int, config: EngineConfig, dtype: str
-) -> float:
-    """Return the weight bytes that one token reads from RAM. bytes_per_token: the same in the stored layout."""
-    return _body_bytes(name, stored_bytes, parameters, config, dtype) * bytes_per_token / stored_bytes
 
 
 def tokens_per_s(read_bytes: float, bandwidth: float, speed: Speed, *, is_mixture: bool) -> tuple[float, float]:
@@ -72,42 +47,6 @@ def cpu_speed() -> Speed:
 def has_library() -> bool:
     """Return whether there is a native library for this processor."""
     return bool(chosen_set()[0])
-
-
-def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineConfig, dtype: str) -> int:
-    """Return the bytes of all weights without a second copy of the head."""
-    quant = _quant(name)
-    if quant is None:
-        is_half = dtype != "float32" or (has_library() and config.keeps_half_weights)
-        return stored_bytes if is_half else 2 * stored_bytes
-    if config.cpu_weights == "exact":
-        return stored_bytes
-    if _gets_bytes(quant):
-        return parameters
-    four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
-    if four is None:
-        return stored_bytes
-    stored, held = four
-    bits = BYTE * stored_bytes / parameters
-    others = min(1.0, max(0.0, (bits - stored) / (OTHER_BITS - stored)))
-    return int(parameters * (held * (1 - others) + OTHER_BITS * others) / BYTE)
-
-
-def _copied_head(name: str, spec: ModelSpec, config: EngineConfig) -> int:
-    quant = _quant(name)
-    is_copied = quant is not None and _gets_bytes(quant) and config.cpu_weights != "exact" and spec.tie_word_embeddings
-    return spec.vocab_size * spec.hidden_size if is_copied else 0
-
-
-def _gets_bytes(quant: str) -> bool:
-    """Return whether matrices of a type have 8 bits in RAM."""
-    return not has_library() or quant.startswith("Q8")
-
-
-def _quant(name: str) -> str | None:
-    """Return the type in a name, as Q4_K_M; None: the checkpoint has 16 bits."""
-    quant = (parse_name(name).quant or "").upper().removeprefix("UD-")
-    return None if quant in ("", "BF16", "F16", "FP16") else quant
 
 
 SpeedRange = tuple[float, float]
