@@ -30,6 +30,7 @@ from localllm.config.settings import EngineConfig, PicksTable
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import speed
+from localllm.models.fit.far import CheckpointBytes, ExpertBytes, LayerExperts
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.shard_sizes import count_shard
@@ -73,7 +74,30 @@ class Pick:
             whole = self.cpu_bytes(config, dtype) if device == "cpu" else self.bytes
             return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
 
-        return make_plan(config, self.spec, self.bytes, hardware, resident_bytes=resident)
+        sizes = resident if self.spec.mixture is None else CheckpointBytes(resident, self._experts(config))
+        plan = make_plan(config, self.spec, self.bytes, hardware, resident_bytes=sizes)
+        if plan.work is None or self.spec.mixture is not None:
+            return plan
+        # A dense model may have tables of which a token reads a row.
+        named = self.name, self.bytes, self.parameters, self.bytes_per_token
+        read = cpu_read_bytes(*named, config, plan.dtype) if plan.device == "cpu" else self.bytes_per_token
+        return replace(plan, work=replace(plan.work, dense_bytes=float(read)))
+
+    def _experts(self, config: EngineConfig) -> ExpertBytes:
+        """Return the sizes of the experts: what a token does not read is the experts that it does not choose."""
+        mixture = self.spec.mixture
+        assert mixture is not None
+        layers = [layer for layer in range(self.spec.num_layers) if mixture.is_in(layer)]
+        whole = (self.bytes - self.bytes_per_token) / (1 - mixture.top_k / mixture.num_experts)
+
+        def experts(device: str, dtype: str, quantization: str | None) -> list[LayerExperts]:
+            in_ram = (
+                whole * cpu_weight_bytes(self.name, self.bytes, self.parameters, self.spec, config, dtype) / self.bytes
+            )
+            sizes = int((in_ram if device == "cpu" else whole) / len(layers)), int(in_ram / len(layers))
+            return [LayerExperts(layer, *sizes) for layer in layers]
+
+        return experts
 
     def cpu_bytes(self, config: EngineConfig, dtype: str = "float32") -> int:
         """Return the bytes of the weights in RAM, as a CPU holds them."""
