@@ -13,8 +13,8 @@ import pytest
 
 from localllm.files.folders import cache_folder
 from localllm.machine import bandwidth
-from localllm.machine.bandwidth import LEAST_BYTES, Measured, memory_bandwidth, undisturbed_s
-from localllm.machine.hardware import Hardware, count_cores, fast_instructions, read_cpu_flags
+from localllm.machine.bandwidth import LEAST_BYTES, Measured, memory_bandwidth, probed, undisturbed_s, with_kept_speeds
+from localllm.machine.hardware import Hardware, Speeds, count_cores, fast_instructions, read_cpu_flags
 
 HERE = Hardware((), "CPU", count_cores(), 8 << 30, 6 << 30)
 
@@ -167,3 +167,28 @@ def test_a_disk_is_measured_once_and_nothing_stays_on_it(tmp_path: Path, monkeyp
 def test_a_disk_without_room_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "DISK_BYTES", 2**60)
     assert bandwidth.disk_bandwidth(tmp_path / "experts") is None
+
+
+# ---- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_is_probed_once_and_the_kept_speeds_are_read_without_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert with_kept_speeds(HERE).speeds == Speeds()
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: Measured(2e10))
+    monkeypatch.setattr(bandwidth, "_read_speed", lambda path: 3e9)
+    found = probed(HERE, lambda: (1e12, 4e11)).speeds
+    assert found == Speeds(2e10, None, 1e12, 4e11)
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: pytest.fail("measured again"))
+    again = probed(HERE, lambda: pytest.fail("measured again"), disk=True)
+    assert again.speeds in (found._replace(disk=3e9), found)  # a file system without direct reads
+    assert with_kept_speeds(HERE) == again
+    other = replace(HERE, cpu_cores=HERE.cpu_cores + 1)
+    assert with_kept_speeds(other).speeds == Speeds(disk=again.speeds.disk)
+
+
+def test_a_machine_without_the_native_library_has_no_speed_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: Measured(2e10))
+    assert probed(HERE, lambda: None).speeds == Speeds(ram=2e10)
+    assert not (cache_folder() / "products.json").exists()

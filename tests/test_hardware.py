@@ -121,14 +121,16 @@ def _linked_nvml(ends: Mapping[str, Sequence[str]], level: int = 50, status: int
 
     return types.SimpleNamespace(
         NVMLError=NVMLError, NVML_FEATURE_ENABLED=1, NVML_NVLINK_DEVICE_TYPE_SWITCH=2, NVML_P2P_STATUS_OK=0,
-        NVML_CLOCK_MEM=2,
+        NVML_CLOCK_MEM=2, NVML_CLOCK_SM=1,
         nvmlDeviceGetPciInfo=bus,
         nvmlDeviceGetTopologyCommonAncestor=lambda one, other: level,
         nvmlDeviceGetP2PStatus=lambda one, other, index: status,
         nvmlDeviceGetNvLinkState=lambda handle, link: int(bool(end(handle, link))),
         nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: 2 if end(handle, link) == "switch" else 0,
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: bus(end(handle, link)),
-        nvmlDeviceGetMaxClockInfo=lambda handle, kind: 9751,
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: 9751 if kind == 2 else 1695,
+        nvmlDeviceGetNumGpuCores=lambda handle: 10_496,
+        nvmlDeviceGetCudaComputeCapability=lambda handle: [8, 6],
         nvmlDeviceGetMemoryBusWidth=lambda handle: 384,
     )  # fmt: skip
 
@@ -168,7 +170,9 @@ def test_place_and_bandwidth(tmp_path: Path) -> None:
     folder = tmp_path / "000a:01:00.0"
     folder.mkdir()
     (folder / "numa_node").write_text("1\n")
-    assert read_place(_linked_nvml({}), "1", tmp_path) == Place("000a:01:00.0", 1, 9751e6 * 2 * 48)
+    found = read_place(_linked_nvml({}), "1", tmp_path)
+    assert found == Place("000a:01:00.0", 1, 9751e6 * 2 * 48, 1695e6 * 82 * 256)
+    assert 2 * (found.multiplies or 0) == pytest.approx(71e12, rel=0.01)  # FLOP/s in NVIDIA's paper on an RTX 3090
     (folder / "numa_node").write_text("-1\n")
     assert read_place(_linked_nvml({}), "1", tmp_path).numa_node is None
 

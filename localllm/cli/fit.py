@@ -17,7 +17,6 @@ from localllm.terminal import print_table
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
-    from localllm.machine.hardware import Hardware
     from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
     from localllm.models.library.about import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
@@ -32,50 +31,26 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
 def fit(options: argparse.Namespace) -> int:
     """Print the estimates. Return exit code 4 if the model does not fit on the device that `up` would use."""
     from localllm.machine.hardware import read_hardware
-    from localllm.models.fit.checkpoint import estimate_checkpoint
+    from localllm.models.fit.checkpoint import estimate_measured
     from localllm.models.library.about import inspect_checkpoint
     from localllm.serving.drafters import with_drafter
 
     config = settings_from(options).engine
     with inspect_checkpoint(config.model, config.revision) as found:
-        hardware = read_hardware()
-        spec, estimates = estimate_checkpoint(found.path, config, hardware, with_drafter)
-    speeds = _speeds(spec, estimates, hardware)
+        spec, estimates = estimate_measured(found.path, config, read_hardware(), with_drafter)
     if options.json:
-        print(json.dumps(_facts(found, spec, estimates, speeds), indent=2))
+        print(json.dumps(fit_facts(found, spec, estimates), indent=2))
     else:
-        _tell(found, spec, estimates, speeds)
+        _tell(found, spec, estimates)
     return 0 if estimates[0].plan is not None else DoesNotFit.exit_code
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def _speeds(spec: ModelSpec, estimates: Sequence[Estimate], hardware: Hardware) -> list[tuple[float, float] | None]:
-    """Return the predicted tokens per second of one answer of a mixture of experts on each device: a token reads a part
-    of it, so that its size does not tell its speed. Measures the memory's bandwidth once, and keeps it."""
-    if spec.mixture is None:
-        return [None] * len(estimates)
-    from localllm.files.folders import cache_folder
-    from localllm.machine.bandwidth import disk_bandwidth, memory_bandwidth
-    from localllm.models.library.speed import checkpoint_speed
-
-    ram, plans = memory_bandwidth(hardware), [each.plan for each in estimates]
-    on_disk = any(plan.far.disk for plan in plans if plan is not None and plan.far is not None)
-    disk = disk_bandwidth(cache_folder()) if on_disk else None
-    return [
-        None if each.plan is None else checkpoint_speed(spec, each.plan, hardware, ram, each.read_bytes, disk)
-        for each in estimates
-    ]
-
-
-def _tell(
-    found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate],
-    speeds: Sequence[tuple[float, float] | None],
-) -> None:  # fmt: skip
+def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> None:
     from localllm.models.fit.estimate import fit_rows
     from localllm.models.library.about import longest_input
-    from localllm.models.library.speed import speed_in_words
 
     print(f"{found.name} · {spec.architecture} · {longest_input(spec)}")
     if found.download_bytes is not None:
@@ -86,8 +61,6 @@ def _tell(
     print()
     rows = [["", *(f"{each.device}  {each.name}" if each.device != "cpu" else "CPU" for each in estimates)]]
     rows += [[name, *cells] for name, cells in fit_rows(estimates)]
-    if any(speeds):
-        rows.append(["speed of one answer", *map(speed_in_words, speeds)])
     print_table(rows)
     if estimates[0].needs.ranks:
         _tell_ranks(estimates[0].needs.ranks)
@@ -120,18 +93,13 @@ def _tell_device(each: Estimate, *, several: bool) -> None:
 # ---- for programs ----------------------------------------------------------------------------------------------------
 
 
-def _facts(
-    found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate],
-    speeds: Sequence[tuple[float, float] | None],
-) -> dict[str, Any]:  # fmt: skip
+def fit_facts(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> dict[str, Any]:
     return {
         "model": found.name,
         "architecture": spec.architecture,
         "max_position": spec.max_position,
         "download_bytes": found.download_bytes or 0,
-        "devices": [
-            _device_facts(each) | {"tokens_per_s": speed} for each, speed in zip(estimates, speeds, strict=True)
-        ],
+        "devices": [_device_facts(each) for each in estimates],
     }
 
 
@@ -143,6 +111,8 @@ def _device_facts(each: Estimate) -> dict[str, Any]:
         "verdict": each.verdict,
         "error": str(each.error) if each.error else None,
         "max_model_len": each.plan.max_model_len if each.plan else None,
+        "tokens_per_s": each.speed.decode if each.speed else None,
+        "predicted": asdict(each.speed) if each.speed else None,
         "kv_bytes_per_token": each.kv_token_bytes,
         "kv_groups": [group._asdict() for group in each.cost.groups],
         "state_bytes_per_request": each.cost.state_bytes,

@@ -217,7 +217,7 @@ class EngineConfig:
         is_of_one_model=True)
     weights_on: str = setting(
         "auto", MEMORY, "memory of the experts that the GPU does not hold", choices=("auto", "ram", "disk"),
-        allowed_text="auto (as ram), ram, or disk (read for each token that needs them)",
+        allowed_text="auto (disk as the last place, from one token per second on), ram, or disk",
         note="disk: for mixtures of experts that are larger than RAM; slow", is_of_one_model=True)
     expert_cache_gib: float = setting(
         0.0, MEMORY, "RAM for the latest used experts of a model on disk, in GiB", unit="GiB", low=0,

@@ -1,11 +1,12 @@
-"""The memory bandwidth of this machine's processors, measured once and kept in the cache folder.
+"""The speeds of this machine that bound a model's: of memory, disk and processors, measured once and kept in the cache
+folder.
 
 A decode step reads every active weight once, so this number bounds the speed of a model on a CPU. It is measured as
 weights are read: several threads at once, each through its part of a buffer. The C library's `memcmp` reads with vector
 loads, two streams at once and without Python's lock, so neither numpy nor torch is imported.
 A GPU's bandwidth comes from NVML (links.py). A disk's is measured by writing a file and reading it without the page
-cache, several parts at once.
-Does not know: models, how a speed follows from the bandwidth (models/library/speed.py).
+cache, several parts at once. The processors' products are measured by the kernels, which callers pass in.
+Does not know: models, how a speed follows from the bandwidth (models/fit/speed.py).
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm.files.folders import cache_folder, write_whole
 from localllm.files.record_file import PART, READERS
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Hardware, Speeds
 
 FILE = "bandwidth.json"
 BYTES_PER_THREAD = 40 * 1024**2  # more than a core's share of the last cache, on all but a few processors
@@ -40,8 +42,13 @@ MOST_RESOLUTION_S = 1e-4
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 FILLED = 1
 DISK_FILE = "disk_bandwidth.json"
+PRODUCTS_FILE = "products.json"
 DISK_BYTES = 256 * 1024**2
 AGAIN_S = 60.0  # after which a disturbed measurement is repeated
+
+
+Products = Callable[[], tuple[float, float] | None]
+"""Measures multiply-adds/s with weights of 8 bits and less, and with wider ones; None: it cannot be measured here."""
 
 
 class Measured(NamedTuple):
@@ -51,13 +58,57 @@ class Measured(NamedTuple):
     is_disturbed: bool = False  # other work took processors in every pass: the bandwidth is at least this
 
 
+def probed(hardware: Hardware, products: Products, *, disk: bool = False) -> Hardware:
+    """Return the hardware with its speeds, from the cache folder or measured now: at most 50 ms for the memory, half a
+    second for products, and on most machines 5 s for the disk.
+
+    products: measures the processors' multiply-adds/s. disk: measure the disk too, unless its speed is kept.
+    """
+    memory, kept = memory_bandwidth(hardware), with_kept_speeds(hardware).speeds
+    narrow, wide = kept.narrow, kept.wide
+    if narrow is None and (found := products()) is not None:
+        narrow, wide = found
+        path, fields = cache_folder() / PRODUCTS_FILE, {"narrow": round(narrow), "wide": round(wide)}
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({**_processors(hardware), **fields}) + "\n")
+    read = disk_bandwidth(cache_folder()) if disk else kept.disk
+    return replace(hardware, speeds=Speeds(memory, read, narrow, wide))
+
+
+def with_kept_speeds(hardware: Hardware) -> Hardware:
+    """Return the hardware with the speeds that were measured before. Measures nothing."""
+    folder = cache_folder()
+    memory, disk = _read_measured(folder / FILE, _machine(hardware)), _kept_disk(folder)
+    products = _read(folder / PRODUCTS_FILE, _processors(hardware), ("narrow", "wide")) or {}
+    speeds = Speeds(None if memory is None else memory.bytes_per_s, disk, products.get("narrow"), products.get("wide"))
+    return replace(hardware, speeds=speeds)
+
+
+def _machine(hardware: Hardware) -> dict[str, Any]:
+    """Return what names a machine: another processor or another number of cores is measured again."""
+    return {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
+
+
+def _processors(hardware: Hardware) -> dict[str, Any]:
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "threads": threads}
+
+
+def _kept_disk(folder: Path) -> float | None:
+    try:
+        kept = _read(cache_folder() / DISK_FILE, {"device": folder.stat().st_dev})
+    except OSError:
+        return None
+    return None if kept is None else kept["bytes_per_s"]
+
+
 def memory_bandwidth(hardware: Hardware) -> float | None:
     """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms; None: it cannot be measured here.
     A measurement that was disturbed is kept as a lower bound, and repeated by the first call a minute later."""
     path = cache_folder() / FILE
-    # Another processor or another number of cores is measured again.
-    machine = {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
-    kept = _read(path, machine)
+    machine = _machine(hardware)
+    kept = _read_measured(path, machine)
     if kept is not None and not (kept.is_disturbed and _is_old(path)):
         return kept.bytes_per_s
     found = [each for each in (kept, measure(hardware)) if each is not None]
@@ -81,7 +132,7 @@ def disk_bandwidth(folder: Path) -> float | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         device = {"device": folder.stat().st_dev}
         if (kept := _read(path, device)) is not None:
-            return kept.bytes_per_s
+            return kept["bytes_per_s"]
         if not hasattr(os, "O_DIRECT") or shutil.disk_usage(folder).free < 8 * DISK_BYTES:
             return None
         found = _read_speed(folder / f".{os.urandom(8).hex()}")
@@ -208,13 +259,22 @@ def _libc() -> Any:
     return libc
 
 
-def _read(path: Path, machine: dict[str, Any]) -> Measured | None:
+def _read(path: Path, machine: dict[str, Any], names: Sequence[str] = ("bytes_per_s",)) -> dict[str, float] | None:
+    """Return the speeds of these names that were kept for this machine; None: none, or another machine's."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        found = Measured(float(kept.pop("bytes_per_s")), bool(kept.pop("disturbed", False)))
+        found = {name: float(kept.pop(name)) for name in names}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return found if kept == machine and 0 < found.bytes_per_s < math.inf else None
+    return found if kept == machine and all(0 < each < math.inf for each in found.values()) else None
+
+
+def _read_measured(path: Path, machine: dict[str, Any]) -> Measured | None:
+    for is_disturbed in (False, True):
+        found = _read(path, machine | ({"disturbed": True} if is_disturbed else {}))
+        if found is not None:
+            return Measured(found["bytes_per_s"], is_disturbed)
+    return None
 
 
 def _is_old(path: Path) -> bool:

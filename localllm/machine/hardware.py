@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -54,6 +54,18 @@ class Gpu:
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY
 
 
+class Speeds(NamedTuple):
+    """The measured speeds of a machine (bandwidth.py); None: not measured."""
+
+    ram: float | None = None  # bytes/s that all processors read together
+    disk: float | None = None  # bytes/s of large files in the cache folder
+    narrow: float | None = None  # multiply-adds/s of the CPU with weights of 8 bits and less, in a prompt
+    wide: float | None = None  # the same with weights of 16 and 32 bits
+
+
+NOT_MEASURED = Speeds()
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """The machine, or the part of it that this process may use."""
@@ -64,6 +76,7 @@ class Hardware:
     ram_total_bytes: int  # of the machine, or of the container if its limit is smaller
     ram_available_bytes: int  # can be allocated without swapping
     shm_free_bytes: int | None = None  # of /dev/shm, through which GPUs without peer access exchange; None: unknown
+    speeds: Speeds = NOT_MEASURED
 
 
 def read_hardware() -> Hardware:

@@ -20,6 +20,12 @@ MOST_NVLINKS = 18  # of one GPU (Hopper, Blackwell)
 TOPOLOGY = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's common ancestor of two devices, by the names of `nvidia-smi topo -m`: one PCIe switch, several switches, the
 processor's PCIe root, the NUMA node, the connection between processors. 0 is the same board."""
+MATRIX_UNITS = {
+    (7, 5): (64, 256), (8, 0): (64, 1024), (8, 6): (128, 256), (8, 9): (128, 256), (9, 0): (128, 2048),
+    (10, 0): (128, 4096), (12, 0): (128, 256),
+}  # fmt: skip
+"""Compute capability -> cores of a multiprocessor, and its dense 16-bit multiply-adds per clock with sums in float32
+(NVIDIA's architecture papers; where boards differ, GeForce's)."""
 LINKS_IN_WORDS = {
     "NV": "NV4 is four NVLinks",
     "PIX": "PIX goes through one PCIe switch",
@@ -51,12 +57,14 @@ class Place:
     pci: str | None = None  # address as in sysfs: 0000:01:00.0
     numa_node: int | None = None
     bandwidth: float | None = None  # of its memory, bytes/s, from clock and bus width
+    multiplies: float | None = None  # 16-bit multiply-adds/s of its matrix units, from clock and cores
 
 
 def read_place(nvml: Any, handle: Any, devices: Path = Path("/sys/bus/pci/devices")) -> Place:
     """Return where the GPU sits and how fast its memory is."""
     address = _ask(nvml, lambda: _pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId))
-    return Place(address, None if address is None else _numa_node(devices / address), _bandwidth(nvml, handle))
+    numa_node = None if address is None else _numa_node(devices / address)
+    return Place(address, numa_node, _bandwidth(nvml, handle), _multiplies(nvml, handle))
 
 
 def read_links(nvml: Any, handles: Sequence[Any]) -> list[tuple[Link, ...]]:
@@ -105,6 +113,15 @@ def _bandwidth(nvml: Any, handle: Any) -> float | None:
     clock = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)))
     width = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMemoryBusWidth(handle)))
     return clock * 1e6 * 2 * width / 8 if clock and width else None
+
+
+def _multiplies(nvml: Any, handle: Any) -> float | None:
+    """Return 16-bit multiply-adds/s with sums in float32; None for a GPU that `MATRIX_UNITS` does not list."""
+    clock = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)))
+    cores = _ask(nvml, lambda: int(nvml.nvmlDeviceGetNumGpuCores(handle)))
+    capability = _ask(nvml, lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)))
+    units = MATRIX_UNITS.get(capability or (0, 0))
+    return clock * 1e6 * cores / units[0] * units[1] if clock and cores and units else None
 
 
 def _pci_address(bus_id: str | bytes) -> str:

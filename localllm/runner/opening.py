@@ -280,7 +280,7 @@ def replan(
         "memory predicted_weights=%d predicted_activations=%d measured=%s",
         plan.weights_bytes, plan.activation_bytes, measured,
     )  # fmt: skip
-    return replace(again, notes=(*kept, *again.notes))
+    return replace(again, notes=(*kept, *again.notes), work=plan.work)
 
 
 def measure(

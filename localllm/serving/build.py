@@ -94,7 +94,7 @@ def build_engine(
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_place(spec, plan)
-        require_context(plan, spec, config, limits)
+        require_context(plan, spec, config, limits, len(hardware.gpus))
         tokenizer, template = _read_text(found.path, spec, on_phase)
         check_vocabulary(spec, tokenizer, read_tokenizer)
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
@@ -161,8 +161,17 @@ def capacity(plan: MemoryPlan) -> str:
     return f"{plan.max_num_seqs} requests at once, {plan.max_model_len} tokens each at most"
 
 
-def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, limits: LoadLimits) -> None:
-    """Refuse a plan with a very short context, so that another model is evicted instead."""
+def require_context(
+    plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, limits: LoadLimits, num_gpus: int = 0
+) -> None:
+    """Refuse a plan with a very short context, or on the CPU of a machine with GPUs, so that another model is evicted
+    instead. num_gpus: that the settings may use."""
+    if limits.min_context and plan.device == "cpu" and config.device == "auto" and num_gpus:
+        raise DoesNotFit(
+            "The model fits only on the CPU.",
+            "The other models leave too little of the GPU.",
+            "Unload another model, or --device cpu.",
+        )
     wanted = min(limits.min_context, spec.max_position)
     if config.max_model_len is None and plan.max_model_len < wanted:
         raise DoesNotFit(
@@ -256,13 +265,23 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
 
 
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
+    from localllm.kernels.cpu.native_product import product_speeds
+    from localllm.machine.bandwidth import probed
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident_for
     from localllm.models.read_spec import weights_bytes
 
     with report_phase("fit", on_phase) as report:
         resident = count_resident_for(config, path, spec)
-        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
+        in_files = weights_bytes(path)
+        try:
+            plan = plan_memory(config, spec, in_files, hardware, resident_bytes=resident)
+        except DoesNotFit:
+            if spec.mixture is None or config.weights_on != "auto" or hardware.speeds.disk is not None:
+                raise
+            report("measuring the disk's speed")  # its experts may be on disk, if that is quick enough
+            hardware = probed(hardware, product_speeds, disk=True)
+            plan = plan_memory(config, spec, in_files, hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
@@ -365,10 +384,11 @@ def plan_again(
     from localllm.models.fit import plan_memory
 
     config = replace(config, device=plan.device, dtype=plan.dtype)
-    return plan_memory(
+    again = plan_memory(
         config, spec, executor.weights_bytes, hardware, resident_bytes=executor.resident_bytes, ranks=plan.ranks,
         far=plan.far,
     )  # fmt: skip
+    return replace(again, work=plan.work)
 
 
 def _check_kv_cache(

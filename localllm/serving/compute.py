@@ -12,6 +12,7 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from localllm.machine.bandwidth import probed, with_kept_speeds
 from localllm.machine.memory import paused_collection
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import LoadLimits
@@ -40,6 +41,13 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
         hardware = read_hardware()
         available = max(0, hardware.ram_available_bytes - limits.reserved_bytes)
         hardware = replace(hardware, ram_available_bytes=available)
+        if hardware.gpus:
+            from localllm.kernels.cpu.native_product import product_speeds
+
+            report("measuring the memory's speed")
+            hardware = probed(hardware, product_speeds)  # where the model runs may depend on it
+        else:
+            hardware = with_kept_speeds(hardware)
         if hardware.gpus:
             from localllm.kernels.tuned import ensure_triton_cache
 

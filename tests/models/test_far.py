@@ -13,7 +13,6 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.kernels.cpu.native.library import native
 from localllm.machine.hardware import Hardware
-from localllm.machine.links import Place
 from localllm.models.decoder.mixture import held_experts
 from localllm.models.fit import MemoryPlan, estimate, plan_memory
 from localllm.models.fit.checkpoint import count_resident_for, estimate_checkpoint
@@ -21,67 +20,21 @@ from localllm.models.fit.far import (
     CROSSING_S,
     CheckpointBytes,
     LayerExperts,
-    far_speed,
     fewest_layers,
     token_s,
 )
+from localllm.models.fit.speed import predict
 from localllm.models.layers.moe import MoE
-from localllm.models.library.speed import checkpoint_speed
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import far_bytes, held_bytes, parts_of_kind
 from tests.draws import draws
 from tests.models.harness import GIB, LLAMA_8B, WEIGHTS, gpu_machine
+from tests.models.large_models import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_235B, G, desk, sized
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
-G = 1e9
-FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits and its scale, on both sides
-
-GPT_OSS_120B = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
-    "num_experts_per_tok": 4, "intermediate_size": 2880, "vocab_size": 201_088, "max_position_embeddings": 131_072,
-    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18, "rope_theta": 150_000,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-QWEN3_235B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
-    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536, "intermediate_size": 12_288, "vocab_size": 151_936, "decoder_sparse_step": 1,
-    "max_position_embeddings": 40_960, "norm_topk_prob": True, "mlp_only_layers": [], "tie_word_embeddings": False,
-}  # fmt: skip
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
-    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
-    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "moe_intermediate_size": 2048,
-    "intermediate_size": 18_432, "vocab_size": 129_280, "max_position_embeddings": 163_840, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8,
-    "topk_group": 4, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-def sized(spec: ModelSpec, bits: float, rest_bytes: float) -> CheckpointBytes:
-    """The sizes of a checkpoint whose experts have `bits` per weight, and `rest_bytes` of everything else."""
-    mixture = spec.mixture
-    assert mixture is not None
-    layers = [layer for layer in range(spec.num_layers) if mixture.is_in(layer)]
-    each = int(mixture.num_experts * 3 * spec.hidden_size * mixture.intermediate_size * bits / 8)
-
-    def whole(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Any = None) -> int:
-        return int(rest_bytes) + len(layers) * each
-
-    return CheckpointBytes(whole, lambda *given: [LayerExperts(layer, each, each) for layer in layers])
-
-
-def desk(ram_gib: float, gpu_gib: float = 23.2) -> Hardware:
-    """A GPU of 24 GB with 936 GB/s, and RAM."""
-    machine = gpu_machine(gpu_gib, 24)
-    card = replace(machine.gpus[0], place=Place(bandwidth=936 * G))
-    free, total = int(ram_gib * 0.92 * GIB), int(ram_gib * GIB)
-    return replace(machine, gpus=(card,), ram_available_bytes=free, ram_total_bytes=total)
 
 
 def plan(spec: ModelSpec, sizes: CheckpointBytes, machine: Hardware, **asked: Any) -> MemoryPlan:
@@ -111,9 +64,9 @@ def test_a_desk_with_24_gb_answers_at_the_speed_of_the_table(
     tokens = 1 / token_s(made.weights_bytes - far.idle_bytes, 936 * G, far.read_bytes, 77 * G, len(far.layers))
     least, most = speeds
     assert 0.9 * least <= tokens <= 1.1 * most, (tokens, far)
-    shown = far_speed(far, made.weights_bytes, 936 * G, 77 * G)
+    shown = predict(made, desk(ram_gib))
     assert shown is not None
-    assert shown[0] < tokens < shown[1]
+    assert shown.decode[0] < tokens < shown.decode[1]
 
 
 def test_deepseek_does_not_fit_a_desk_and_the_refusal_has_both_numbers() -> None:
@@ -246,13 +199,15 @@ def test_a_cpu_reads_the_experts_that_a_token_chooses() -> None:
     spec = spec_of_config(GPT_OSS_120B)
     (found,) = estimate(EngineConfig(device="cpu"), spec, 10 * GIB, desk(96), sized(spec, 4.25, 3.07 * G))
     assert found.plan is not None
-    assert found.read_bytes is not None
-    assert found.read_bytes == pytest.approx((3.07 + 1.9) * G, rel=0.01)
-    assert 0.9 * 14 < 1 / token_s(0, G, found.read_bytes, 89.6 * G, 0) < 1.1 * 15
-    shown = checkpoint_speed(spec, found.plan, desk(96), 89.6 * G, found.read_bytes)
+    work = found.plan.work
+    assert work is not None
+    read = work.dense_bytes + work.expert_bytes
+    assert read == pytest.approx((3.07 + 1.9) * G, rel=0.01)
+    assert 0.9 * 14 < 1 / token_s(0, G, read, 89.6 * G, 0) < 1.1 * 15
+    shown = predict(found.plan, desk(96, ram=89.6 * G))
     assert shown is not None
-    assert shown[0] < 14 < 15 < shown[1]
-    assert checkpoint_speed(spec, found.plan, desk(96), None, found.read_bytes) is None
+    assert shown.decode[0] < 14 < 15 < shown.decode[1]
+    assert predict(found.plan, desk(96, ram=None)) is None
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -270,14 +225,17 @@ def test_what_a_token_reads_is_counted_from_the_loaded_model(dtype: str, tmp_pat
         spec.mixture.num_experts - spec.mixture.top_k
     )
     assert unread > 0
-    assert found.read_bytes == held_bytes(model) - unread // spec.mixture.num_experts
+    work = found.plan.work
+    assert work is not None
+    assert work.dense_bytes + work.expert_bytes == pytest.approx(held_bytes(model) - unread / spec.mixture.num_experts)
 
 
 def test_a_dense_model_reads_all_of_its_weights() -> None:
     sizes = WEIGHTS[LLAMA_8B.architecture]
     (found,) = estimate(EngineConfig(device="cpu"), LLAMA_8B, sizes, desk(96), None)
     assert found.plan is not None
-    assert found.read_bytes == found.plan.weights_bytes
+    assert found.plan.work is not None
+    assert found.plan.work.dense_bytes == found.plan.weights_bytes
 
 
 def test_a_mixture_larger_than_ram_is_planned_on_disk_when_it_is_asked_for() -> None:
@@ -302,11 +260,13 @@ def test_a_mixture_larger_than_ram_is_planned_on_disk_when_it_is_asked_for() -> 
     assert far.ram_bytes == far.disk.cache_bytes > 15 * GIB
     assert made.total_bytes + made.reserve_bytes + far.ram_bytes <= small.ram_available_bytes
     assert made.max_model_len >= 8192
-    least, most = checkpoint_speed(spec, made, small, 77 * G, None, 3 * G) or (0, 0)
+    shown = predict(made, replace(small, speeds=small.speeds._replace(disk=3 * G)))
+    assert shown is not None
+    least, most = shown.decode
     misses_s = [(1 - hits) * far.read_bytes / (3 * G) for hits in far.disk.hits]
     assert 0.9 / most < misses_s[1] + token_s(3.07 * G, 77 * G, 1.9 * G, 77 * G, 36, gpu_share=0.8) < 1.6 / most
     assert misses_s[0] < 1 / least < 2 * misses_s[0]
-    assert checkpoint_speed(spec, made, small, 77 * G, None) is None  # a disk that was not measured
+    assert predict(made, small) is None  # a disk that was not measured
 
     asked = plan(spec, sizes, small, weights_on="disk", expert_cache_gib=4.0)
     assert asked.far is not None

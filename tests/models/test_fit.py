@@ -222,10 +222,10 @@ def test_a_refused_context_names_the_tokens_of_a_step() -> None:
 @given(free=st.floats(18, 78), more=st.floats(0, 2))
 def test_more_memory_never_gives_a_smaller_plan(free: float, more: float) -> None:
     try:
-        small = plan(LLAMA_8B, gpu_machine(free, 80))
+        small = plan(LLAMA_8B, gpu_machine(free, 80), device="cuda")
     except DoesNotFit:
         return
-    large = plan(LLAMA_8B, gpu_machine(free + more, 80))
+    large = plan(LLAMA_8B, gpu_machine(free + more, 80), device="cuda")
     assert large.max_model_len >= small.max_model_len
     assert large.num_blocks >= small.num_blocks
 
@@ -288,7 +288,7 @@ def test_low_utilisation_names_the_smallest_that_works() -> None:
 
 def test_weights_larger_than_the_gpu_point_to_smaller_things() -> None:
     with pytest.raises(DoesNotFit, match="Card") as caught:
-        plan(LLAMA_8B, gpu_machine(11, 12))
+        plan(LLAMA_8B, gpu_machine(11, 12), device="cuda")
     assert "--device cpu" in caught.value.hint
     assert "utilization" not in caught.value.hint
 

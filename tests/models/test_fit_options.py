@@ -110,7 +110,7 @@ def test_a_cache_that_was_asked_for_is_whole_beside_the_longest_context() -> Non
 
 def test_the_refusal_carries_what_would_fit() -> None:
     with pytest.raises(DoesNotFit) as caught:
-        plan(LLAMA_8B, gpu_machine(11, 12), EngineConfig())
+        plan(LLAMA_8B, gpu_machine(11, 12), EngineConfig(device="cuda"))
     words = [option.words for option in caught.value.options]
     assert any("--quantization int4" in each for each in words)
     assert words[-1] == "--device cpu"

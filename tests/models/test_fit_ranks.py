@@ -199,7 +199,7 @@ def test_auto_stays_on_one_device_where_one_is_named_or_the_model_cannot_be_divi
         with pytest.raises(DoesNotFit, match="does not fit on RTX 3060"):
             plan(LLAMA_8B, hardware, **asked)
     with pytest.raises(DoesNotFit, match="does not fit on RTX 3060"):
-        plan(replace(LLAMA_8B, implementation="transformers"), hardware)
+        plan(replace(LLAMA_8B, implementation="transformers"), hardware, device="cuda")
     assert plan(LLAMA_8B, hardware, device="cpu", dtype="bfloat16").ranks == ()
 
 

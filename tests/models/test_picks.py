@@ -22,12 +22,12 @@ from localllm.kernels.cpu import int8
 from localllm.kernels.cpu.native.library import native
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.machine.links import Place
+from localllm.models.fit import speed as pick_sizes
 from localllm.models.fit.checkpoint import count_resident
-from localllm.models.library import speed as pick_sizes
+from localllm.models.fit.speed import CPU, tokens_per_s
 from localllm.models.library.names import parse_name
-from localllm.models.library.pick_list import Pick, PickList, read_picks
+from localllm.models.library.pick_list import Pick, PickList, cpu_read_bytes, cpu_weight_bytes, read_picks
 from localllm.models.library.picks import USEFUL_CONTEXT, FittingPick, fitting_picks
-from localllm.models.library.speed import CPU, cpu_read_bytes, cpu_weight_bytes, tokens_per_s
 from localllm.models.read_spec import read_spec
 
 GIB = 1024**3
@@ -282,6 +282,10 @@ def test_no_better_model_than_the_first_is_quick_and_leaves_half(
 
     def is_able(each: FittingPick) -> bool:
         quick = each.tokens_per_s is None or each.tokens_per_s[0] >= 10
+        if each.plan.device == "cpu" and hardware.gpus:
+            return False
+        if each.plan.far is not None:
+            return quick and 2 * each.plan.far.ram_bytes <= hardware.ram_total_bytes
         used = each.needs[0].total_bytes if each.needs else each.plan.weights_bytes
         return quick and (each.plan.device != "cpu" or used <= hardware.ram_total_bytes / 2)
 
@@ -301,7 +305,7 @@ def test_a_machine_without_room_gets_none() -> None:
 
 def test_a_gpus_bandwidth_decides_its_speed() -> None:
     [slow] = fitting_picks(machine(32, gpus=(24,), gpu_bandwidth=400e9), Settings(), 10e9, count=1)
-    [fast] = fitting_picks(machine(32, gpus=(24,), gpu_bandwidth=900e9), Settings(), None, count=1)
+    [fast] = fitting_picks(machine(32, gpus=(24,), gpu_bandwidth=900e9), Settings(), 10e9, count=1)
     assert slow.name == fast.name
     assert slow.tokens_per_s is not None
     assert fast.tokens_per_s is not None

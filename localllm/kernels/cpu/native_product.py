@@ -3,21 +3,29 @@
     native_linear         x W^T
     native_unpack         W
     native_unpack_bf16    W in the layout of KIND_BF16
+    product_speeds        the multiply-adds/s of a prompt
 
 Does not know: where a matrix's memory comes from, models.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native
-from localllm.kernels.cpu.native.structures import OUTPUTS, NativeMatrix
+from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
 
 UNPACKED_AT_A_TIME = 1 << 20  # weights, so that they stay in the cache
+MEASURED_SIZE, MEASURED_ROWS, MEASURED_TIMES = (
+    2048,
+    128,
+    6,
+)  # outputs and inputs, rows, products of which the best counts
 
 
 def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
@@ -49,6 +57,25 @@ def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
         part = buffer[: matrix.outputs - start]
         _library().unpack(matrix, start, part)
         yield start, part
+
+
+def product_speeds() -> tuple[float, float] | None:
+    """Return the multiply-adds/s of many rows with weights of 4 bits and with weights of 16 bits, measured now in about
+    0.2 s; None without the native library."""
+    return None if native() is None else (_product_speed(Kind.Q4), _product_speed(Kind.BF16))
+
+
+def _product_speed(kind: Kind) -> float:
+    size, library = MEASURED_SIZE, _library()
+    matrix = NativeMatrix(kind=kind, outputs=size, inputs=size)
+    weights = torch.zeros(size * size * 2, dtype=torch.uint8, device="cpu")  # enough for either kind
+    matrix.weights = weights.data_ptr()
+    x, best_s = torch.ones((MEASURED_ROWS, size), device="cpu"), math.inf
+    for _ in range(MEASURED_TIMES):
+        begun_s = time.perf_counter()
+        library.linear(matrix, x, is_fine=False)
+        best_s = min(best_s, time.perf_counter() - begun_s)
+    return MEASURED_ROWS * size * size / best_s
 
 
 def _library() -> Library:

@@ -6,6 +6,7 @@
     devices.py             the devices that a model may use, their connections and types, and the number of ranks
     shard_sizes.py         the shares of a model's ranks
     far.py                 experts in RAM beside a GPU, and the speed of such a model
+    speed.py               the speeds of a model on a machine, before any load
     balance.py             the solver behind them
     rank_budget.py         the memory of one rank
     activation_bytes.py    the memory of one step besides weights and KV cache

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.config.settings import EngineConfig
+from localllm.machine.bandwidth import probed
 from localllm.machine.hardware import Hardware
 from localllm.models.encoders.recipe import spec_of_any
 from localllm.models.fit.conversation_bytes import RequestCost
@@ -108,6 +109,22 @@ def estimate_checkpoint(
     spec = with_tower(path, spec if with_drafter is None else with_drafter(config, path, spec))
     resident = count_resident_for(config, path, spec)
     return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
+
+
+def estimate_measured(
+    path: Path, config: EngineConfig, hardware: Hardware, with_drafter: WithDrafter | None = None
+) -> tuple[ModelSpec, list[Estimate]]:
+    """Do `estimate_checkpoint` with the speeds of this machine, which are measured once: of its disk only if the model
+    fits nowhere else."""
+    from localllm.kernels.cpu.native_product import product_speeds
+
+    hardware = probed(hardware, product_speeds)
+    found = estimate_checkpoint(path, config, hardware, with_drafter)
+    on_disk = (each.plan.far for each in found[1] if each.plan is not None and each.plan.far is not None)
+    if hardware.speeds.disk is None and any(far.disk is not None for far in on_disk):
+        hardware = probed(hardware, product_speeds, disk=True)
+        found = estimate_checkpoint(path, config, hardware, with_drafter)
+    return found
 
 
 def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardware: Hardware) -> Estimate:

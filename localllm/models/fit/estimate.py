@@ -16,14 +16,14 @@ from localllm.machine.hardware import Hardware
 from localllm.models.fit.conversation_bytes import Need, RequestCost, request_cost
 from localllm.models.fit.conversation_bytes import needs as one_request
 from localllm.models.fit.devices import asked_division, gpus_of
-from localllm.models.fit.far import CheckpointBytes
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.pictures import PictureSizes
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
+from localllm.models.fit.speed import AT_ONCE, PROMPTS, PlanSpeeds, predict, round_speed, speed_in_words
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.units import format_bytes, format_count
+from localllm.units import format_bytes, format_count, format_seconds
 
 LENGTHS = (4096, 8192, 32_768)
 """Context lengths for which the number of concurrent requests is shown."""
@@ -45,7 +45,7 @@ class Estimate:
     options: tuple[FitOption, ...]  # alternatives if the wanted context does not fit
     is_chosen: bool  # `up` with the same flags would choose this device
     one_request: tuple[Need, ...] = ()  # the memory of one conversation at a usual and the longest length, if it fits
-    read_bytes: int | None = None  # of the weights, that one token reads from one device; None: unknown
+    speed: PlanSpeeds | None = None  # None: it does not fit, or a speed is unknown
 
     @property
     def verdict(self) -> Verdict:
@@ -98,8 +98,8 @@ def estimate(
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
         device = " + ".join([*devices, *([needs.far.place] if needs.far else [])])
         alone = one_request(plan, here, spec, made.max_model_len) if made is not None else ()
-        read = None if made is None else _read_bytes(made, here, spec, resident_bytes)
-        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone, read)
+        speed = None if made is None else predict(made, hardware)
+        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone, speed)
 
     found = [of_config(config, True)]
     first = found[0].needs
@@ -116,8 +116,9 @@ def estimate(
         if first.ranks or device != first.device:
             try:
                 alone = replace(
-                    config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None
-                )
+                    config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None,
+                    weights_on="ram" if config.weights_on == "auto" else config.weights_on,
+                )  # fmt: skip
                 found.append(of_config(alone, False))
             except ConfigError:  # a flag that this device does not support
                 continue
@@ -125,19 +126,6 @@ def estimate(
         with suppress(LocalLLMError):  # not a mixture of experts, or a flag that does not go with it
             found.append(of_config(replace(config, weights_on="disk"), False))
     return found
-
-
-def _read_bytes(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec, resident: ResidentBytes | None) -> int | None:
-    """Return the bytes of the weights that one token reads: all but the experts that it does not choose. None: they are
-    on several devices, or the sizes of the experts are not known."""
-    if plan.ranks or plan.far is not None:
-        return None
-    if spec.mixture is None:
-        return plan.weights_bytes
-    if spec.implementation != "localllm" or not isinstance(resident, CheckpointBytes):
-        return None
-    held = sum(each.gpu_bytes for each in resident.experts(plan.device, plan.dtype, config.quantization))
-    return plan.weights_bytes - held * (spec.mixture.num_experts - spec.mixture.top_k) // spec.mixture.num_experts
 
 
 def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:
@@ -215,8 +203,24 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         if any(each.concurrency[length] or not each.plan for each in estimates):  # else longer than every context
             cells = [_count(each.concurrency[length]) or ("too long" if each.plan else "") for each in estimates]
             yield f"  requests of {format_count(length)}", cells
+    yield from _speed_rows([each.speed for each in estimates])
     if has_cache:
         yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
+
+
+def _speed_rows(speeds: Sequence[PlanSpeeds | None]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of predicted speeds; none if all of them are unknown."""
+    if not any(speeds):
+        return
+    yield "speed of one answer", [speed_in_words(each.decode) if each else "" for each in speeds]
+    for number in AT_ONCE[1:]:
+        rates = [round_speed(each.streams.get(number, 0.0)) if each else 0.0 for each in speeds]
+        yield f"  each of {number} at once", [f"about {rate:,g} tokens/s" if rate else "" for rate in rates]
+    for length in PROMPTS:
+        times = [each.first_token_s.get(length) if each else None for each in speeds]
+        if any(times):
+            cells = [f"about {format_seconds(seconds)}" if seconds else "" for seconds in times]
+            yield f"first token of {format_count(length)}", cells
 
 
 def _picture_rows(sizes: Sequence[PictureSizes | None], names: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The experts that a plan keeps in RAM beside a GPU, and the speed of an answer that reads both.
+"""The experts that a plan keeps in RAM beside a GPU, and the time of a token that reads both.
 
 The routed experts of whole layers leave the GPU, the last layers first, as few layers as a plan needs. Everything that
 a token reads in full stays: attention, KV cache, router, shared experts and head. Experts in RAM are computed by the
@@ -17,9 +17,11 @@ Does not know: torch, files, how experts are computed (models/layers/far.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from localllm.config.settings import EngineConfig
@@ -40,7 +42,8 @@ RECENCY = 0.2
 """The best share of hits is the share of experts in RAM to this power: 0.66 for an eighth of them, 0.87 for half.
 Published traces of keeping the latest used experts have 0.44 to 0.95; the worst is the share itself."""
 CACHE_SHARE = 0.8  # of the RAM that is left, for experts that are read from disk
-SLOW_TOKENS_PER_S = 1.0
+SLOW_TOKENS_PER_S = 1.0  # below which a place is not chosen by itself
+MOST_TRIED = 20_000  # sets of layers
 
 
 class LayerExperts(NamedTuple):
@@ -126,34 +129,13 @@ def token_s(
     return reads + crossings * CROSSING_S + step_s
 
 
-def far_speed(
-    far: FarPlan, weights_bytes: int, gpu_bandwidth: float | None, ram_bandwidth: float | None,
-    disk_bandwidth: float | None = None,
-) -> tuple[float, float] | None:  # fmt: skip
-    """Return the least and the most tokens per second; None without a bandwidth. weights_bytes: on the GPU."""
-    if gpu_bandwidth is None or ram_bandwidth is None or (far.disk is not None and disk_bandwidth is None):
-        return None
-    read = max(0, weights_bytes - far.idle_bytes)
-    misses_s = [0.0, 0.0]
-    if far.disk is not None and disk_bandwidth is not None:
-        misses_s = [(1 - hits) * far.read_bytes / disk_bandwidth for hits in far.disk.hits]
-    slow, fast = (
-        missing_s
-        + token_s(
-            read, gpu_bandwidth, far.read_bytes, ram_bandwidth, len(far.layers), gpu_share=min(share, GPU_SHARE),
-            ram_share=share,
-        )
-        for share, missing_s in zip((LEAST_SHARE, MOST_SHARE), misses_s, strict=True)
-    )  # fmt: skip
-    return 1 / slow, 1 / fast
-
-
-def last_layers(experts: Sequence[LayerExperts], count: int, spec: ModelSpec, table_bytes: int = 0) -> FarPlan:
-    """Return the plan with the experts of the last `count` layers in RAM. table_bytes: of an embedding of its own,
-    which a token reads a row of."""
+def far_plan(experts: Sequence[LayerExperts], layers: Collection[int], spec: ModelSpec) -> FarPlan:
+    """Return the plan with the experts of these layers in RAM. Of an embedding of its own a token reads a row."""
     mixture = spec.mixture
     assert mixture is not None
-    near, moved = experts[: len(experts) - count], experts[len(experts) - count :]
+    table_bytes = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * 2
+    moved = [each for each in experts if each.layer in layers]
+    near = [each for each in experts if each.layer not in layers]
     used = mixture.top_k / mixture.num_experts
     return FarPlan(
         layers=tuple(each.layer for each in moved),
@@ -163,6 +145,40 @@ def last_layers(experts: Sequence[LayerExperts], count: int, spec: ModelSpec, ta
         read_bytes=int(sum(each.ram_bytes for each in moved) * used),
         idle_bytes=table_bytes + int(sum(each.gpu_bytes for each in near) * (1 - used)),
     )
+
+
+def last_layers(experts: Sequence[LayerExperts], count: int) -> tuple[int, ...]:
+    return tuple(each.layer for each in experts[len(experts) - count :])
+
+
+def quickest_layers(
+    experts: Sequence[LayerExperts], least_bytes: int, token_s_of: Callable[[LayerExperts], float]
+) -> tuple[int, ...]:
+    """Return the layers whose experts free `least_bytes` of the GPU and make a token the least slower: among layers of
+    equal size as few as needed, the last ones.
+
+    token_s_of: seconds by which a token becomes slower if a layer's experts leave the GPU. Layers of one checkpoint
+    have one to three sizes (Q4_K_M stores some in more bits), so all numbers of each size are tried. With many sizes
+    the cheapest layers per byte are taken, at most one more than needed.
+    """
+    kinds: dict[tuple[int, int], list[LayerExperts]] = {}
+    for each in reversed(experts):
+        kinds.setdefault((each.gpu_bytes, each.ram_bytes), []).append(each)
+    groups = sorted(kinds.values(), key=lambda group: token_s_of(group[0]) / max(1, group[0].gpu_bytes))
+    if math.prod(len(group) + 1 for group in groups) > MOST_TRIED:
+        chosen = list[LayerExperts]()
+        for each in (each for group in groups for each in group):
+            if sum(other.gpu_bytes for other in chosen) < least_bytes:
+                chosen.append(each)
+        return tuple(sorted(each.layer for each in chosen))
+
+    def cost(counts: tuple[int, ...]) -> tuple[float, int]:
+        pairs = list(zip(counts, groups, strict=True))
+        is_enough = sum(count * group[0].gpu_bytes for count, group in pairs) >= least_bytes
+        return sum(count * token_s_of(group[0]) for count, group in pairs) if is_enough else math.inf, sum(counts)
+
+    best = min(product(*(range(len(group) + 1) for group in groups)), key=cost)
+    return tuple(sorted(each.layer for count, group in zip(best, groups, strict=True) for each in group[:count]))
 
 
 def fewest_layers(most: int, fits: Callable[[int], bool]) -> int | None:
@@ -241,7 +257,7 @@ class FarChoice:
                 "The model does not fit on this GPU and in RAM.",
                 f"{format_bytes(gpu_bytes)} on the GPU and {format_bytes(far.ram_bytes)} in RAM are needed; "
                 f"{format_bytes(self.gpu.free_bytes)} and {format_bytes(room)} are free.",
-                "Close other programs, or choose a smaller model or one with fewer bits per weight.",
+                "Close other programs, --weights-on disk (slow), or a smaller model or one with fewer bits per weight.",
                 param="n_cpu_moe",
             )  # fmt: skip
 

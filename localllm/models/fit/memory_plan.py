@@ -18,6 +18,28 @@ from localllm.units import format_count
 
 
 @dataclass(frozen=True, slots=True)
+class TokenWork:
+    """The bytes of the weights that one token reads, and its multiply-adds without the head."""
+
+    dense_bytes: float  # of the device, that every token reads
+    expert_bytes: float  # of the device: the experts that a token chooses
+    far_bytes: float  # of RAM or disk: the same
+    multiplies: float  # on the device
+    far_multiplies: float  # of experts in RAM
+    context: tuple[tuple[int | None, float], ...]
+    """(window, multiply-adds of a token with each position that it sees) of layers with attention. None: no window."""
+    chosen_share: float = 1.0  # of a layer's experts, that a token chooses; 1: there are none
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.chosen_share < 1
+
+    def distinct(self, rows: int) -> float:
+        """Return how many times the experts of one token `rows` tokens read, if experts are chosen evenly."""
+        return (1 - (1 - self.chosen_share) ** rows) / self.chosen_share
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The sizes of an engine on this machine. The engine uses every number as it is.
 
@@ -57,6 +79,7 @@ class MemoryPlan:
     kv_swap_bytes: int = 0  # of them, what preempted requests may hold
     kv_disk_bytes: int = 0  # of a disk, for the same
     far: FarPlan | None = None  # experts in RAM; None: all weights are on the device
+    work: TokenWork | None = None  # of one token; None: unknown
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property

@@ -3,19 +3,23 @@
 `plan_memory` decides the device, the dtype, the context length and the number of KV blocks, or refuses with the
 numbers and with flags that would work.
 
-Devices are those that the settings name; without a name one GPU, or as few GPUs as hold the model.
+Devices are those that the settings name. Without a name one GPU, or as few GPUs as hold the model with a useful
+context; then a GPU with the experts of some layers in RAM; then the CPU alone, or earlier if its answers are expected
+first; and experts on disk if nothing else holds them, and only at one token per second or more
+(docs/decisions/0034-which-place-runs-a-model.md).
 Does not know: torch, files, sizes (plan_attempt.py), how the memory is used (loader.py, runner/kv_cache.py),
 alternatives (options.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from localllm.config.settings import EngineConfig
-from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.config.settings import SETTINGS, EngineConfig
+from localllm.errors import ConfigError, DoesNotFit, LocalLLMError, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.devices import (
     MIN_CONTEXT,
@@ -31,15 +35,33 @@ from localllm.models.fit.devices import (
     require_replicable,
     require_shared_memory,
 )
-from localllm.models.fit.far import CheckpointBytes, FarChoice, FarPlan, fewest_layers, last_layers
+from localllm.models.fit.far import (
+    CROSSING_S,
+    GPU_SHARE,
+    RAM_SHARE,
+    SLOW_TOKENS_PER_S,
+    CheckpointBytes,
+    FarChoice,
+    FarPlan,
+    LayerExperts,
+    far_plan,
+    fewest_layers,
+    last_layers,
+    quickest_layers,
+)
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan_attempt import PlanAttempt
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
 from localllm.models.fit.shard_sizes import Division
+from localllm.models.fit.speed import predict, quickest, work_of
 from localllm.models.formats.registry import load_method
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, divides_by_layers
 from localllm.units import format_count
+
+USUAL_RAM, USUAL_GPU = 60e9, 600e9  # bytes/s of a desktop, where they are not measured
+USUAL_SHARE = SETTINGS["gpu_memory_utilization"].default  # of a GPU's memory; with less it is lowered on purpose
+FINE_BYTES = 2**20  # to which the bytes that have to leave a GPU are found
 
 
 def make_plan(
@@ -173,15 +195,91 @@ class _Planner:
             if self.config.moves_experts and (num_gpus or self.config.weights_on == "disk"):
                 raise _far_ranks(self.config.far_flag)
             return self._several(division)
-        if division is None and self._may_use_several():
-            return self._least()
-        return self._one()
+        if division is not None:
+            return self._with_work(self._one())
+        return self._best_place(self._least if self._may_use_several() else self._one)
 
     def for_ranks(self, ranks: Sequence[RankPlan]) -> MemoryPlan:
         """Plan for the ranks of a loaded model."""
         by_device = {f"cuda:{gpu.index}": gpu for gpu in self.hardware.gpus}
         gpus = [by_device.get(rank.device) for rank in ranks]
         return self._attempt(gpus, shards=[rank.shard for rank in ranks]).plan()
+
+    def _best_place(self, on_gpus: Callable[[], MemoryPlan]) -> MemoryPlan:
+        """Plan for the devices that the settings mean; for the CPU or the disk only if these are not named, and for
+        the disk only at a usable speed. on_gpus: plans for one or several GPUs, or for the CPU if there is none."""
+        refused: DoesNotFit | None = None
+        plan: MemoryPlan | None = None
+        try:
+            plan = self._with_work(on_gpus())
+        except DoesNotFit as error:
+            refused = error
+        leaves = self._is_too_large(refused) if refused is not None else plan is not None and self._may_be_slower(plan)
+        if leaves and self._may_leave_gpus():
+            plan = self._or_cpu(plan)
+        if plan is None and self.config.weights_on == "auto" and not self.measured and self.far is None:
+            plan = self._or_disk()
+        if plan is None:
+            assert refused is not None
+            raise refused
+        return plan
+
+    def _may_leave_gpus(self) -> bool:
+        """Return whether the CPU may be chosen though there are GPUs: where no setting is about them."""
+        config = self.config
+        names_gpus = config.device != "auto" or bool(config.device_ids) or config.data_parallel_size > 1
+        moves = config.moves_experts or config.n_cpu_moe != "auto"
+        usable = any(gpu.is_supported for gpu in gpus_of(config, self.hardware))
+        return usable and not (names_gpus or moves or self.measured or self.far is not None)
+
+    def _is_too_large(self, refused: DoesNotFit) -> bool:
+        """Return whether the GPUs do not hold the model, rather than a context, a cache or a share of their memory that
+        the settings ask for: then there are other flags than the CPU."""
+        config = self.config
+        is_size = refused.param in ("max_model_len", "kv_cache_memory_bytes")
+        asked = config.max_model_len is not None or config.kv_cache_memory_bytes is not None
+        return not (is_size and asked) and config.gpu_memory_utilization >= USUAL_SHARE
+
+    def _may_be_slower(self, plan: MemoryPlan) -> bool:
+        """Return whether the CPU alone could answer earlier than this plan: it multiplies faster, or reading all from
+        RAM takes less time than reading the GPU's memory and waiting for the CPU in each layer."""
+        gpu = next((gpu for gpu in self.hardware.gpus if f"cuda:{gpu.index}" == plan.device), None)
+        ram, near = self.hardware.speeds.ram, None if gpu is None else gpu.place.bandwidth
+        if plan.work is None or ram is None or near is None:
+            return False
+        read = plan.work.dense_bytes + plan.work.expert_bytes
+        crossings = 0 if plan.far is None else len(plan.far.layers)
+        if gpu is not None and (gpu.place.multiplies or math.inf) < (self.hardware.speeds.narrow or 0.0):
+            return True
+        return read / (RAM_SHARE * ram) < read / (GPU_SHARE * near) + crossings * CROSSING_S
+
+    def _or_cpu(self, plan: MemoryPlan | None) -> MemoryPlan | None:
+        """Return the plan for the CPU alone if it is the quicker one, or the only one and not too slow."""
+        try:
+            found = self._with_work(replace(self, config=replace(self.config, device="cpu"))._one())
+        except LocalLLMError:  # it does not fit, or a flag does not go with a CPU
+            return plan
+        if plan is not None:
+            return quickest([plan, found], self.hardware)
+        speed = predict(found, self.hardware)
+        if speed is not None and speed.decode[1] < SLOW_TOKENS_PER_S:
+            return None
+        note = "The GPU does not hold this model: it runs on the CPU"
+        return replace(found, notes=(*found.notes, f"{note}{'' if speed is None else f', {speed.words()}'}."))
+
+    def _or_disk(self) -> MemoryPlan | None:
+        """Return the plan with experts on disk; None: they cannot be there, or would be too slow or at an unknown
+        speed to be chosen by themselves."""
+        try:
+            found = self._with_work(replace(self, config=replace(self.config, weights_on="disk"))._one())
+        except LocalLLMError:  # not a mixture, or a flag that does not go with it
+            return None
+        speed = predict(found, self.hardware)
+        return found if speed is not None and speed.decode[0] >= SLOW_TOKENS_PER_S else None
+
+    def _with_work(self, plan: MemoryPlan) -> MemoryPlan:
+        work = work_of(plan, self.spec, self.resident_bytes, self.config.quantization)
+        return replace(plan, work=work)
 
     def _one(self) -> MemoryPlan:
         gpu = choose_gpu(self.config, self.hardware)
@@ -203,17 +301,14 @@ class _Planner:
         if asked is None and whole.holds(useful):
             return whole.plan()
         experts = choice.experts(whole.dtype)
-        table = 0 if self.spec.tie_word_embeddings else self.spec.vocab_size * self.spec.hidden_size * 2
 
-        def attempt(count: int) -> PlanAttempt:
-            return self._attempt([gpu], far=last_layers(experts, count, self.spec, table))
+        def attempt(layers: Collection[int]) -> PlanAttempt:
+            return self._attempt([gpu], far=far_plan(experts, layers, self.spec))
 
-        count = choice.asked(experts)
-        if count is None:
-            count = fewest_layers(len(experts), lambda layers: attempt(layers).holds(useful))
-        if count is None:
+        layers = self._far_layers(choice, experts, lambda layers: attempt(layers).holds(useful))
+        if layers is None:
             return whole.plan()
-        moved = attempt(count)
+        moved = attempt(layers)
         assert moved.far is not None
         reserve = free_and_reserve(self.hardware, None)
         try:
@@ -228,28 +323,59 @@ class _Planner:
     def _on_disk(self, whole: PlanAttempt, choice: FarChoice) -> MemoryPlan:
         """Plan with experts on disk: on a GPU of as few layers as a useful context needs, on a CPU of all."""
         experts = choice.experts(whole.dtype)
-        table = 0 if self.spec.tie_word_embeddings else self.spec.vocab_size * self.spec.hidden_size * 2
         useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
+        every = last_layers(experts, len(experts))
 
-        def attempt(count: int, room: int | None = None) -> PlanAttempt:
-            far = last_layers(experts, count, self.spec, table)
+        def attempt(layers: Collection[int], room: int | None = None) -> PlanAttempt:
+            far = far_plan(experts, layers, self.spec)
             far = replace(far, ram_bytes=0) if room is None else choice.on_disk(far, room)
             return self._attempt([choice.gpu], far=far)
 
-        count: int | None = len(experts)
-        if choice.gpu is not None and (count := choice.asked(experts)) is None:
-            count = fewest_layers(len(experts), lambda layers: attempt(layers).holds(useful)) or len(experts)
-        assert count is not None
+        layers = every
+        if choice.gpu is not None:
+            layers = self._far_layers(choice, experts, lambda layers: attempt(layers).holds(useful)) or every
         free, reserve = free_and_reserve(self.hardware, None)
-        rest = attempt(count)
+        rest = attempt(layers)
         room = free - reserve - (rest.bytes_with(useful) if choice.gpu is None else 0)
         try:
-            moved = attempt(count, room)
+            moved = attempt(layers, room)
         except DoesNotFit as error:
             raise rest.refused_with(error) from None
         assert moved.far is not None
         moved.notes.append(moved.far.words())
         return moved.plan()
+
+    def _far_layers(
+        self, choice: FarChoice, experts: Sequence[LayerExperts], holds: Callable[[Collection[int]], bool]
+    ) -> tuple[int, ...] | None:
+        """Return the layers whose experts leave the GPU: the last ones that the settings ask for, else those that make
+        a token the least slower, as few as are needed. None: not even all of them are enough."""
+        count = choice.asked(experts)
+        if count is not None:
+            return last_layers(experts, count)
+        count = fewest_layers(len(experts), lambda count: holds(last_layers(experts, count)))
+        if count is None or len({each[1:] for each in experts}) == 1:
+            return None if count is None else last_layers(experts, count)
+        # Layers of several sizes: find how many bytes are missing, then the layers that have them.
+        assert self.spec.mixture is not None
+        assert choice.gpu is not None
+        used = self.spec.mixture.top_k / self.spec.mixture.num_experts
+        ram, near = self.hardware.speeds.ram or USUAL_RAM, choice.gpu.place.bandwidth or USUAL_GPU
+
+        def token_s_of(each: LayerExperts) -> float:
+            read_s = each.ram_bytes / (RAM_SHARE * ram) - each.gpu_bytes / (GPU_SHARE * near)
+            return used * read_s + CROSSING_S
+
+        low, high = (sum(each.gpu_bytes for each in experts[len(experts) - n :]) for n in (count - 1, count))
+        found = last_layers(experts, count)
+        while high - low > FINE_BYTES:
+            middle = (low + high) // 2
+            layers = quickest_layers(experts, middle, token_s_of)
+            if holds(layers):
+                high, found = middle, layers
+            else:
+                low = middle
+        return found
 
     def _noted(self, attempt: PlanAttempt) -> MemoryPlan:
         attempt.notes.append(f"{self.config.far_flag} changes nothing: on the CPU all weights are in RAM.")

@@ -167,6 +167,18 @@ def _layer_elements(spec: ModelSpec, layer: int) -> float:
     return attention + experts * _feature_elements(spec)
 
 
+def layer_multiplies(spec: ModelSpec, layer: int) -> tuple[float, float]:
+    """Return the multiply-adds of one token in a layer: all but its routed experts, and the experts that it chooses.
+    A recurrent part counts as attention."""
+    every, mixture = _layer_elements(spec, layer), spec.mixture
+    if mixture is None or not mixture.is_in(layer):
+        return every, 0.0
+    beside = spec.intermediate_size * _feature_elements(spec) if mixture.beside_mlp else 0
+    rest = every - mixture.num_experts * mixture.intermediate_size * _feature_elements(spec) + beside
+    matrices = 3 if spec.mlp_gated else 2
+    return rest, matrices * mixture.top_k * mixture.intermediate_size * (mixture.latent_size or spec.hidden_size)
+
+
 def _feature_elements(spec: ModelSpec) -> int:
     return (3 if spec.mlp_gated or spec.mixture is not None else 2) * spec.hidden_size
 

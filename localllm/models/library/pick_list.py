@@ -10,6 +10,9 @@
     bytes_per_token              optional: weight bytes that one token reads, fewer than `bytes` in a mixture of experts
     [[speech]]                   a model that transcribes: the same without config and bytes_per_token
 
+On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales;
+without the library all of them get 8 bits (kernels/cpu/pack.py). The file name gives the main block type; the bits per
+parameter give the share of the second type. A tied head in 8 bits is a second copy: the embedding stays as stored.
 Does not know: which entries fit (picks.py), the network.
 """
 
@@ -26,16 +29,21 @@ from typing import Any
 from localllm.config.settings import EngineConfig, PicksTable
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.hardware import Hardware
+from localllm.models.fit import speed
+from localllm.models.fit.far import CheckpointBytes, ExpertBytes, LayerExperts
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.shard_sizes import count_shard
 from localllm.models.library.names import parse_name
-from localllm.models.library.speed import cpu_weight_bytes
 from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 
 LIST = Path(__file__).with_name("picks.toml")
+FOUR_BITS = {"Q4_0": (4.5, 4.5), "Q4_1": (5.0, 5.0), "Q4_K": (4.5, 5.0)}
+"""Main type of a file -> bits per weight in the file, and in RAM with the native library (kernels/cpu/q4.py)."""
+OTHER_BITS = 6.5625  # Q6_K, the type of the other matrices of a 4-bit file
+BYTE = 8
 OLD_AFTER_MONTHS = 12
 """Newer models answer better at the same size, so an older list says so."""
 
@@ -66,7 +74,30 @@ class Pick:
             whole = self.cpu_bytes(config, dtype) if device == "cpu" else self.bytes
             return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
 
-        return make_plan(config, self.spec, self.bytes, hardware, resident_bytes=resident)
+        sizes = resident if self.spec.mixture is None else CheckpointBytes(resident, self._experts(config))
+        plan = make_plan(config, self.spec, self.bytes, hardware, resident_bytes=sizes)
+        if plan.work is None or self.spec.mixture is not None:
+            return plan
+        # A dense model may have tables of which a token reads a row.
+        named = self.name, self.bytes, self.parameters, self.bytes_per_token
+        read = cpu_read_bytes(*named, config, plan.dtype) if plan.device == "cpu" else self.bytes_per_token
+        return replace(plan, work=replace(plan.work, dense_bytes=float(read)))
+
+    def _experts(self, config: EngineConfig) -> ExpertBytes:
+        """Return the sizes of the experts: what a token does not read is the experts that it does not choose."""
+        mixture = self.spec.mixture
+        assert mixture is not None
+        layers = [layer for layer in range(self.spec.num_layers) if mixture.is_in(layer)]
+        whole = (self.bytes - self.bytes_per_token) / (1 - mixture.top_k / mixture.num_experts)
+
+        def experts(device: str, dtype: str, quantization: str | None) -> list[LayerExperts]:
+            in_ram = (
+                whole * cpu_weight_bytes(self.name, self.bytes, self.parameters, self.spec, config, dtype) / self.bytes
+            )
+            sizes = int((in_ram if device == "cpu" else whole) / len(layers)), int(in_ram / len(layers))
+            return [LayerExperts(layer, *sizes) for layer in layers]
+
+        return experts
 
     def cpu_bytes(self, config: EngineConfig, dtype: str = "float32") -> int:
         """Return the bytes of the weights in RAM, as a CPU holds them."""
@@ -194,3 +225,56 @@ def _require_possible(pick: Pick, where: str) -> None:
         _ = pick.spec  # worked out here, so that an error names the entry
     except LocalLLMError as error:
         raise ConfigError(f"{where}: its config describes no model that localllm runs.", str(error)) from error
+
+
+# ---- bytes on a CPU, by name ----------------------------------------------------------------------------------------
+
+
+def cpu_weight_bytes(
+    name: str, stored_bytes: int, parameters: int, spec: ModelSpec, config: EngineConfig, dtype: str
+) -> int:
+    """Return the bytes of the weights in RAM. dtype: of the activations."""
+    return _body_bytes(name, stored_bytes, parameters, config, dtype) + _copied_head(name, spec, config)
+
+
+def cpu_read_bytes(
+    name: str, stored_bytes: int, parameters: int, bytes_per_token: int, config: EngineConfig, dtype: str
+) -> float:
+    """Return the weight bytes that one token reads from RAM. bytes_per_token: the same in the stored layout."""
+    return _body_bytes(name, stored_bytes, parameters, config, dtype) * bytes_per_token / stored_bytes
+
+
+def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineConfig, dtype: str) -> int:
+    """Return the bytes of all weights without a second copy of the head."""
+    quant = _quant(name)
+    if quant is None:
+        is_half = dtype != "float32" or (speed.has_library() and config.keeps_half_weights)
+        return stored_bytes if is_half else 2 * stored_bytes
+    if config.cpu_weights == "exact":
+        return stored_bytes
+    if _gets_bytes(quant):
+        return parameters
+    four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
+    if four is None:
+        return stored_bytes
+    stored, held = four
+    bits = BYTE * stored_bytes / parameters
+    others = min(1.0, max(0.0, (bits - stored) / (OTHER_BITS - stored)))
+    return int(parameters * (held * (1 - others) + OTHER_BITS * others) / BYTE)
+
+
+def _copied_head(name: str, spec: ModelSpec, config: EngineConfig) -> int:
+    quant = _quant(name)
+    is_copied = quant is not None and _gets_bytes(quant) and config.cpu_weights != "exact" and spec.tie_word_embeddings
+    return spec.vocab_size * spec.hidden_size if is_copied else 0
+
+
+def _gets_bytes(quant: str) -> bool:
+    """Return whether matrices of a type have 8 bits in RAM."""
+    return not speed.has_library() or quant.startswith("Q8")
+
+
+def _quant(name: str) -> str | None:
+    """Return the type in a name, as Q4_K_M; None: the checkpoint has 16 bits."""
+    quant = (parse_name(name).quant or "").upper().removeprefix("UD-")
+    return None if quant in ("", "BF16", "F16", "FP16") else quant

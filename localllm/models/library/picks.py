@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from localllm.config.settings import EngineConfig, Settings
+from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.conversation_bytes import Need, needs
 from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.speed import SpeedRange, predict, speed_in_words
 from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.speed import SpeedRange, cpu_read_bytes, speed_in_words, speed_range
 
 USEFUL_CONTEXT = 4096
 READING_SPEED = 4.0  # tokens/s, about 180 English words a minute
@@ -70,25 +70,29 @@ def fitting_picks(
     """Return the entries that fit this machine with a useful context.
 
     The first is the best that answers at ten tokens per second or more and leaves half of the machine's memory free; if
-    none does, the quickest. If a better one fits, it is second. The others follow, first those after the suggested one.
+    none does, the quickest. If a better one fits, it is second. The others follow: first those with ten tokens per
+    second, of them first those after the suggested one.
     cpu_bandwidth: bytes/s, from machine/bandwidth.py; None: unknown, and so are speeds on the CPU. Raises `ConfigError`
     for a wrong list of one's own.
     """
     config, hardware = settings.of_model("").engine, rounded(hardware)
+    hardware = replace(hardware, speeds=hardware.speeds._replace(ram=cpu_bandwidth))
     found: list[FittingPick] = []
     for pick in read_picks(settings.picks).picks:
         try:
             plan = pick.plan(config, hardware)
         except LocalLLMError:
             continue
-        speed = pick_speed(pick, plan, hardware, config, cpu_bandwidth)
+        found_speed = predict(plan, hardware)
+        speed = None if found_speed is None else found_speed.decode
         if plan.max_model_len >= USEFUL_CONTEXT and _is_quick(pick, plan, hardware, speed):
             alone = needs(partial(pick.plan, hardware=hardware), config, pick.spec, plan.max_model_len)
             found.append(FittingPick(pick, plan, speed, _gpus_in_words(plan, hardware), alone))
     able = (each for each in found if each.least_speed >= QUICK_SPEED and _leaves_half(each, hardware))
     first = next(able, None) or max(found, key=lambda each: each.least_speed, default=None)
     at = found.index(first) if first is not None else 0
-    return [*found[at : at + 1], *found[: min(1, at)], *found[at + 1 :], *found[1:at]][:count]
+    others = sorted([*found[at + 1 :], *found[1:at]], key=lambda each: each.least_speed < QUICK_SPEED)
+    return [*found[at : at + 1], *found[: min(1, at)], *others][:count]
 
 
 def rounded(hardware: Hardware) -> Hardware:
@@ -102,25 +106,23 @@ def _leaves_half(found: FittingPick, hardware: Hardware) -> bool:
     """Return whether a conversation of usual length leaves half of the machine's memory to other programs. A GPU's
     memory is for the model: what the weights leave is its KV cache.
     """
-    used = found.needs[0].total_bytes if found.needs else found.plan.weights_bytes
-    return found.plan.device != "cpu" or 2 * used <= hardware.ram_total_bytes
+    plan = found.plan
+    if plan.far is not None:
+        return 2 * plan.far.ram_bytes <= hardware.ram_total_bytes
+    if plan.device == "cpu" and hardware.gpus:  # a smaller one fits the GPU
+        return False
+    used = found.needs[0].total_bytes if found.needs else plan.weights_bytes
+    return plan.device != "cpu" or 2 * used <= hardware.ram_total_bytes
 
 
 def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: SpeedRange | None) -> bool:
-    if plan.device != "cpu":
+    if plan.device != "cpu" and plan.far is None:
         return True
+    if speed is None and hardware.gpus:  # the GPU does not hold it
+        return False
     if speed is None:
         return pick.bytes_per_token <= CPU_BYTES_PER_CORE * hardware.cpu_cores
     return speed[0] >= READING_SPEED
-
-
-def pick_speed(
-    pick: Pick, plan: MemoryPlan, hardware: Hardware, config: EngineConfig, cpu_bandwidth: float | None
-) -> SpeedRange | None:
-    """Return the speed of a suggested model with this plan; None: unknown. cpu_bandwidth: bytes/s; None: unknown."""
-    sizes = pick.name, pick.bytes, pick.parameters, pick.bytes_per_token
-    read = cpu_read_bytes(*sizes, config, plan.dtype) if plan.device == "cpu" else pick.bytes_per_token
-    return speed_range(read, plan, hardware, cpu_bandwidth, is_mixture=pick.spec.mixture is not None)
 
 
 def _gpus_in_words(plan: MemoryPlan, hardware: Hardware) -> str:

@@ -15,18 +15,17 @@ from typing import Any, Literal
 
 from localllm.config.settings import SETTINGS, EngineConfig, Settings
 from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
-from localllm.machine.bandwidth import memory_bandwidth
+from localllm.machine.bandwidth import memory_bandwidth, with_kept_speeds
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Estimate, MemoryPlan, option_rows
-from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.checkpoint import estimate_measured
 from localllm.models.fit.conversation_bytes import needs, needs_in_words
 from localllm.models.fit.estimate import fit_rows, rank_columns, rank_rows
+from localllm.models.fit.speed import predict
 from localllm.models.library.about import InspectedCheckpoint, gguf_rows, inspect_checkpoint, spec_rows
 from localllm.models.library.hub import client
 from localllm.models.library.names import parse_name
 from localllm.models.library.pick_list import Pick
-from localllm.models.library.picks import pick_speed
-from localllm.models.library.speed import SpeedRange, checkpoint_speed, speed_in_words
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
@@ -163,9 +162,8 @@ class FitChecks:
     async def with_options(self, name: str, path: str | None, options: Mapping[str, Any]) -> FitResult:
         """Return the fit of a model that is loaded with these settings of the engine."""
         hardware = await self.hardware()
-        bandwidth = await asyncio.to_thread(memory_bandwidth, hardware)
         config = replace(self.config(name), **options)
-        return await asyncio.to_thread(check_fit, path or name, config, hardware, bandwidth, paths=path is not None)
+        return await asyncio.to_thread(check_fit, path or name, config, hardware, paths=path is not None)
 
     async def of_pick(self, pick: Pick) -> FitResult:
         """Return the fit of a suggested model by the sizes in the list, without asking the hub."""
@@ -182,25 +180,16 @@ class FitChecks:
         return settings.engine
 
 
-def check_fit(
-    name: str, config: EngineConfig, hardware: Hardware, bandwidth: float | None = None, *, paths: bool = True
-) -> FitResult:
-    """Check a model by its headers, on disk or on the hub. Blocking. bandwidth: of the CPU's memory, in bytes/s; None:
-    unknown. paths: the name may be a path on this machine.
-    """
+def check_fit(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> FitResult:
+    """Check a model by its headers, on disk or on the hub. Blocking. paths: the name may be a path on this machine."""
     try:
         with inspect_checkpoint(name, paths=paths) as looked:
             try:
-                spec, estimates = estimate_checkpoint(looked.path, config, hardware)
+                spec, estimates = estimate_measured(looked.path, config, hardware)
             except LocalLLMError as error:
                 return _fit_result(looked, _refused(error, name, looked), None, None, error)
             chosen = estimates[0]
-            speed = (
-                None
-                if chosen.plan is None
-                else checkpoint_speed(spec, chosen.plan, hardware, bandwidth, chosen.read_bytes)
-            )
-            said = verdict(looked.download_bytes, estimates, speed)
+            said = verdict(looked.download_bytes, estimates)
             context = chosen.plan.max_model_len if chosen.plan is not None else 0
             found = _fit_result(looked, said, table(estimates), spec, None)
             return replace(
@@ -251,30 +240,34 @@ def check_pick(pick: Pick, config: EngineConfig, hardware: Hardware) -> FitResul
     """Check a suggested model by the sizes in the list. Blocking: it measures the memory's bandwidth once."""
     about = {"parameters": format_parameters(pick.parameters), "license": pick.license or "not stated"}
     facts = tuple(_fact(name, value) for name, value in {**spec_rows(pick.spec), **about}.items())
+    hardware = with_kept_speeds(hardware)
+    hardware = replace(hardware, speeds=hardware.speeds._replace(ram=memory_bandwidth(hardware)))
     try:
         plan = pick.plan(config, hardware)
     except LocalLLMError as error:
         said = FitVerdict("no", TITLES["no"], error.why, error.hint, _download_words(pick.bytes))
         return FitResult(pick.name, said, facts=facts, download_bytes=pick.bytes)
     alone = needs(lambda one: pick.plan(one, hardware), config, pick.spec, plan.max_model_len)
-    speed = pick_speed(pick, plan, hardware, config, memory_bandwidth(hardware))
-    numbers = " · ".join(filter(None, (needs_in_words(alone), _free(plan), speed_in_words(speed))))
+    speed = predict(plan, hardware)
+    numbers = " · ".join(filter(None, (needs_in_words(alone), _free(plan), speed.words() if speed else "")))
     kind: FitKind = "fits" if plan.max_model_len >= (config.max_model_len or pick.spec.max_position) else "shorter"
     said = FitVerdict(kind, TITLES[kind], numbers, pick.says, _download_words(pick.bytes))
     return FitResult(pick.name, said, facts=facts, download_bytes=pick.bytes)
 
 
-def verdict(download_bytes: int | None, estimates: Sequence[Estimate], speed: SpeedRange | None = None) -> FitVerdict:
-    """Return the verdict for the device that a load would use, else for one that could hold the model. speed: on the
-    device that a load would use.
-    """
+def verdict(download_bytes: int | None, estimates: Sequence[Estimate]) -> FitVerdict:
+    """Return the verdict for the device that a load would use, else for one that could hold the model."""
     chosen = estimates[0]
     other = next((each for each in estimates[1:] if each.plan is not None), None)
     download = _download_words(download_bytes)
     if chosen.plan is not None:
         kind: FitKind = "fits" if chosen.verdict == "fits" else "shorter"
         hint = "" if kind == "fits" else _context_hint(chosen)
-        return FitVerdict(kind, TITLES[kind], _memory_line(chosen, speed), hint, download)
+        is_left = chosen.device == "cpu" and any(each.device.startswith("cuda") for each in estimates)
+        if is_left:
+            why = next((each.error.why for each in estimates if each.error is not None), "")
+            kind, hint = "offload", f"The GPU cannot hold it, nor a part of it beside the rest in RAM: {why}"
+        return FitVerdict(kind, TITLES[kind], _memory_line(chosen), hint, download)
     why = f"{chosen.error.why}" if chosen.error is not None else ""
     if other is not None and other.device == "cpu":
         hint = f"The GPU cannot hold it, nor a part of it beside the rest in RAM: {why} --device cpu runs "
@@ -362,7 +355,7 @@ def terms_url(name: str) -> str:
     return f"{client.endpoint()}/{parse_name(name).base}"
 
 
-def _memory_line(each: Estimate, speed: SpeedRange | None = None) -> str:
+def _memory_line(each: Estimate) -> str:
     """5.5 GiB at 4,096 tokens (9.0 GiB at its longest, 33,408) · 11.5 GiB free on RTX · 11 to 24 tokens/s"""
     plan = each.plan
     assert plan is not None
@@ -371,7 +364,7 @@ def _memory_line(each: Estimate, speed: SpeedRange | None = None) -> str:
     context = f"context {format_count(plan.max_model_len)} of {format_count(each.wanted)} tokens" if cut else ""
     free = _free(plan, "" if each.device == "cpu" else each.name)
     far = f"experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
-    return " · ".join(filter(None, (need, far, context, free, speed_in_words(speed))))
+    return " · ".join(filter(None, (need, far, context, free, each.speed.words() if each.speed else "")))
 
 
 def _free(plan: MemoryPlan, device: str = "") -> str:

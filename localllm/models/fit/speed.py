@@ -1,0 +1,305 @@
+"""The speed of a model on a machine, before any load: how fast it generates, alone and several answers at once, and how
+long a prompt takes.
+
+    work_of        what one token of a plan reads and multiplies
+    predict        the speeds of that plan on a machine whose own speeds are measured (machine/bandwidth.py)
+
+A token of a lone answer takes the time in which its weights are read, as the formula of far.py says for any place. The
+speed that is shown is a range around that. docs/lab.md, "a lone stream on a CPU beside llama.cpp", has steps of five
+kinds of weights, which read at 0.53 to 0.86 of a plain sum's speed with everything included, and says what a step costs
+besides: 5 ms. The bandwidth of machine/bandwidth.py is between 1.0 and 1.2 times a plain sum's. A hybrid's step takes
+up to 1.23 of a model's with attention in all layers. Without the library a step read at 0.27 of the sum. Experts, and
+all of a GPU, were not measured: their ranges are wider.
+
+Tokens that are computed together read each expert once, and choose almost as many different ones as there are tokens.
+Prompts and many answers at once are bounded by multiplications, where these take longer than reading.
+Does not know: which models there are, how the machine was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from localllm.kernels.cpu.native.choice import chosen_set
+from localllm.machine.hardware import Hardware
+from localllm.models.fit.far import (
+    CROSSING_S,
+    GPU_SHARE,
+    LEAST_SHARE,
+    MOST_SHARE,
+    RAM_SHARE,
+    STEP_S,
+    CheckpointBytes,
+)
+from localllm.models.fit.memory_plan import MemoryPlan, TokenWork
+from localllm.models.fit.rank_budget import ResidentBytes
+from localllm.models.fit.shard_sizes import layer_multiplies
+from localllm.models.spec.model_spec import ModelSpec, layer_window
+from localllm.units import format_count, format_seconds
+
+SpeedRange = tuple[float, float]
+"""Least and most tokens per second of one answer with a short context."""
+
+
+class Speed(NamedTuple):
+    """The time of a step, relative to reading its weights at full bandwidth."""
+
+    share: tuple[float, float]  # of the bandwidth, worst and best
+    extra_s: tuple[float, float]  # beside the weights, worst and best
+
+
+CPU = Speed((0.4, 0.95), (0.005, 0.001))
+CPU_WITHOUT_LIBRARY = Speed((0.2, 0.5), (0.010, 0.002))
+GPU = Speed((0.4, 0.9), (0.010, 0.002))
+MIXTURE_SHARE = 0.3  # worst share of experts, which are read here and there
+CPU_PRODUCTS, GPU_PRODUCTS = 0.6, 0.5  # of the multiply-adds/s that prompts reach (docs/lab.md)
+NARROW_BYTES = 1.6  # per weight, up to which the CPU multiplies bytes
+PROMPTS = (1000, 8000)
+AT_ONCE = (1, 4, 8)
+ANSWER_TOKENS = 256  # of the answer to a prompt of 1,000 tokens, by which places are compared
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpeeds:
+    """The expected speeds of a plan. Ranges are least and most, other numbers lie between."""
+
+    decode: SpeedRange
+    streams: dict[int, float]  # answers at once -> tokens/s of each
+    prompt: float | None  # tokens/s of a prompt of 1,000 tokens; None: the machine's products were not measured
+    first_token_s: dict[int, float]  # tokens of a prompt, up to the context -> seconds until the first token
+    why: str  # what it was computed from
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds of an answer of usual length to a prompt of 1,000 tokens; without the prompt where it is unknown."""
+        return self.first_token_s.get(PROMPTS[0], 0.0) + ANSWER_TOKENS / self.streams[1]
+
+    def words(self) -> str:
+        """Return the speeds for display: 24 to 34 tokens/s; a prompt of 8,000 tokens about 4 s; ..."""
+        most, together = max(self.first_token_s, default=0), max(self.streams)
+        parts = [speed_in_words(self.decode)]
+        if most:
+            parts.append(f"a prompt of {format_count(most)} tokens about {format_seconds(self.first_token_s[most])}")
+        if together > 1:
+            parts.append(f"{together} answers at once about {round_speed(self.streams[together]):,g} tokens/s each")
+        return "; ".join(parts)
+
+
+def work_of(
+    plan: MemoryPlan, spec: ModelSpec, resident: ResidentBytes | None, quantization: str | None
+) -> TokenWork | None:
+    """Return what one token reads and multiplies. None: the model generates no text, is on several devices, or the
+    sizes of its experts are not known. quantization: at load."""
+    mixture, far = spec.mixture, plan.far
+    if plan.ranks or spec.task != "generate":
+        return None
+    near, share = 0, 1.0
+    far_layers = frozenset(() if far is None else far.layers)
+    if mixture is not None:
+        if spec.implementation != "localllm" or not isinstance(resident, CheckpointBytes):
+            return None
+        experts = resident.experts(plan.device, plan.dtype, quantization)
+        near = sum(each.gpu_bytes for each in experts if each.layer not in far_layers)
+        share = mixture.top_k / mixture.num_experts
+    read = plan.weights_bytes - (near * (1 - share) if far is None else far.idle_bytes)
+    parts = [layer_multiplies(spec, layer) for layer in range(spec.num_layers)]
+    moved = sum(parts[layer][1] for layer in far_layers)
+    return TokenWork(
+        dense_bytes=max(0.0, read - near * share),
+        expert_bytes=near * share,
+        far_bytes=0.0 if far is None else float(far.read_bytes),
+        multiplies=sum(map(sum, parts)) - moved,
+        far_multiplies=moved,
+        context=_context_multiplies(spec),
+        chosen_share=share,
+    )
+
+
+def _context_multiplies(spec: ModelSpec) -> tuple[tuple[int | None, float], ...]:
+    """Return (window, multiply-adds of a token with each position that it sees) of the layers with attention."""
+    each = 2.0 * spec.num_heads * spec.head_dim
+    windows = [layer_window(spec, layer) for layer in range(spec.num_layers) if spec.has_attention(layer)]
+    return tuple((window, each * windows.count(window)) for window in dict.fromkeys(windows))
+
+
+def predict(plan: MemoryPlan, hardware: Hardware) -> PlanSpeeds | None:
+    """Return the speeds of a plan. None: what its tokens read is unknown, or a bandwidth is, or it has several ranks,
+    whose exchange has not been measured."""
+    steps = _Steps.of(plan, hardware)
+    if steps is None:
+        return None
+    slow, fast = (1 / steps.decode_s(1, side) for side in (0, 1))
+    lengths = [length for length in PROMPTS if length <= plan.max_model_len]
+    prompts = {length: seconds for length in lengths if (seconds := steps.prompt_s(length)) is not None}
+    streams = {rows: 1 / steps.usual_s(rows) for rows in AT_ONCE if rows <= max(1, plan.max_num_seqs)}
+    usual = steps.prompt_s(PROMPTS[0])
+    return PlanSpeeds(
+        decode=(slow, fast),
+        streams=streams,
+        prompt=None if usual is None else PROMPTS[0] / usual,
+        first_token_s={length: seconds + steps.usual_s(1) for length, seconds in prompts.items()},
+        why=steps.why,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The seconds of steps of a plan."""
+
+    plan: MemoryPlan
+    work: TokenWork
+    hardware: Hardware
+    bandwidth: float  # of the device, bytes/s
+    gpu_multiplies: float | None  # per second; None: unknown, or the device is the CPU
+
+    @classmethod
+    def of(cls, plan: MemoryPlan, hardware: Hardware) -> _Steps | None:
+        far, speeds = plan.far, hardware.speeds
+        gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device), None)
+        bandwidth = speeds.ram if gpu is None else gpu.place.bandwidth
+        is_unknown = (far is not None and speeds.ram is None) or (far is not None and far.disk and speeds.disk is None)
+        if plan.ranks or plan.work is None or bandwidth is None or is_unknown:
+            return None
+        return cls(plan, plan.work, hardware, bandwidth, None if gpu is None else gpu.place.multiplies)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.plan.device == "cpu"
+
+    @property
+    def why(self) -> str:
+        """The bytes and bandwidths that the speeds were computed from, as a sentence."""
+        work, far, speeds = self.work, self.plan.far, self.hardware.speeds
+        near = _giga(work.dense_bytes + work.expert_bytes)
+        parts = [f"{near} GB at {_giga(self.bandwidth)} GB/s of {self.plan.device}"]
+        if far is not None:
+            far_at = f"{_giga(speeds.ram or 0)} GB/s of RAM in {len(far.layers)} layers"
+            parts.append(f"{_giga(work.far_bytes)} GB at {far_at}")
+        if far is not None and far.disk is not None:
+            parts.append(f"what is not in RAM at {_giga(speeds.disk or 0)} GB/s of the disk")
+        return f"A token reads {', '.join(parts)}."
+
+    def decode_s(self, rows: int, side: int) -> float:
+        """Return the seconds of a step of `rows` answers with short contexts. side: 0 at worst, 1 at best."""
+        if self.plan.far is None:
+            speed = cpu_speed() if self.on_cpu else GPU
+            share = min(speed.share[side], MIXTURE_SHARE if self.work.is_mixture and side == 0 else 1.0)
+            return self._step_s(rows, share, share, speed.extra_s[side], side)
+        share = (LEAST_SHARE, MOST_SHARE)[side]
+        return self._step_s(rows, min(share, GPU_SHARE), share, STEP_S, side)
+
+    def usual_s(self, rows: int) -> float:
+        """Return the seconds of such a step between the two: the formula of far.py, for any place."""
+        if self.on_cpu and not has_library():
+            return math.sqrt(self.decode_s(rows, 0) * self.decode_s(rows, 1))
+        return self._step_s(rows, RAM_SHARE if self.on_cpu else GPU_SHARE, RAM_SHARE, STEP_S)
+
+    def _step_s(self, rows: int, share: float, ram_share: float, extra_s: float, side: int | None = None) -> float:
+        """share: of the device's bandwidth. side: which share of a token's experts is found in RAM; None: between."""
+        work, far, speeds = self.work, self.plan.far, self.hardware.speeds
+        near = work.dense_bytes + work.expert_bytes * work.distinct(rows)
+        far_s = 0.0
+        if far is not None and speeds.ram is not None:
+            distinct = work.far_bytes * work.distinct(rows)
+            products_s = _ratio(rows * work.far_multiplies, self._cpu_rate(work.far_bytes, work.far_multiplies)) or 0.0
+            far_s = max(distinct / (ram_share * speeds.ram), products_s) + len(far.layers) * CROSSING_S
+            if far.disk is not None and speeds.disk is not None:
+                least, most = far.disk.hits
+                missed = math.sqrt((1 - least) * (1 - most)) if side is None else 1 - (least, most)[side]
+                far_s += missed * distinct / speeds.disk
+        return max(near / (self.bandwidth * share), self._multiplies_s(rows, 1.0) or 0.0) + far_s + extra_s
+
+    def prompt_s(self, tokens: int) -> float | None:
+        """Return the seconds of a lone prompt; None: the speed of products is unknown."""
+        size, whole = self.plan.max_num_batched_tokens, 0.0
+        for start in range(0, tokens, size):
+            step_s = self._chunk_s(start, min(size, tokens - start))
+            if step_s is None:
+                return None
+            whole += step_s
+        return whole
+
+    def _chunk_s(self, start: int, rows: int) -> float | None:
+        """Return the seconds of a step with `rows` tokens of a prompt behind `start` others."""
+        work, far, speeds = self.work, self.plan.far, self.hardware.speeds
+        products_s = self._multiplies_s(rows, CPU_PRODUCTS if self.on_cpu else GPU_PRODUCTS)
+        seen = sum(each * min(start + rows / 2, window or math.inf) for window, each in work.context)
+        attention_s = _ratio(rows * seen, speeds.wide if self.on_cpu else self.gpu_multiplies)
+        if products_s is None or attention_s is None:
+            return None
+        near = work.dense_bytes + work.expert_bytes * work.distinct(rows)
+        read_s = near / (self.bandwidth * (RAM_SHARE if self.on_cpu else GPU_SHARE))
+        if far is None:
+            return STEP_S + max(products_s, read_s) + attention_s
+        far_s = _ratio(rows * work.far_multiplies, self._cpu_rate(work.far_bytes, work.far_multiplies))
+        if far_s is None or speeds.ram is None:
+            return None
+        distinct = work.far_bytes * work.distinct(rows)
+        far_s = max(far_s / CPU_PRODUCTS, distinct / (RAM_SHARE * speeds.ram)) + len(far.layers) * CROSSING_S
+        if far.disk is not None and speeds.disk is not None:
+            far_s = max(far_s, (1 - far.disk.hits[0]) * distinct / speeds.disk)
+        return STEP_S + max(products_s, read_s) + attention_s + far_s
+
+    def _multiplies_s(self, rows: int, share: float) -> float | None:
+        """Return the seconds of the device's products with `rows` rows at this share of its multiply-adds/s."""
+        work, rate = self.work, self.gpu_multiplies
+        if self.on_cpu:
+            rate = self._cpu_rate(work.dense_bytes + work.expert_bytes, work.multiplies)
+        return _ratio(rows * work.multiplies, None if rate is None else rate * share)
+
+    def _cpu_rate(self, num_bytes: float, multiplies: float) -> float | None:
+        narrow = num_bytes <= NARROW_BYTES * multiplies
+        return self.hardware.speeds.narrow if narrow else self.hardware.speeds.wide
+
+
+def _ratio(work: float, rate: float | None) -> float | None:
+    return None if rate is None else work / rate
+
+
+def _giga(number: float) -> str:
+    return f"{number / 1e9:.2g}" if number < 1e11 else f"{number / 1e9:.0f}"
+
+
+def tokens_per_s(read_bytes: float, bandwidth: float, speed: Speed, *, is_mixture: bool) -> SpeedRange:
+    """Return the least and the most tokens per second of one answer with a short context."""
+    least, most = speed.share
+    least = min(least, MIXTURE_SHARE) if is_mixture else least
+    slow, fast = speed.extra_s
+    return 1 / (read_bytes / (bandwidth * least) + slow), 1 / (read_bytes / (bandwidth * most) + fast)
+
+
+def cpu_speed() -> Speed:
+    return CPU if has_library() else CPU_WITHOUT_LIBRARY
+
+
+def has_library() -> bool:
+    """Return whether there is a native library for this processor."""
+    return bool(chosen_set()[0])
+
+
+def quickest(plans: Sequence[MemoryPlan], hardware: Hardware) -> MemoryPlan:
+    """Return the plan whose answers are expected first; the first of them if one speed is unknown. Prompts count where
+    their time is known for all."""
+    found = [predict(plan, hardware) for plan in plans]
+    known = [each for each in found if each is not None]
+    if len(known) < len(plans):
+        return plans[0]
+    has_prompts = all(each.first_token_s for each in known)
+    times = [each.answer_s if has_prompts else 1 / each.streams[1] for each in known]
+    return plans[times.index(min(times))]
+
+
+def speed_in_words(speed: SpeedRange | None) -> str:
+    """Return the range for display, "" if unknown: `11 to 24 tokens/s`."""
+    if speed is None:
+        return ""
+    least, most = (f"{round_speed(each):,g}" for each in speed)
+    return f"about {least} tokens/s" if least == most else f"{least} to {most} tokens/s"
+
+
+def round_speed(speed: float) -> float:
+    """Return tokens/s with two significant digits, since more would claim too much."""
+    return float(f"{speed:.2g}")
