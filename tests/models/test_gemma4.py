@@ -300,7 +300,10 @@ def test_given_embeddings_are_refused_where_layers_need_token_ids(tiny_model_pat
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
 def test_stages_that_would_lack_what_a_layer_reads_are_refused(family: str, tiny_model_path: PathOf) -> None:
     shared, apart = read_spec(tiny_model_path(family)), read_spec(tiny_model_path("gemma4_moe"))
-    with pytest.raises(UnsupportedOption, match="Its layers read K and V of other layers"):
+    with pytest.raises(
+        UnsupportedOption,
+        match="Its layers read K and V of other layers, and per-layer embeddings of the tokens, which",
+    ):
         plan(shared, TWO_GPUS, pipeline_parallel_size=2)
     assert len(plan(apart, TWO_GPUS, pipeline_parallel_size=2).ranks) == 2
     assert len(plan(shared, TWO_GPUS, tensor_parallel_size=2).ranks) == 2

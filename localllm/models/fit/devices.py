@@ -258,12 +258,7 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         )
     if division.num_ranks == 1:
         return
-    if spec.implementation != "localllm":
-        raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
-    if spec.source is not None:
-        raise several_ranks_refused(spec.architecture, "The keys and values of its prompts are not divided over ranks.")
-    if division.pipeline > 1 and not divides_by_layers(spec):
-        why = "Its layers read K and V of other layers, or per-layer embeddings of the tokens."
+    if why := why_no_ranks(spec) or (why_no_stages(spec) if division.pipeline > 1 else ""):
         raise several_ranks_refused(spec.architecture, why)
     if division.pipeline > 1 and spec.recurrent is not None and spec.drafter is not None:
         raise UnsupportedOption(
@@ -292,12 +287,33 @@ def require_replicable(spec: ModelSpec, config: EngineConfig) -> None:
         what = f"--prefill-replicas is not supported for {spec.architecture}."
         why = "It keeps recurrent states, which are not moved with the KV blocks."
         raise UnsupportedOption(what, why, "Leave out --prefill-replicas.", param="prefill_replicas")
-    why = "It runs through transformers' code." if spec.implementation != "localllm" else ""
-    why = why or ("It has an encoder." if spec.source is not None else "")
-    if why:
+    if why := why_no_replicas(spec):
         what = f"--data-parallel-size is not supported for {spec.architecture}."
         hint = "Start a server for each replica, and one with --upstream in front of them."
         raise UnsupportedOption(what, why, hint, param="data_parallel_size")
+
+
+def why_no_ranks(spec: ModelSpec) -> str:
+    """Return why a model runs on one device only, as a sentence; empty: it is divided by heads."""
+    if spec.implementation != "localllm":
+        return "It runs through transformers' code, which is not divided."
+    return "" if spec.source is None else "The keys and values of its prompts are not divided over ranks."
+
+
+def why_no_stages(spec: ModelSpec) -> str:
+    """Return why no pipeline can be cut between the layers of a model that is divided by heads; empty: one can."""
+    if spec.per_layer_input is not None or spec.kv_source:
+        reads = ["per-layer embeddings of the tokens"] if spec.per_layer_input is not None else []
+        reads = [*(["K and V of other layers"] if spec.kv_source else []), *reads]
+        return f"Its layers read {', and '.join(reads)}, which an earlier stage has."
+    return "" if divides_by_layers(spec) else "Its layers attend to keys that a layer of an earlier stage has chosen."
+
+
+def why_no_replicas(spec: ModelSpec) -> str:
+    """Return why a model does not run several times in processes of their own; empty: it does."""
+    if spec.implementation != "localllm":
+        return "It runs through transformers' code."
+    return "" if spec.source is None else "It has an encoder."
 
 
 def several_ranks_refused(architecture: str, why: str) -> UnsupportedOption:
