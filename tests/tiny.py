@@ -28,7 +28,7 @@ _TEXT = (
     "Grüße aus München, naïve café, 你好世界, こんにちは, привет, 🙂🚀",
 )
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -556,7 +556,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     class_name, differences = FAMILIES[family]
     config_class = getattr(transformers, class_name)
     plain = config_class()
-    common = {name: value for name, value in _COMMON.items() if hasattr(plain, name)}
+    common = {name: value for name, value in COMMON.items() if hasattr(plain, name)}
     fields = {**common, **differences, **overrides}
     return config_class(**deepcopy(fields))  # config classes change the dicts that they are given
 

@@ -262,7 +262,7 @@ def plan_of(whole: MemoryPlan, rank: RankPlan) -> MemoryPlan:
     return replace(
         whole, device=rank.device, weights_bytes=rank.weights_bytes, kv_bytes=rank.kv_bytes,
         activation_bytes=rank.activation_bytes, graph_bytes=rank.graph_bytes, comm_bytes=rank.comm_bytes,
-        free_bytes=rank.free_bytes, reserve_bytes=rank.reserve_bytes, ranks=(),
+        free_bytes=rank.free_bytes, reserve_bytes=rank.reserve_bytes, state_bytes=rank.state_bytes, ranks=(),
     )  # fmt: skip
 
 

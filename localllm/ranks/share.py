@@ -40,7 +40,7 @@ from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.executor import LocalExecutor
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.opening import (
     Parallel,
     compile_for_rank,
@@ -150,10 +150,11 @@ class TorchShare:
             )  # fmt: skip
         plan = decode(agree(self._measured(request, tell)), MemoryPlan)
         self._executor.serve_context(plan.max_model_len)
-        kv, drafter = self._allocate(plan)
+        kv, states, drafter = self._allocate(plan)
         runner = open_on(
             kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel,
-            drafter=drafter, encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, plan),
+            states=states, drafter=drafter,
+            encoder=encoder_of(self._executor.tower, self._executor.model, self._spec, plan),
         )  # fmt: skip
         known = known_choice(request.config, self._device, launch_options_of(request.config, self._device))
         fall_backs = tuple(filter(None, (*fall_backs_of(known), sums.fall_back)))
@@ -175,20 +176,22 @@ class TorchShare:
         )  # fmt: skip
         return Measured(seen.weights_bytes, seen.activation_bytes, seen.comm_bytes)
 
-    def _allocate(self, plan: MemoryPlan) -> tuple[KVCache, OpenDrafter | None]:
-        """Return the KV cache, and the drafter with its own. Raises `DoesNotFit` on all ranks if one of them has too
-        little memory."""
-        kv, opened, refusal = None, None, DoesNotFit("Another rank does not have enough memory for its KV cache.")
+    def _allocate(self, plan: MemoryPlan) -> tuple[KVCache, StateCache, OpenDrafter | None]:
+        """Return the KV cache, the recurrent states, and the drafter with its own cache. Raises `DoesNotFit` on all
+        ranks if one of them has too little memory."""
+        kv, states, opened = None, None, None
+        refusal = DoesNotFit("Another rank does not have enough memory for its KV cache.")
         try:
+            states = StateCache(self._spec, plan.num_places, self._device, getattr(torch, plan.dtype))
             kv = KVCache(self._spec, plan.num_blocks, plan.block_size, self._device, plan.kv_dtype)
             opened = with_cache(self._executor.drafter, self._spec, plan, self._device, plan.num_blocks)
         except DoesNotFit as error:
             refusal = error
         ready = torch.full((1,), float(kv is not None), device=self._device)
         self._world.everyone.sum_(ready)
-        if kv is None or int(ready.item()) < self._world.everyone.size:
+        if kv is None or states is None or int(ready.item()) < self._world.everyone.size:
             raise refusal
-        return kv, opened
+        return kv, states, opened
 
     def waited_ns(self) -> int:
         return self._world.pipe.waited_ns

@@ -96,7 +96,8 @@ class RankStates:
             pid=supervisor.pids[rank],
             is_up=supervisor.is_alive and error is None,
             memory=RankMemory(
-                plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, plan.graph_bytes + plan.comm_bytes
+                plan.weights_bytes, plan.kv_bytes, plan.activation_bytes,
+                plan.graph_bytes + plan.comm_bytes + plan.state_bytes,
             ),
             device_bytes=self.device_bytes.get(plan.device, 0),
             step_s=mean_step_s(before.lines[rank], line),

@@ -234,6 +234,8 @@ class DeviceSteps:
     def accept(self, batch: StepBatch, token_ids: Tensor, best: Tensor) -> Drawn:
         """Accept what another shard has drawn. token_ids, best: [num_draws], see `Drawn`."""
         counts = self._accept(self._staged.part(self._shape), token_ids, best)
+        if self._shape.drafts:
+            self._staged.advance_states(self._shape, counts[0])
         return Drawn(token_ids, best, tuple(draw_places(batch, self._shape).tolist()), counts=counts)
 
     def _recorded_draw(self, batch: StepBatch, shape: StepShape) -> SamplingFeatures | None:

@@ -193,16 +193,16 @@ class HostSteps:
         if batch.has_drafts:
             drawn = replace(drawn, accepted=self._accepted(batch, drawn))
         self._inputs.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
-        if drawn.accepted is not None and self._before is not None:
-            self._take_back(batch.rows, batch.counts - drawn.accepted, self._before)
-            self._before = None
         return drawn
 
-    def _take_back(self, rows: StepRows, rejected: Ints, before: StateCopies) -> None:
-        """Let the states come after the accepted tokens alone. A row with a wrong draft gets its state before the step
-        back, and runs its right tokens again. rejected: [S] drafts of each sampling row."""
+    def take_back(self, batch: StepBatch, drawn: Drawn) -> None:
+        """Let recurrent states come after the accepted tokens alone. A row with a wrong draft gets its state before the
+        step back, and runs its right tokens again. All shards must call this once they know the draws."""
+        rows, before, self._before = batch.rows, self._before, None
+        if before is None or drawn.accepted is None:
+            return
         kept = rows.scheduled.copy()
-        kept[rows.samples] -= rejected
+        kept[rows.samples] -= batch.counts - drawn.accepted  # the rejected drafts
         is_wrong = kept < rows.scheduled
         if not is_wrong.any():
             return

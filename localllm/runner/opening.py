@@ -191,8 +191,9 @@ def compile_for_rank(
 
     def rehearse() -> None:
         kv = small_cache(spec, plan, device)
+        states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
         opened = with_cache(drafter, spec, plan, device, kv.num_blocks)
-        runner = _runner(model, spec, plan, kv, device, None, options, parallel, None, opened)
+        runner = _runner(model, spec, plan, kv, device, None, options, parallel, states, opened)
         try:
             runner.warm_up()
         finally:

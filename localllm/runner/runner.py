@@ -102,8 +102,8 @@ class TorchRunner:
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
-        keeps_states = not (states.num_places and staged) or isinstance(model, DecoderModel)
-        why_no_drafts = _why_off(has_drafts, launch_options, keeps_states)
+        keeper = model if states.num_places else None
+        why_no_drafts = _why_off(has_drafts, launch_options, keeper, spec.implementation, staged=staged)
         drafter = None if why_no_drafts or drafter is None else replace(drafter, state_features=states.features)
         self._exchange = None if group is None or group.size == 1 else IdExchange(group, device)
         moves = states.num_places == 0 and samples and (group is None or group.size == 1)  # shards do not move
@@ -300,10 +300,13 @@ class TorchRunner:
         steps = self._loaded
         if logits is None:
             assert self._exchange is not None, "a model of one shard has logits"
-            return steps.accept(batch, *self._exchange.receive(steps.num_draws(batch)))
-        drawn = steps.sample(batch, logits, self._row_masks(batch, masks))
-        if self._exchange is not None:
-            self._exchange.send(drawn.token_ids, drawn.best)
+            drawn = steps.accept(batch, *self._exchange.receive(steps.num_draws(batch)))
+        else:
+            drawn = steps.sample(batch, logits, self._row_masks(batch, masks))
+            if self._exchange is not None:
+                self._exchange.send(drawn.token_ids, drawn.best)
+        if isinstance(steps, HostSteps):
+            steps.take_back(batch, drawn)
         return drawn
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
@@ -381,11 +384,15 @@ def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:
     return check
 
 
-def _why_off(has_drafts: bool, options: LaunchOptions, keeps_states: bool) -> str:
-    """Return why no step has drafts; empty if steps may have some. keeps_states: whether the model's states can follow
-    the right drafts alone."""
-    if not keeps_states:
-        return "a recurrent state of transformers' code on a GPU cannot take back a wrong guess"
+def _why_off(
+    has_drafts: bool, options: LaunchOptions, keeper: CausalModel | None, implementation: str, *, staged: bool
+) -> str:
+    """Return why no step has drafts; empty if steps may have some. keeper: a model with states, which must follow the
+    right drafts alone: a stage of a pipeline cannot, nor can transformers' code on a GPU."""
+    is_own = implementation == "localllm"
+    if keeper is not None and not isinstance(keeper, DecoderModel) and (staged or is_own):
+        whose = "an earlier stage of a pipeline" if is_own else "transformers' code on a GPU"
+        return f"a recurrent state of {whose} cannot take back a wrong guess"
     if "drafts" in options.avoids:
         return "the check of drafts failed on this GPU"
     return "" if has_drafts else "speculation is off"

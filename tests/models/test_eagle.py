@@ -395,3 +395,10 @@ def test_a_truncated_file_is_refused(tmp_path: Path, config: dict[str, Any], tar
     file.write_bytes(file.read_bytes()[:9000])
     with pytest.raises(UnsupportedModel, match=r"pytorch_model\.bin is not an archive"):
         plan_eagle(path, "eagle3", target.spec)
+
+
+def test_a_target_of_several_streams_is_refused(tmp_path: Path, tiny_model_path: Callable[[str], Path]) -> None:
+    config = json.loads((tiny_model_path("llama") / "config.json").read_text())
+    target, drafter = read_spec(tiny_model_path("gemma3n")), write_eagle(tmp_path / "eagle", config, "eagle")
+    with pytest.raises(DrafterMismatch, match=r"Gemma3nForCausalLM runs without EAGLE drafters.*several streams"):
+        read_eagle(drafter, "eagle", target)

@@ -23,8 +23,9 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec, spec_of_config
 from localllm.models.spec.model_spec import ModelSpec, group_of_layers, kv_groups
 from localllm.models.spec.shard import shards_of
+from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
-from tests.models.sharded import STEPS, ShardedModel
+from tests.models.sharded import STEPS, ShardedModel, even_shards, load_whole, run
 from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
@@ -296,15 +297,46 @@ def test_given_embeddings_are_refused_where_layers_need_token_ids(tiny_model_pat
     assert plan(read_spec(tiny_model_path("gemma4_moe")), enable_prompt_embeds=True)
 
 
-def test_ranks_that_would_lack_what_a_layer_reads_are_refused(tiny_model_path: PathOf) -> None:
-    shared, apart = (read_spec(tiny_model_path(family)) for family in ("gemma4", "gemma4_moe"))
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(UnsupportedOption):
-            plan(shared, TWO_GPUS, **{option: 2})
-    with pytest.raises(UnsupportedOption, match="tensor-parallel-size"):
-        plan(apart, TWO_GPUS, tensor_parallel_size=2)
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_stages_that_would_lack_what_a_layer_reads_are_refused(family: str, tiny_model_path: PathOf) -> None:
+    shared, apart = read_spec(tiny_model_path(family)), read_spec(tiny_model_path("gemma4_moe"))
+    with pytest.raises(
+        UnsupportedOption,
+        match="Its layers read K and V of other layers, and per-layer embeddings of the tokens, which",
+    ):
+        plan(shared, TWO_GPUS, pipeline_parallel_size=2)
     assert len(plan(apart, TWO_GPUS, pipeline_parallel_size=2).ranks) == 2
+    assert len(plan(shared, TWO_GPUS, tensor_parallel_size=2).ranks) == 2
     assert not plan(shared, TWO_GPUS).ranks
+
+
+SHAPES = {
+    "4 KV heads in windowed layers, 2 in full ones": (4, 2, (2, 4, 8), (3, 6)),
+    "4 and 1": (4, 1, (2, 3, 4, 8), (5,)),
+    "1 and 1": (1, 1, (3, 8), (9,)),
+}
+"""Those of windowed and of full layers, and which numbers of ranks work for 8 heads."""
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_shards_of_layers_with_unlike_kv_heads(kind: str, tmp_path: Path) -> None:
+    """A rank's query heads are in whole groups of every layer, or in a part of one; KV heads are repeated where ranks
+    outnumber them, in one kind of layer before the other."""
+    windowed, full, works, refused = SHAPES[kind]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": windowed, "num_global_key_value_heads": full}
+    path = make_tiny_model(tmp_path / "model", "gemma4_moe", **heads)
+    spec, tokens = read_spec(path), prompt(sum(STEPS))
+    assert len(set(spec.layer_kv_shapes)) == 2
+    wanted = run([load_whole(path)], tokens)
+    assert wanted is not None
+    for size in works:
+        shards = even_shards(path, size)
+        assert shards is not None, size
+        model = ShardedModel(path, shards)
+        assert_close(model.logits(tokens), wanted)
+        for shard, own in zip(shards, model.stages[0], strict=True):
+            assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+    assert [even_shards(path, size) for size in refused] == [None] * len(refused)
 
 
 @pytest.mark.parametrize("cut", [1, 2])

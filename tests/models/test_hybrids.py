@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, UnsupportedOption
+from localllm.errors import ConfigError, CorruptModel, LocalLLMError, UnsupportedModel, UnsupportedOption
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.linear import StackedWeight
 from localllm.models.fit import kv_bytes_per_token
@@ -20,18 +20,21 @@ from localllm.models.fit.devices import Division, require_possible
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec, spec_of_config
-from localllm.models.spec.model_spec import state_bytes
+from localllm.models.spec.model_spec import DrafterPlan, state_bytes
+from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.spec.shard import shards_of
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter, merged
+from tests.gguf_hybrids import write_hybrid
 from tests.models.formats.quantised import agrees, save_quantised
 from tests.models.formats.stores import AWQ, awq
 from tests.models.harness import CPU, Harness, ModelHarness, Sequence, assert_close, prompt, reference, reference_logits
-from tests.models.sharded import ShardedModel
+from tests.models.sharded import ShardedModel, even_shards, load_whole, run
 from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
+SHORT = RecurrentSpec("short_conv")
 EACH_KIND = ("lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "granite_hybrid_moe", "nemotron_h", "falcon_h1")
 """Between them: every recurrence, one and several groups, single-part layers, and layers with KV and state."""
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
@@ -96,9 +99,62 @@ def test_a_pipeline_of_single_layers(family: str, tiny_model_path: PathOf) -> No
     assert_close(ShardedModel(path, *stages).logits(tokens), reference_logits(reference(path), tokens))
 
 
-def test_tensor_parallelism_is_refused(tiny_model_path: PathOf) -> None:
-    with pytest.raises(UnsupportedOption, match="The states of its recurrent layers are not divided"):
-        require_possible(read_spec(tiny_model_path("qwen3_5")), Division(2, 1), 2)
+GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "3 key heads": ("qwen3_5", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    "3 key heads in two matrices": ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    "3 groups of Mamba-2": ("bamba", {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 3, "mamba_expand": 1}),
+    "1 group of Mamba-2": ("nemotron_h", {"n_groups": 1}),
+    "channels of a convolution": ("lfm2", {}),
+}
+"""Groups that two and three ranks do not share evenly."""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_shares_of_unlike_size(kind: str, size: int, tmp_path: Path) -> None:
+    """Each rank has whole groups, or with more ranks than groups a part of one; bytes as predicted."""
+    family, changes = GROUPS[kind]
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    path = make_tiny_model(tmp_path / "model", family, **heads, **changes)
+    spec, tokens = read_spec(path), prompt(28)
+    shards = even_shards(path, size)
+    assert shards is not None
+    model = ShardedModel(path, shards)
+    assert_close(model.logits(tokens), reference_logits(reference(path), tokens))
+    for shard, own in zip(shards, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+        assert state_bytes(own.spec, "float32") < state_bytes(spec, "float32")
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
+def test_shares_of_tiled_heads(block_type: str, size: int, tmp_path: Path) -> None:
+    """A GGUF file has the value heads of a key head apart from each other: the last matrix reads all shards' heads."""
+    changes = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_value_head_dim": 32, "hidden_size": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6}
+    source = make_tiny_model(tmp_path / "model", "qwen3_5", **heads, **changes)
+    path, tokens = write_hybrid(source, tmp_path / "model.gguf", block_type), prompt(28)
+    assert read_spec(path).recurrent == replace(read_spec(source).recurrent or SHORT, tiled_heads=True)
+    shards = even_shards(path, size)
+    assert shards is not None
+    wanted = run([load_whole(path, cpu_weights="exact")], tokens)
+    assert wanted is not None
+    assert_close(ShardedModel(path, shards, cpu_weights="exact").logits(tokens), wanted)
+
+
+def test_ranks_that_groups_of_states_do_not_allow_are_refused_with_those_that_work(tiny_model_path: PathOf) -> None:
+    with pytest.raises(ConfigError, match="in its recurrent layers 2 groups of 2 heads; 1, 2 and 4 ranks work"):
+        require_possible(read_spec(tiny_model_path("qwen3_5")), Division(3, 1), 4)
+    assert even_shards(tiny_model_path("qwen3_5"), 3) is None
+
+
+def test_a_drafter_over_stages_with_states_is_refused(tiny_model_path: PathOf) -> None:
+    spec = read_spec(tiny_model_path("qwen3_5"))
+    drafted = replace(spec, drafter=DrafterPlan("draft_model", Path("d"), spec, 1))
+    require_possible(drafted, Division(2, 1), 4)
+    with pytest.raises(UnsupportedOption, match="cannot take back a wrong guess") as refused:
+        require_possible(drafted, Division(1, 2), 4)
+    assert refused.value.param == "speculative"
 
 
 # ---- quantised weights, adapters -------------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, UnsupportedOption
+from localllm.models.fit.devices import (
+    Division,
+    require_possible,
+    require_replicable,
+    why_no_ranks,
+    why_no_replicas,
+    why_no_stages,
+)
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, GatheredInput, PaddedInput
@@ -24,6 +33,7 @@ from localllm.models.layers.mlp import CPU_ROWS
 from localllm.models.layers.moe import renumbered
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import SourceSpec
 from localllm.models.spec.shard import Shard, even_heads, shards_of
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
@@ -89,6 +99,38 @@ def test_two_shards_of_every_family(family: str, tiny_model_path: PathOf) -> Non
     assert_close(model.logits(TOKENS), whole_logits(path))
     for shard, own in zip(shards, model.stages[0], strict=True):
         assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_stages_of_every_family(family: str, tiny_model_path: PathOf) -> None:
+    """Or the reason why there are none, by which -pp is refused."""
+    path = tiny_model_path(family)
+    spec = read_spec(path)
+    if why := why_no_stages(spec):
+        with pytest.raises(UnsupportedOption, match=why):
+            require_possible(spec, Division(1, 2), 2)
+        return
+    require_possible(spec, Division(1, 2), 2)
+    cut = spec.num_layers // 2
+    model = ShardedModel(
+        path, *(even_shards(path, 1, layers=own) or [] for own in (range(cut), range(cut, spec.num_layers)))
+    )
+    assert_close(model.logits(TOKENS), whole_logits(path))
+
+
+def test_each_reason_for_one_device_refuses_its_flag(tiny_model_path: PathOf) -> None:
+    spec = read_spec(tiny_model_path("llama"))
+    for other in (replace(spec, implementation="transformers"), replace(spec, source=SourceSpec(9, (1,)))):
+        for division in (Division(2, 1), Division(1, 2)):
+            with pytest.raises(UnsupportedOption, match=why_no_ranks(other)):
+                require_possible(other, division, 2)
+        with pytest.raises(UnsupportedOption, match=why_no_replicas(other)) as refused:
+            require_replicable(other, EngineConfig(data_parallel_size=2))
+        assert refused.value.param == "data_parallel_size"
+    require_replicable(read_spec(tiny_model_path("lfm2")), EngineConfig(data_parallel_size=2))
+    apart = EngineConfig(data_parallel_size=2, prefill_replicas=1)
+    with pytest.raises(UnsupportedOption, match="recurrent states, which are not moved"):
+        require_replicable(read_spec(tiny_model_path("lfm2")), apart)
 
 
 OFTEN = [*((family, 4) for family in THOROUGH), ("yi", 3), ("gptj", 3), ("bloom", 3), ("deepseek_v3", 3)]

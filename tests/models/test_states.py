@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.errors import DoesNotFit
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import MemoryPlan, kv_bytes_per_token, plan_memory
 from localllm.models.fit.cache_sizes import state_interval
@@ -67,10 +67,10 @@ GIB = 1024**3
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
 
 
-def plan(spec: ModelSpec, free_gib: float, weights_gib: float = 15, **asked: object) -> MemoryPlan:
-    """Plan for a GPU with so much free memory; 0: for a CPU."""
-    card = Gpu(0, "Card", 80 * GIB, int(free_gib * GIB), (9, 0), "570")
-    hardware = replace(CPU, gpus=(card,)) if free_gib else CPU
+def plan(spec: ModelSpec, free_gib: float, weights_gib: float = 15, gpus: int = 1, **asked: object) -> MemoryPlan:
+    """Plan for GPUs with so much free memory each; 0: for a CPU."""
+    cards = [Gpu(index, "Card", 80 * GIB, int(free_gib * GIB), (9, 0), "570") for index in range(gpus)]
+    hardware = replace(CPU, gpus=tuple(cards)) if free_gib else CPU
     return plan_memory(EngineConfig(**asked), spec, int(weights_gib * GIB), hardware)
 
 
@@ -113,9 +113,23 @@ def test_small_states_have_a_checkpoint_for_each_block():
 
 
 @pytest.mark.parametrize("asked", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_several_ranks_are_refused(asked):
-    with pytest.raises(UnsupportedOption, match="does not run on several ranks"):
-        plan(QWEN_27B, 40, **asked)
+def test_ranks_share_the_states(asked):
+    """Each rank has the same places: with half of each state, or with the states of its own layers."""
+    one, two = plan(QWEN_27B, 80, max_num_seqs=4), plan(QWEN_27B, 40, gpus=2, max_num_seqs=4, **asked)
+    assert two.bytes_per_state == one.bytes_per_state == state_bytes(QWEN_27B, "bfloat16")
+    if "tensor_parallel_size" in asked:
+        assert [rank.state_bytes for rank in two.ranks] == [two.num_places * one.bytes_per_state // 2] * 2
+    assert two.state_bytes == sum(rank.state_bytes for rank in two.ranks)
+    assert all(rank.total_bytes <= rank.free_bytes - rank.reserve_bytes for rank in two.ranks)
+    assert two.total_bytes == sum(rank.total_bytes for rank in two.ranks)
+
+
+def test_the_rank_with_the_least_memory_decides_the_places():
+    """A stage without recurrent layers does not."""
+    apart = plan(QWEN_27B, 40, gpus=2, pipeline_layer_partition=(48, 16))
+    assert [rank.state_bytes for rank in apart.ranks] == [apart.state_bytes, 0]
+    assert apart.num_places == 1 + 2 * apart.max_num_seqs
+    assert apart.state_bytes <= 0.25 * 40 * GIB
 
 
 def test_a_model_without_states_has_no_places():

@@ -9,7 +9,9 @@ from localllm.engine.step import Runner
 from localllm.models.fit import MemoryPlan
 from localllm.models.read_spec import read_spec
 from localllm.ranks.executor import RankExecutor
+from localllm.runner.executor import LocalExecutor
 from tests.ranks.real import HARDWARE, assert_closed_to_others, config_for, executor_of, plan_for, tokens_of
+from tests.tiny import make_tiny_model
 
 
 def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: tuple[Runner, MemoryPlan]) -> None:
@@ -52,6 +54,36 @@ def test_two_stages_of_two_shards_generate_the_tokens_of_one_process(
         assert {rank.device_bytes for rank in runner.stats().ranks} == {2**34}
     finally:
         executor.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["shards", "stages"]
+)
+def test_ranks_with_recurrent_states_generate_the_tokens_of_one_process(sizes: dict[str, int], tmp_path: Path) -> None:
+    """Also after a sleep, and with drafts where they are verified. Each rank holds the bytes that were planned."""
+    path = make_tiny_model(tmp_path / "model", "falcon_h1")
+    config, spec = config_for(**sizes), read_spec(path)
+    whole = plan_for(path, config_for())
+    local = LocalExecutor.load(path, spec, config_for(), whole, lambda loaded, total: None)
+    alone = local.open_runner(config_for(), whole, HARDWARE, lambda text: None)
+    executor, plan = executor_of(path, config)
+    try:
+        assert executor.weights_bytes == plan.weights_bytes
+        assert plan.num_places == whole.num_places
+        assert 0 < plan.ranks[1].state_bytes < whole.state_bytes
+        runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
+        assert bool(runner.drafts.most) == ("tensor_parallel_size" in sizes)
+        for asked in ({"temperature": 0.0}, {"seed": 7}, {"repeats": True, "temperature": 0.0}):
+            assert tokens_of(runner, plan, **asked) == tokens_of(*alone, **asked)
+        runner.close()  # type: ignore[attr-defined]
+        executor.move_to_host()
+        executor.move_to_device()
+        again, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
+        assert tokens_of(again, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
+    finally:
+        executor.close()
+        local.close()
 
 
 # ---- recorded steps --------------------------------------------------------------------------------------------------

@@ -227,7 +227,8 @@ def serve(
             launch_options=LaunchOptions(deterministic=deterministic), **sizes,
         )  # fmt: skip
     else:
-        runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
+        places = {"num_places": num_places} if num_places else {}
+        runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **places, **sizes)
         config = replace(config, num_stages=runner.num_stages)
     while runner.use_idle_time():
         pass

@@ -7,7 +7,7 @@ import torch
 
 from localllm.engine.step import PendingStep, RunnerStats, StepPlan, StepResult, TokenMasks
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.runner.kv_cache import KVCache
+from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.runner import TorchRunner
 from tests.kv import of_each
 from tests.threads import Threads
@@ -21,10 +21,19 @@ class ShardRunner:
     def __init__(
         self, models: Sequence[Any], threads: Threads, *, num_blocks: int, block_size: int,
         specs: Sequence[ModelSpec] = (), each: Sequence[Mapping[str, Any]] = (), kv_dtype: str = "float32",
-        **options: Any,
+        num_places: int = 0, **options: Any,
     ) -> None:  # fmt: skip
-        """specs: the sizes that each shard holds; empty: its model says so. each: further options of each runner."""
+        """specs: the sizes that each shard holds; empty: its model says so. each: further options of each runner.
+        num_places: of recurrent states, which are NaN at the start."""
         self._threads = threads
+
+        def states_of(spec: ModelSpec) -> StateCache:
+            states = StateCache(spec, num_places, cpu, torch.float32)
+            for layer in states.layers.values():
+                for tensor in layer.tensors():
+                    tensor[1:] = torch.nan
+            return states
+
         cpu = torch.device("cpu")
         self.runners = [
             TorchRunner(
@@ -34,6 +43,7 @@ class ShardRunner:
                 block_size=block_size,
                 device=cpu,
                 group=member,
+                states=states_of(spec),
                 **options,
                 **own,
             )

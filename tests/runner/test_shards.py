@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from localllm.runner.runner import TorchRunner
 from localllm.runner.sampler import IdExchange
 from tests.eagle_files import write_eagle
 from tests.kv import of_each
-from tests.models.sharded import ShardedModel, even_shards
+from tests.models.sharded import ShardedModel, even_shards, load_whole
 from tests.runner.desk import GREEDY, WAYS, Desk, run_again
 from tests.runner.harness import (
     assert_same as assert_same_texts,
@@ -45,6 +45,7 @@ from tests.runner.harness import draft_requests, make_requests, opened, serve, t
 from tests.runner.harness import without_lookup as without_lookup
 from tests.runner.shards import ShardRunner
 from tests.threads import Threads
+from tests.tiny import make_tiny_model
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 120, 96
 CPU = torch.device("cpu")
@@ -317,6 +318,86 @@ def test_the_scheduler_over_shards(
         assert got[name][-1].finish_reason == outputs[-1].finish_reason
 
 
+# ---- recurrent states ------------------------------------------------------------------------------------------------
+
+EACH_STATE = ("lfm2", "qwen3_next", "granite_hybrid", "nemotron_h", "falcon_h1")
+"""Between them: every recurrence, groups on one and on several shards, single-part layers, layers with KV and state."""
+
+
+class Hybrid:
+    """A tiny hybrid, whole and divided, and what each request gets alone from the whole model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.spec = path, read_spec(path)
+        whole = load_whole(path)
+        self.alone = {
+            r.request_id: serve(whole, self.spec, [r], num_places=2)[0][r.request_id] for r in make_requests()
+        }
+
+    def runner(self, num_stages: int) -> Callable[..., Runner]:
+        layers = self.spec.num_layers
+        if num_stages == 1:
+            model = ShardedModel(self.path, even_shards(self.path, 2) or [])
+            return partial(ShardRunner, model.stages[0], model.threads[0])
+        stages = [even_shards(self.path, 2, layers=own) or [] for own in (range(1), range(1, layers))]
+        return partial(StageRunner, ShardedModel(self.path, *stages))
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Hybrid]:
+    return cache(lambda family: Hybrid(make_tiny_model(tmp_path_factory.mktemp(family) / "model", family)))
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "num_stages", "num_blocks"),
+    [
+        *((family, "host", 1, 200) for family in EACH_STATE), ("falcon_h1", "replayed", 1, 18),
+        ("qwen3_next", "host", 2, 200), ("falcon_h1", "replayed", 2, 18), ("lfm2", "staged", 2, 200),
+    ],
+)  # fmt: skip
+def test_recurrent_states_over_shards_and_stages(
+    family: str, way: str, num_stages: int, num_blocks: int, hybrids: Callable[[str], Hybrid]
+) -> None:
+    """Chunks, prefix hits that begin at a checkpoint, preemptions where there are few blocks, and two steps in flight
+    change no token. Memory begins as NaN."""
+    hybrid, is_tight = hybrids(family), num_blocks == 18
+    told, scheduler = serve(
+        None, hybrid.spec, make_requests(), way=way, make_runner=hybrid.runner(num_stages), num_blocks=num_blocks,
+        depth=2, step=24, num_places=7 if is_tight else 30,
+    )  # fmt: skip
+    assert scheduler.recorder.num_failed_steps == 0
+    assert (scheduler.recorder.num_preemptions > 0) == is_tight
+    assert scheduler.recorder.prefix_cache_hits > 0 or is_tight
+    assert_same_texts(told, hybrid.alone)
+
+
+@pytest.mark.parametrize("way", ["host", "replayed"])
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+def test_drafts_over_shards_leave_the_states_of_the_accepted_tokens(
+    family: str, way: str, hybrids: Callable[[str], Hybrid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = hybrids(family)
+    texts = [[*r.token_ids, *tokens_of(hybrid.alone[r.request_id])] for r in make_requests()]
+    guess(texts, monkeypatch)
+    told, scheduler = serve(
+        None, hybrid.spec, make_requests(), way=way, make_runner=hybrid.runner(1), depth=2, num_places=30,
+        speculates=True,
+    )  # fmt: skip
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert_same_texts(told, hybrid.alone)
+
+
+@pytest.mark.parametrize("way", ["host", "staged"])
+def test_stages_with_states_verify_no_drafts(way: str, hybrids: Callable[[str], Hybrid]) -> None:
+    """An earlier stage would keep the state of a wrong guess."""
+    runner = hybrids("lfm2").runner(2)(num_blocks=20, block_size=BLOCK, num_places=9, **SIZES, **WAYS[way])
+    assert not runner.drafts.most
+    assert "earlier stage" in runner.drafts.why_none
+
+
 # ---- drafts ----------------------------------------------------------------------------------------------------------
 
 
@@ -402,10 +483,7 @@ def test_drafts_of_shards_and_stages_change_no_token(
     """All ranks verify the same drafts, right and wrong ones, and agree on what is accepted: with penalties, lists that
     do not fit the tables of a device, preemptions, and two steps in flight."""
     texts = [[*r.token_ids, *tokens_of(undrafted[r.request_id])] for r in few_drafts()]
-    monkeypatch.setattr(HostDrafts, "_find", lambda self, slot, most: np.array(
-        guesses(texts, self._inputs.known_tokens(slot, self._slots.num_known(slot)).tolist(), most), np.int32
-    ))  # fmt: skip
-    monkeypatch.setattr(LookupOnDevice, "launch", lambda self, slots: guess_on_device(self, texts, slots))
+    guess(texts, monkeypatch)
     if num_stages == 1:
         model = sharded[2]
         make: Callable[..., Runner] = partial(ShardRunner, model.stages[0], model.threads[0])
@@ -421,6 +499,14 @@ def test_drafts_of_shards_and_stages_change_no_token(
     stats = scheduler.speculation.stats()
     assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert_same_texts(drafted, undrafted)
+
+
+def guess(texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every rank find the same drafts, in place of those of the lookup."""
+    monkeypatch.setattr(HostDrafts, "_find", lambda self, slot, most: np.array(
+        guesses(texts, self._inputs.known_tokens(slot, self._slots.num_known(slot)).tolist(), most), np.int32
+    ))  # fmt: skip
+    monkeypatch.setattr(LookupOnDevice, "launch", lambda self, slots: guess_on_device(self, texts, slots))
 
 
 def guesses(texts: list[list[int]], known: list[int], most: int) -> list[int]:

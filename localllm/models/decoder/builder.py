@@ -7,6 +7,7 @@ Does not know: files, formats.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
-from localllm.models.spec.shard import Shard, local_spec, whole_shard
+from localllm.models.spec.shard import Shard, in_width, kv_heads_of, local_spec, whole_shard
 from localllm.models.weights.source import EMBEDDING, FarWeights, ShardWeights, TensorSource, stacked_rows
 
 
@@ -266,7 +267,7 @@ class DecoderBuilder:
         if kind == "attention" or recurrent is None:
             assert attention is not None, kind
             return attention
-        recurrence = build_recurrence(self.spec, recurrent, self.weights, prefix)
+        recurrence = build_recurrence(self.spec, recurrent, self.share, prefix)
         return RecurrentPart(recurrence) if attention is None else SideBySide(attention, recurrence)
 
     # -- attention
@@ -281,7 +282,7 @@ class DecoderBuilder:
         rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
         names = ["gate", *made] if spec.attention_gate == "matrix" else list(made)
         stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, num_inputs or spec.hidden_size)
-        qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
+        qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order(index))
         out = self.share.row_parallel(
             f"{prefix}o_proj",
             (spec.hidden_size, q_size),
@@ -333,7 +334,7 @@ class DecoderBuilder:
         from_keys = self.spec.layer_values_from_keys
         return "qk" if from_keys and from_keys[index] else "qkv"
 
-    def _qkv_order(self) -> Tensor | None:
+    def _qkv_order(self, index: int) -> Tensor | None:
         """Return the rows of q, k and v of the shard's heads, with gates first; None: all, as they are.
 
         Dimensions that rotate together are neighbours in some checkpoints; here they are half the rotated dimensions
@@ -343,19 +344,21 @@ class DecoderBuilder:
         is_turned, gate = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate
         if shard.is_whole and not is_turned and gate != "interleaved":
             return None
+        (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
+        own_kv = kv_heads_of(spec, shard, index)
         first_key = (1 if gate is None else 2) * spec.num_heads
-        first_value = first_key + spec.num_kv_heads
-        rows = torch.arange((first_value + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        first_value = first_key + kv_heads
+        rows = torch.arange((first_key + (len(made) - 1) * kv_heads) * dim, device="cpu").view(-1, dim)
         if gate == "interleaved":
             queries, gates = [2 * head for head in shard.heads], [2 * head + 1 for head in shard.heads]
         else:
             queries = [first_key - spec.num_heads + head for head in shard.heads]
             gates = [] if gate is None else list(shard.heads)
-        keys = [first_key + head for head in shard.kv_heads]
+        keys = [first_key + head for head in own_kv if "k" in made]
         if is_turned:
-            head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
+            head = half_split_order(spec.rope.rotary_dim, dim)
             rows[queries + keys] = rows[queries + keys][:, head]
-        return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
+        return rows[[*gates, *queries, *keys, *(first_value + head for head in own_kv if "v" in made)]].flatten()
 
     def _qk_transforms(self, prefix: str) -> Iterable[HeadsChange]:
         spec = self.spec
@@ -413,8 +416,8 @@ class DecoderBuilder:
             return RMSNorm(self._ones(len(shard.heads) + len(shard.kv_heads), spec.head_dim), spec.norm.eps)
         if spec.qk_norm != "head":
             return None
-        (kv_heads, dim), keeps = kv_shape(spec, index), keeps_kv(spec, index)
-        own = {"q": len(shard.heads), "k": kv_heads if shard.is_whole else len(shard.kv_heads)}
+        dim, keeps = kv_shape(spec, index)[1], keeps_kv(spec, index)
+        own = {"q": len(shard.heads), "k": len(kv_heads_of(spec, shard, index))}
         stored = [(name, count) for name, count in own.items() if name == "q" or keeps]
         each = [self.weights.take([f"{prefix}{n}_norm.weight"], (dim,)).expand(count, -1) for n, count in stored]
         weight = self._in_order_of_rows(torch.cat(each))
@@ -449,9 +452,12 @@ class DecoderBuilder:
         spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
         if mixture is not None and mixture.is_in(index) and not mixture.beside_mlp:
             return build_mixture(spec, mixture, self.share, index)
-        width, bias = spec.intermediate_size, spec.mlp_bias
-        if spec.layer_widths:  # such models are not divided by features
-            width, own = spec.layer_widths[index], range(spec.layer_widths[index])
+        width, bias, counts = spec.intermediate_size, spec.mlp_bias, self.shard.counts.features
+        if spec.layer_widths:
+            width = spec.layer_widths[index]
+            own = in_width(own, spec, width)
+            ends = pairwise(accumulate(counts, initial=0))
+            counts = tuple(len(in_width(range(a, b), spec, width)) for a, b in ends)
         names = ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
         up = self.weights.linear(
             [f"{prefix}{name}" for name in names],
@@ -459,13 +465,12 @@ class DecoderBuilder:
             bias=bias,
             order=stacked_rows(own, width, len(names)),
         )
-        down = self.share.row_parallel(
-            f"{prefix}down_proj", (spec.hidden_size, width), own, self.shard.counts.features, bias=bias
-        )
+        down = self.share.row_parallel(f"{prefix}down_proj", (spec.hidden_size, width), own, counts, bias=bias)
         if not spec.mlp_gated:
             return MLP(up, down, spec.hidden_act)
         if spec.layer_sparsity and spec.layer_sparsity[index]:
-            return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype))
+            shared = None if self.shard.is_whole else (self.group, width)
+            return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype, shared))
         if not spec.mlp_factors:
             return GatedMLP(up, down, spec.hidden_act)
         factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))

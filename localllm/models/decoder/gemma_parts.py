@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.models.decoder.layer import FeedForward, Gemma3nLayer, Gemma4Layer, LayerKind, MixerPart
 from localllm.models.decoder.mixture import build_mixture
-from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.gemma import AltUp, AltUpEnds, Laurel, PerLayerGate, PerLayerInputs
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.moe import ExpertsOfStream
@@ -27,7 +27,7 @@ NormOf = Callable[..., RMSNorm | LayerNorm]
 
 @dataclass(frozen=True, slots=True)
 class GemmaParts:
-    """The source of the parts' tensors, whole: these models are not divided by heads or features."""
+    """The source of the parts' tensors. All are whole on each shard but for the table and the experts."""
 
     spec: ModelSpec
     share: ShardWeights
@@ -47,8 +47,16 @@ class GemmaParts:
         if sizes is None:
             return None
         width = spec.num_layers * sizes.size
-        rows = weights.table(PER_LAYER_EMBEDDING, (sizes.vocab_size, width), keep_narrow=True)
-        table = EmbeddingTable(rows, self.dtype, sizes.size**0.5)
+        shard, shape = self.share.shard, (sizes.vocab_size, width)
+        if shard.is_whole:
+            table = EmbeddingTable(
+                weights.table(PER_LAYER_EMBEDDING, shape, keep_narrow=True), self.dtype, sizes.size**0.5
+            )
+        else:
+            first, last = (sizes.vocab_size * end // shard.size for end in (shard.index, shard.index + 1))
+            own = range(first, last)
+            rows = weights.table(PER_LAYER_EMBEDDING, shape, keep_narrow=True, rows=own)
+            table = SplitEmbeddingTable(rows, self.dtype, own, self.share.group, scale=sizes.size**0.5)
         # Its norm divides out the factor hidden_size ** -0.5 on the projection's output, except from epsilon.
         weight = weights.take(["model.per_layer_projection_norm.weight"], (sizes.size,))
         norm = RMSNorm(weight, spec.norm.eps * spec.hidden_size)
@@ -92,7 +100,7 @@ class GemmaParts:
         router_norm = self._scaled_norm(f"{prefix}mlp.gate.scale", spec.hidden_size**-0.5)
         mixture = build_mixture(spec, spec.mixture, self.share, index)
         before, after = (self.norm(f"{prefix}{side}_feedforward_layernorm_2") for side in ("pre", "post"))
-        return ExpertsOfStream(mixture, router_norm, before, after)
+        return ExpertsOfStream(mixture, router_norm, before, after, self.share.group)
 
     # -- Gemma 3n
 

@@ -14,6 +14,8 @@ Does not know: files, formats, other parts of a layer.
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
@@ -22,12 +24,12 @@ from localllm.models.layers.group import Projection
 from localllm.models.layers.latent_attention import Indexer, LatentAttention
 from localllm.models.layers.linear import Linear, ScaledOutputs
 from localllm.models.layers.norm import LayerNorm, RMSNorm
-from localllm.models.layers.recurrent import DeltaHeads, GatedDeltaNet, Mamba2, ScanHeads, ShortConv
+from localllm.models.layers.recurrent import DeltaHeads, GatedDeltaNet, Mamba2, ScanHeads, ShortConv, SplitGroups
 from localllm.models.layers.rotary import half_split_order
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec, index_size
 from localllm.models.spec.recurrent import RecurrentSpec
-from localllm.models.weights.source import ShardWeights, TensorSource
+from localllm.models.weights.source import ShardWeights, TensorSource, stacked_rows
 
 NORM_EPS = 1e-6
 """Epsilon of the norms over latents; config.json's value is only for the other norms."""
@@ -117,67 +119,121 @@ def _rope_order(latent: LatentSpec) -> Tensor:
     return half_split_order(latent.rope_size, latent.rope_size)
 
 
-def build_recurrence(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
-    """Build the recurrent part of a layer. prefix: model.layers.N."""
+def build_recurrence(spec: ModelSpec, recurrent: RecurrentSpec, share: ShardWeights, prefix: str) -> Recurrence:
+    """Build the shard's part of a layer's recurrent part. prefix: model.layers.N."""
     build = {"short_conv": _short_conv, "gated_delta": _gated_delta, "mamba2": _mamba2}[recurrent.kind]
-    part, factor = build(spec, recurrent, weights, prefix), recurrent.output_factor
+    part, factor = build(spec, recurrent, share, prefix), recurrent.output_factor
     return part if factor == 1.0 else Scaled(part, factor)
 
 
-def _short_conv(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
-    width, bias = recurrent.width, recurrent.projection_bias
+def _short_conv(spec: ModelSpec, recurrent: RecurrentSpec, share: ShardWeights, prefix: str) -> Recurrence:
+    width, bias, shard = recurrent.width, recurrent.projection_bias, share.shard
+    order = stacked_rows(shard.states, width, 3)
     return ShortConv(
-        weights.linear([f"{prefix}conv.in_proj"], (3 * width, spec.hidden_size), bias=bias),
-        *_convolution(recurrent, weights, f"{prefix}conv.conv"),
-        weights.linear([f"{prefix}conv.out_proj"], (spec.hidden_size, width), bias=bias),
+        share.source.linear([f"{prefix}conv.in_proj"], (3 * width, spec.hidden_size), bias=bias, order=order),
+        *_convolution(recurrent, share.source, f"{prefix}conv.conv", stacked_rows(shard.states, width)),
+        share.row_parallel(
+            f"{prefix}conv.out_proj", (spec.hidden_size, width), shard.states, shard.counts.states, bias=bias
+        ),
     )
 
 
-def _gated_delta(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
-    prefix, hidden = f"{prefix}linear_attn.", spec.hidden_size
-    heads = DeltaHeads(
-        recurrent.num_groups,
-        recurrent.num_heads,
-        recurrent.state_size,
-        recurrent.head_size,
-        tiled=recurrent.tiled_heads,
+def _gated_delta(spec: ModelSpec, recurrent: RecurrentSpec, share: ShardWeights, prefix: str) -> Recurrence:
+    prefix, hidden, weights, shard = f"{prefix}linear_attn.", spec.hidden_size, share.source, share.shard
+    whole = DeltaHeads(recurrent.num_groups, recurrent.num_heads, recurrent.state_size, recurrent.head_size)
+    heads = whole._replace(
+        key_heads=len(shard.state_groups), value_heads=len(shard.states), tiled=recurrent.tiled_heads
     )
+    own, order, channels = None, None, None
+    if not shard.is_whole:
+        own = _value_heads(recurrent, shard.states)
+        q = _rows_of(torch.arange(shard.state_groups.start, shard.state_groups.stop, device="cpu"), whole.key_dim)
+        keys, values = whole.key_heads * whole.key_dim, _rows_of(own, whole.value_dim)
+        channels = torch.cat((q, keys + q, 2 * keys + values))
+        z = whole.parts[0]
+        b = z + whole.parts[1]
+        order = torch.cat((channels, z + values, b + own, b + whole.value_heads + own))
+    stems = [f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")]
     return GatedDeltaNet(
-        weights.linear([f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")], (sum(heads.parts), hidden)),
-        _convolution(recurrent, weights, f"{prefix}conv1d")[0],
-        _rate(recurrent, weights, prefix),
-        weights.take([f"{prefix}dt_bias"], (heads.value_heads,), dtype=torch.float32),
+        weights.linear(stems, (sum(whole.parts), hidden), order=order),
+        _convolution(recurrent, weights, f"{prefix}conv1d", channels)[0],
+        _rate(recurrent, weights, prefix, own),
+        _own(weights.take([f"{prefix}dt_bias"], (whole.value_heads,), dtype=torch.float32), own),
         weights.take([f"{prefix}norm.weight"], (heads.value_dim,), dtype=torch.float32),
         spec.norm.eps,
-        weights.linear([f"{prefix}out_proj"], (hidden, recurrent.inner_size)),
+        _out_of_heads(recurrent, share, f"{prefix}out_proj", hidden),
         heads,
     )
 
 
-def _mamba2(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
+def _mamba2(spec: ModelSpec, recurrent: RecurrentSpec, share: ShardWeights, prefix: str) -> Recurrence:
     prefix, hidden, bias = f"{prefix}mamba.", spec.hidden_size, recurrent.projection_bias
-    heads = ScanHeads(recurrent.num_heads, recurrent.head_size, recurrent.num_groups, recurrent.state_size)
-    in_proj = weights.linear([f"{prefix}in_proj"], (sum(heads.parts), hidden), bias=bias)
-    norm = None
+    weights, shard = share.source, share.shard
+    whole = ScanHeads(recurrent.num_heads, recurrent.head_size, recurrent.num_groups, recurrent.state_size)
+    heads = whole._replace(heads=len(shard.states), groups=len(shard.state_groups))
+    own, order, channels, width = None, None, None, None
+    if not shard.is_whole:
+        own = _value_heads(recurrent, shard.states)
+        width = _rows_of(own, whole.head_dim)
+        b = _rows_of(torch.arange(shard.state_groups.start, shard.state_groups.stop, device="cpu"), whole.state_size)
+        channels = torch.cat((width, whole.width + b, whole.width + whole.groups * whole.state_size + b))
+        order = torch.cat((width, whole.width + channels, whole.width + whole.parts[1] + own))
+    in_proj = weights.linear([f"{prefix}in_proj"], (sum(whole.parts), hidden), bias=bias, order=order)
+    norm, exchange = None, None
     if recurrent.norm != "gate":
-        norm = weights.values(f"{prefix}norm.weight", (heads.width,), dtype=torch.float32)
+        norm = _own(weights.values(f"{prefix}norm.weight", (whole.width,), dtype=torch.float32), width)
+        if shard.size > whole.groups:  # a group's heads are on several shards
+            exchange = SplitGroups(share.group, whole.groups, shard.state_groups.start, whole.width // whole.groups)
     return Mamba2(
         _scaled(in_proj, recurrent, heads, weights.device),
-        *_convolution(recurrent, weights, f"{prefix}conv1d"),
-        _rate(recurrent, weights, prefix),
-        weights.take([f"{prefix}dt_bias"], (heads.heads,), dtype=torch.float32),
-        weights.values(f"{prefix}D", (heads.heads,), dtype=torch.float32),
+        *_convolution(recurrent, weights, f"{prefix}conv1d", channels),
+        _rate(recurrent, weights, prefix, own),
+        _own(weights.take([f"{prefix}dt_bias"], (whole.heads,), dtype=torch.float32), own),
+        _own(weights.values(f"{prefix}D", (whole.heads,), dtype=torch.float32), own),
         norm,
         spec.norm.eps,
-        weights.linear([f"{prefix}out_proj"], (hidden, heads.width), bias=bias),
+        _out_of_heads(recurrent, share, f"{prefix}out_proj", hidden, bias=bias),
         heads,
         limits=recurrent.time_step_limits,
         gate_first=recurrent.norm == "gate_then_norm",
+        exchange=exchange,
     )
 
 
+def _value_heads(recurrent: RecurrentSpec, own: range) -> Tensor:
+    """Return the stored heads that a shard has, in the order in which it keeps them. own: of the numbering that goes
+    group after group."""
+    if not recurrent.tiled_heads:
+        return torch.arange(own.start, own.stop, device="cpu")
+    size = recurrent.num_heads // recurrent.num_groups
+    return torch.tensor(sorted(head % size * recurrent.num_groups + head // size for head in own), device="cpu")
+
+
+def _rows_of(heads: Tensor, size: int) -> Tensor:
+    """Return the rows of heads of `size` rows each."""
+    return (heads[:, None] * size + torch.arange(size, device="cpu")).flatten()
+
+
+def _own(values: Tensor, order: Tensor | None) -> Tensor:
+    return values if order is None else values[order.to(values.device)]
+
+
+def _out_of_heads(
+    recurrent: RecurrentSpec, share: ShardWeights, stem: str, hidden: int, *, bias: bool = False
+) -> Projection:
+    """Return the last projection, of the outputs of the shard's heads."""
+    size, shard, shape = recurrent.head_size, share.shard, (hidden, recurrent.inner_size)
+    counts = tuple(count * size for count in shard.counts.states)
+    own = range(shard.states.start * size, shard.states.stop * size)
+    if shard.is_whole or not recurrent.tiled_heads:
+        return share.row_parallel(stem, shape, own, counts, bias=bias)
+    ends = list(accumulate(shard.counts.states, initial=0))
+    stored = torch.cat([_value_heads(recurrent, range(a, b)) for a, b in pairwise(ends)])
+    return share.by_rows(stem, shape, counts, bias=bias, order=_rows_of(stored, size).argsort())
+
+
 def _scaled(in_proj: Linear, recurrent: RecurrentSpec, heads: ScanHeads, device: torch.device) -> Projection:
-    """Return the projection with factors on z, x, B, C and dt, if the spec has any."""
+    """Return the projection with factors on z, x, B, C and dt, if the spec has any. heads: of the shard."""
     if all(factor == 1.0 for factor in recurrent.input_factors):
         return in_proj
     columns = heads.groups * heads.state_size
@@ -186,16 +242,19 @@ def _scaled(in_proj: Linear, recurrent: RecurrentSpec, heads: ScanHeads, device:
     return ScaledOutputs(in_proj, torch.cat(each).to(device))
 
 
-def _convolution(recurrent: RecurrentSpec, weights: TensorSource, stem: str) -> tuple[Tensor, Tensor | None]:
-    """Return the taps [channels, K] of a depthwise convolution, and its bias."""
+def _convolution(
+    recurrent: RecurrentSpec, weights: TensorSource, stem: str, own: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the taps [channels, K] of a depthwise convolution, and its bias. own: channels to take; None: all."""
     channels = recurrent.conv_channels
     taps = weights.values(f"{stem}.weight", (channels, recurrent.conv_kernel), dtype=torch.float32)
-    return taps, weights.take([f"{stem}.bias"], (channels,), dtype=torch.float32) if recurrent.conv_bias else None
+    bias = weights.take([f"{stem}.bias"], (channels,), dtype=torch.float32) if recurrent.conv_bias else None
+    return _own(taps, own), None if bias is None else _own(bias, own)
 
 
-def _rate(recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Tensor:
+def _rate(recurrent: RecurrentSpec, weights: TensorSource, prefix: str, own: Tensor | None) -> Tensor:
     """Return A [heads] fp32, below 0: the rate at which each head's state decays. In fp16, exp(A_log) may overflow."""
     shape = (recurrent.num_heads,)
     if weights.has(f"{prefix}A"):
-        return weights.values(f"{prefix}A", shape, dtype=torch.float32)
-    return -weights.take([f"{prefix}A_log"], shape, dtype=torch.float32).exp()
+        return _own(weights.values(f"{prefix}A", shape, dtype=torch.float32), own)
+    return -_own(weights.take([f"{prefix}A_log"], shape, dtype=torch.float32), own).exp()

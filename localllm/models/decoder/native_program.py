@@ -162,6 +162,15 @@ def open_native_program(
     return NativeProgram(model, cache, sources)
 
 
+def why_not_native(model: DecoderModel, cache: Sequence[LayerCache | None]) -> str:
+    """Return why a model has no list, whatever this machine has; empty: it has one."""
+    try:
+        _write(model, cache, ())
+    except NotSupportedNatively as reason:
+        return str(reason)
+    return ""
+
+
 def _library() -> Library:
     library = native()
     if library is None:

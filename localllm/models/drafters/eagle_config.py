@@ -100,16 +100,17 @@ def eagle_method(path: Path) -> EagleMethod | None:
     return "eagle3" if any(name.endswith("hidden_norm.weight") for name in stored) else "eagle"
 
 
+def why_no_eagle(target: ModelSpec) -> str:
+    """Return why no EAGLE drafter reads a model, as a sentence; empty: one can."""
+    return "" if target.altup is None else "Its layers work on several streams of each token."
+
+
 def read_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> EagleSpec:
     """Return the drafter's spec. Raises `DrafterMismatch` if it belongs to another model, `UnsupportedModel` for
     variants that are not supported, `CorruptModel`."""
     config = read_json_object(path / "config.json")
-    if target.altup is not None:
-        raise DrafterMismatch(
-            f"{target.architecture} runs without EAGLE drafters.",
-            "Its layers work on several streams of each token.",
-            "Leave out --draft.",
-        )
+    if why := why_no_eagle(target):
+        raise DrafterMismatch(f"{target.architecture} runs without EAGLE drafters.", why, "Leave out --draft.")
     nested = _object(config, "transformer_layer_config") or _object(config, "model")
     fields = {**config, **nested}
     try:

@@ -17,7 +17,7 @@ from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
 from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.fit.shard_sizes import Division
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
-from localllm.models.spec.shard import divides_by_heads, divides_by_layers, even_heads
+from localllm.models.spec.shard import divides_by_layers, even_heads
 from localllm.units import format_bytes
 
 GIB = 1024**3
@@ -258,21 +258,14 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         )
     if division.num_ranks == 1:
         return
-    if spec.implementation != "localllm":
-        raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
-    if spec.source is not None:
-        raise several_ranks_refused(spec.architecture, "The keys and values of its prompts are not divided over ranks.")
-    if spec.recurrent is not None:
-        raise several_ranks_refused(spec.architecture, "The states of its recurrent layers are not divided over ranks.")
-    if division.pipeline > 1 and not divides_by_layers(spec):
-        why = "Its layers read K and V of other layers, or per-layer embeddings of the tokens."
+    if why := why_no_ranks(spec) or (why_no_stages(spec) if division.pipeline > 1 else ""):
         raise several_ranks_refused(spec.architecture, why)
-    if division.tensor > 1 and not divides_by_heads(spec):
+    if division.pipeline > 1 and spec.recurrent is not None and spec.drafter is not None:
         raise UnsupportedOption(
-            f"--tensor-parallel-size is not supported for {spec.architecture}.",
-            "Its layers have different numbers of heads, or more parts than are divided.",
-            "--pipeline-parallel-size divides its layers." if divides_by_layers(spec) else "Leave the flag out.",
-            param="tensor_parallel_size",
+            f"A drafter of {spec.architecture} cannot be combined with --pipeline-parallel-size.",
+            "A recurrent state of an earlier stage cannot take back a wrong guess.",
+            "--tensor-parallel-size instead, or leave out --speculative and --draft.",
+            param="speculative",
         )
     if even_heads(spec, division.tensor) is None:
         raise _heads_refused(spec, division.tensor, num_gpus)
@@ -287,15 +280,40 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
     _require_layers(spec, division)
 
 
-def require_replicable(spec: ModelSpec) -> None:
-    """Raise `UnsupportedOption` for a model whose replicas have not been tested in processes of their own."""
-    why = "It runs through transformers' code." if spec.implementation != "localllm" else ""
-    why = why or ("It has recurrent layers." if spec.recurrent is not None else "")
-    why = why or ("It has an encoder." if spec.source is not None else "")
-    if why:
+def require_replicable(spec: ModelSpec, config: EngineConfig) -> None:
+    """Raise `UnsupportedOption` for a model whose replicas have not been tested in processes of their own, or whose
+    prompts cannot be handed from one replica to another."""
+    if config.prefill_replicas and spec.recurrent is not None:
+        what = f"--prefill-replicas is not supported for {spec.architecture}."
+        why = "It keeps recurrent states, which are not moved with the KV blocks."
+        raise UnsupportedOption(what, why, "Leave out --prefill-replicas.", param="prefill_replicas")
+    if why := why_no_replicas(spec):
         what = f"--data-parallel-size is not supported for {spec.architecture}."
         hint = "Start a server for each replica, and one with --upstream in front of them."
         raise UnsupportedOption(what, why, hint, param="data_parallel_size")
+
+
+def why_no_ranks(spec: ModelSpec) -> str:
+    """Return why a model runs on one device only, as a sentence; empty: it is divided by heads."""
+    if spec.implementation != "localllm":
+        return "It runs through transformers' code, which is not divided."
+    return "" if spec.source is None else "The keys and values of its prompts are not divided over ranks."
+
+
+def why_no_stages(spec: ModelSpec) -> str:
+    """Return why no pipeline can be cut between the layers of a model that is divided by heads; empty: one can."""
+    if spec.per_layer_input is not None or spec.kv_source:
+        reads = ["per-layer embeddings of the tokens"] if spec.per_layer_input is not None else []
+        reads = [*(["K and V of other layers"] if spec.kv_source else []), *reads]
+        return f"Its layers read {', and '.join(reads)}, which an earlier stage has."
+    return "" if divides_by_layers(spec) else "Its layers attend to keys that a layer of an earlier stage has chosen."
+
+
+def why_no_replicas(spec: ModelSpec) -> str:
+    """Return why a model does not run several times in processes of their own; empty: it does."""
+    if spec.implementation != "localllm":
+        return "It runs through transformers' code."
+    return "" if spec.source is None else "It has an encoder."
 
 
 def several_ranks_refused(architecture: str, why: str) -> UnsupportedOption:
@@ -328,12 +346,19 @@ def _require_layers(spec: ModelSpec, division: Division) -> None:
 
 def _heads_refused(spec: ModelSpec, size: int, num_gpus: int) -> ConfigError:
     works = [n for n in range(1, spec.num_heads + 1) if even_heads(spec, n) is not None]
-    kv = spec.num_heads if spec.latent is not None else spec.num_kv_heads
+    kv = min((heads for heads, _ in spec.layer_kv_shapes), default=spec.num_kv_heads)
+    kv = spec.num_heads if spec.latent is not None else kv
     whole = [n for n in works if n > 1 and kv % n == 0 and n <= kv]
-    group = spec.num_heads // spec.num_kv_heads
+    group = spec.num_heads // (1 if spec.latent is not None else kv)
     has = f"It has {spec.num_heads} heads"
     if spec.latent is None:
         has = f"It has {kv} KV {'group' if kv == 1 else 'groups'} of {group} {'head' if group == 1 else 'heads'}"
+    recurrent = spec.recurrent
+    if recurrent is not None and recurrent.num_groups:
+        states = recurrent.num_groups, recurrent.num_heads // recurrent.num_groups
+        has += (
+            f", and in its recurrent layers {states[0]} {'group' if states[0] == 1 else 'groups'} of {states[1]} heads"
+        )
     why = f"{has}; {ranges_in_words(works)} ranks work"
     why += f", {ranges_in_words(whole)} without repeated KV heads or idle time." if whole else "."
     if num_gpus:
@@ -353,8 +378,7 @@ def choose_kind(
     """Return tensor parallelism where these GPUs gain by it, else a pipeline, and why in one sentence."""
     size, links = len(gpus), connection(gpus)
     if even_heads(spec, size) is None:
-        why = f"{spec.num_kv_heads} KV heads cannot be divided by {size}"
-        why = why if divides_by_heads(spec) else "the layers of this model are not divided by heads"
+        why = f"its heads cannot be divided by {size}"
         return division_of(config, 1, size), f"Pipeline of {size} stages: {why}."
     times = exchange_times(spec, gpus, weights_bytes, size)
     if links in (NVLINK, PEERS) and (links == NVLINK if times is None else times[0] > times[1]):

@@ -188,7 +188,7 @@ class _Planner:
         num_gpus = 0 if self.config.device == "cpu" else len(self.hardware.gpus)
         require_possible(self.spec, division or division_of(self.config, 1, 1), num_gpus)
         if self.config.data_parallel_size > 1:
-            require_replicable(self.spec)
+            require_replicable(self.spec, self.config)
             if self.config.moves_experts and num_gpus:
                 raise _far_ranks(self.config.far_flag)
         if division is not None and division.num_ranks > 1:

@@ -59,7 +59,7 @@ from localllm.models.fit.shard_sizes import (
     split_model,
 )
 from localllm.models.formats.registry import quantization_in_words, quantization_notes
-from localllm.models.spec.model_spec import ModelSpec, kv_groups, state_bytes
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.models.spec.shard import Shard
 from localllm.models.vision.families import family_of
 from localllm.units import format_bytes, format_count
@@ -157,21 +157,28 @@ class PlanAttempt:
 
     def _add_states(self) -> None:
         """Choose the places of recurrent states, and fewer requests at once if theirs would take too much."""
-        size, asked = state_bytes(self.spec, self.dtype), self.config.max_num_seqs
-        length = self._least_context
-        left = self.budgets[0] - self.ranks[0].fixed_bytes(length)
-        left = left if self.gpu else int(left * CPU_KV_SHARE)
+        asked, length = self.config.max_num_seqs, self._least_context
+        fixed, sizes = [rank.fixed_bytes(length) for rank in self.ranks], [rank.bytes_per_state for rank in self.ranks]
+        left = [budget - own for budget, own in zip(self.budgets, fixed, strict=True)]
+        if self.gpu is None:  # all ranks share the memory
+            left, sizes = [int((self.budgets[0] - sum(fixed)) * CPU_KV_SHARE)], [sum(sizes)]
         num_blocks = self._num_blocks(self.config.max_model_len or self.spec.max_position)
-        found = state_places(left, size, asked, num_blocks, caches_prefixes=self.config.enable_prefix_caching)
-        if found.max_num_seqs < asked:
-            self.config = replace(self.config, max_num_seqs=found.max_num_seqs)
+        caches = self.config.enable_prefix_caching
+        found = [  # a stage of a pipeline may have no recurrent layer
+            state_places(room, size, asked, num_blocks, caches_prefixes=caches)
+            for room, size in zip(left, sizes, strict=True)
+            if size
+        ]
+        seqs = min(each.max_num_seqs for each in found)
+        if seqs < asked:
+            self.config = replace(self.config, max_num_seqs=seqs)
             self.notes.append(
-                f"{found.max_num_seqs} requests at once instead of {asked}: the recurrent state of one takes "
-                f"{format_bytes(size)}, and all states at most a quarter of the memory beside the weights."
+                f"{seqs} requests at once instead of {asked}: the recurrent state of one takes "
+                f"{format_bytes(sum(sizes))}, and all states at most a quarter of the memory beside the weights."
             )
-        self.num_places = found.num_places
-        self.split = self.split._replace(max_num_seqs=found.max_num_seqs)
-        self.inputs = self.inputs._replace(config=self.config, split=self.split, state_bytes=found.num_places * size)
+        self.num_places = min(each.num_places for each in found)
+        self.split = self.split._replace(max_num_seqs=seqs)
+        self.inputs = self.inputs._replace(config=self.config, split=self.split, num_places=self.num_places)
         self.ranks = self._rank_memories(self.shards)
 
     @property
@@ -243,7 +250,7 @@ class PlanAttempt:
             async_depth=2 if (self.gpu is not None if asked is None else asked) else 1,
             graph_bytes=sum(rank.graphs for rank in ranks),
             num_places=self.num_places,
-            state_bytes=inputs.state_bytes,
+            state_bytes=sum(rank.states for rank in ranks),
             sampler_bytes=sum(rank.sampler_bytes(max_model_len, num_blocks) for rank in ranks),
             is_measured=bool(self.measured),
             quantization=quantization_in_words(
@@ -384,7 +391,7 @@ class PlanAttempt:
     def _too_small(self, need: int, least: int) -> DoesNotFit:
         weights = sum(rank.weights(least) for rank in self.ranks)
         states = f", the recurrent states of {self.config.max_num_seqs} requests and their checkpoints "
-        states += format_bytes(self.inputs.state_bytes)
+        states += format_bytes(sum(rank.states for rank in self.ranks))
         return DoesNotFit(
             f"The model does not fit {self._place()}.",
             f"Weights need {format_bytes(weights)} in {self.dtype}{states if self.num_places else ''}, with one short "

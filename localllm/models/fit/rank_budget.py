@@ -43,12 +43,14 @@ class RankPlan:
     comm_bytes: int  # of the exchange between ranks; on a CPU mostly the rank's process
     free_bytes: int  # of the device; on a CPU all ranks share it
     reserve_bytes: int
+    state_bytes: int = 0  # of all places of its recurrent layers' states
     numa_node: int | None = None
 
     @property
     def total_bytes(self) -> int:
         """Bytes that the rank is expected to use."""
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+        step = self.activation_bytes + self.graph_bytes + self.comm_bytes
+        return self.weights_bytes + self.kv_bytes + self.state_bytes + step
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class PlanInputs(NamedTuple):
     batched_tokens: int
     resident_bytes: ResidentBytes
     split: KVSplit
-    state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
+    num_places: int = 0  # of recurrent states
     pictures: PictureSizes | None = None  # of each rank, which all encode; None: the tower is not loaded
     sources: SourceSizes | None = None  # of an encoder-decoder
     far_bytes: int = 0  # of `resident_bytes`, that are in RAM instead
@@ -175,6 +177,16 @@ class RankMemory:
         own = zip(self.inputs.split.blocks(num_blocks), sizes, strict=True)
         return sum(count * size for count, size in own) + num_blocks * drafter
 
+    @cached_property
+    def bytes_per_state(self) -> int:
+        """Bytes of one request's recurrent state on this rank."""
+        return state_bytes(self._spec, self.inputs.dtype)
+
+    @property
+    def states(self) -> int:
+        """Bytes of all places of recurrent states."""
+        return self.inputs.num_places * self.bytes_per_state
+
     def activations(self, max_model_len: int, num_blocks: int) -> int:
         """Return the most that a step holds with this context and cache."""
         if self.measured is not None:
@@ -196,14 +208,14 @@ class RankMemory:
         if drafter is not None and self.gpu is not None:
             rows = min(inputs.config.max_num_seqs, inputs.batched_tokens)
             features += rows * (drafter.spec.vocab_size + inputs.spec.vocab_size) * 4
-        recurrent, config = inputs.spec.recurrent, inputs.config
+        recurrent, config = self._spec.recurrent, inputs.config
         if recurrent is None or config.speculation.is_off:
             return features
         if self.gpu is not None:
             tokens = min(MOST_DRAFTED, config.max_num_seqs * 16, inputs.batched_tokens)
             width = (recurrent.conv_channels + 2 * recurrent.inner_size) * DTYPE_BYTES[inputs.dtype]
-            return features + tokens * width * len(inputs.spec.recurrent_layers)
-        return features + min(inputs.config.max_num_seqs, COPIED_STATES) * state_bytes(inputs.spec, inputs.dtype)
+            return features + tokens * width * len(self._spec.recurrent_layers)
+        return features + min(inputs.config.max_num_seqs, COPIED_STATES) * self.bytes_per_state
 
     def _graph_bytes(self) -> int:
         """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
@@ -229,7 +241,7 @@ class RankMemory:
         step = (
             self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len) + self._for_drafts
         )
-        return self.weights(max_model_len) + self.graphs + self.comm + step + self.inputs.state_bytes
+        return self.weights(max_model_len) + self.graphs + self.comm + step + self.states
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:
         """Return how many blocks of the main group fit into `budget` bytes besides everything else."""
@@ -244,7 +256,7 @@ class RankMemory:
         """Return the function from the size of the cache to all bytes of the rank with this context. A search for the
         largest cache calls it often, so what the cache does not change is summed once.
         """
-        rest = self.weights(max_model_len) + self.inputs.state_bytes + self.graphs + self.comm
+        rest = self.weights(max_model_len) + self.states + self.graphs + self.comm
         if self.measured is not None:
             rest += self.measured.activation_bytes
             return lambda num_blocks: rest + self.kv(num_blocks)
@@ -266,5 +278,6 @@ class RankMemory:
             comm_bytes=self.comm,
             free_bytes=free_bytes,
             reserve_bytes=reserve_bytes,
+            state_bytes=self.states,
             numa_node=self.gpu.place.numa_node if self.gpu else None,
         )

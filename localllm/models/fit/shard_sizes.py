@@ -25,7 +25,7 @@ from localllm.models.fit.balance import (
 )
 from localllm.models.formats.registry import method_of
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
-from localllm.models.spec.shard import VOCAB_UNIT, Shard, shards_of
+from localllm.models.spec.shard import VOCAB_UNIT, Shard, even_heads, shards_of
 from localllm.units import format_count
 
 PLAIN_UNIT = 32  # features per unit where nothing is quantised
@@ -105,12 +105,14 @@ def count_shard(spec: ModelSpec, shard: Shard, resident_bytes: float, dtype: str
     sizes = model_bytes(spec, resident_bytes, DTYPE_BYTES[dtype], dtype)
     repeats = _repeats_kv(spec, shard.size)
     head, fixed = _head_elements(spec, repeats_kv=repeats)
-    dense, own = _dense_layers(spec, shard.layers), len(shard.layers)
+    dense, mixed = _dense_layers(spec, shard.layers), _mixture_layers(spec, shard.layers)
+    attending = sum(map(spec.has_attention, shard.layers))
     heads = len(shard.heads) if repeats or spec.latent is not None else len(shard.kv_heads)
     experts = len(shard.experts) * len(shard.expert_features) + len(shard.shared_features)
-    features = dense * len(shard.features) + (own - dense) * experts
+    features = dense * len(shard.features) + mixed * experts
     tables = _count_tables(spec, shard.layers)
-    elements = own * (heads * head + fixed) + features * _feature_elements(spec)
+    elements = attending * (heads * head + fixed) + features * _feature_elements(spec)
+    elements += sum(_even_elements(spec, layer) for layer in shard.layers) / shard.size
     return math.ceil(elements * sizes.matrix + tables * len(shard.vocab) * spec.hidden_size * sizes.table)
 
 
@@ -158,13 +160,27 @@ def _sum(counts: Sequence[int]) -> str:
 
 
 def _layer_elements(spec: ModelSpec, layer: int) -> float:
-    head, fixed = _head_elements(spec, repeats_kv=False)
-    attention = fixed + head * (spec.num_heads if spec.latent is not None else spec.num_kv_heads)
-    mixture = spec.mixture
-    if mixture is None or not mixture.is_in(layer):
-        return attention + spec.intermediate_size * _feature_elements(spec)
-    experts = mixture.num_experts * mixture.intermediate_size + mixture.shared_size
-    return attention + experts * _feature_elements(spec)
+    elements = _even_elements(spec, layer)
+    if spec.has_attention(layer):
+        head, fixed = _head_elements(spec, repeats_kv=False)
+        elements += fixed + head * (spec.num_heads if spec.latent is not None else spec.num_kv_heads)
+    mixture, one = spec.mixture, range(layer, layer + 1)
+    if mixture is not None and _mixture_layers(spec, one):
+        features = mixture.num_experts * mixture.intermediate_size + mixture.shared_size
+        return elements + features * _feature_elements(spec)
+    return elements + _dense_layers(spec, one) * spec.intermediate_size * _feature_elements(spec)
+
+
+def _even_elements(spec: ModelSpec, layer: int) -> float:
+    """Return the elements of a layer that its ranks share evenly: of the matrices before and after a recurrence, and of
+    the table of per-layer embeddings."""
+    recurrent, further = spec.recurrent, spec.per_layer_input
+    elements = 0 if further is None else further.vocab_size * further.size
+    if recurrent is None or spec.layer_kind(layer) not in ("recurrent", "both"):
+        return elements
+    inputs = recurrent.conv_channels + recurrent.inner_size + 2 * recurrent.num_heads
+    inputs = 3 * recurrent.width if recurrent.kind == "short_conv" else inputs
+    return elements + spec.hidden_size * (inputs + recurrent.inner_size)
 
 
 def layer_multiplies(spec: ModelSpec, layer: int) -> tuple[float, float]:
@@ -198,7 +214,17 @@ def _head_elements(spec: ModelSpec, *, repeats_kv: bool) -> tuple[float, float]:
 
 
 def _dense_layers(spec: ModelSpec, layers: range) -> int:
-    return sum(spec.mixture is None or not spec.mixture.is_in(layer) for layer in layers)
+    """Return how many of the layers have a feed-forward part without experts."""
+    return sum(
+        (spec.topology != "single" or spec.layer_kind(layer) == "mlp")
+        and (spec.mixture is None or spec.mixture.beside_mlp or not spec.mixture.is_in(layer))
+        for layer in layers
+    )
+
+
+def _mixture_layers(spec: ModelSpec, layers: range) -> int:
+    """Return how many of the layers have experts."""
+    return sum(spec.mixture is not None and spec.mixture.is_in(layer) for layer in layers)
 
 
 def _count_tables(spec: ModelSpec, layers: range) -> int:
@@ -256,7 +282,8 @@ def _split_stage(
         counts = [sizes_of(part, proportional(part.num_units, division.shares)) for part in stage.parts]
     else:
         repeats = _repeats_kv(spec, size)
-        divisions = [_division_of_heads(spec, size, [d.bandwidth for d in devices])] if repeats else None
+        is_fixed = repeats or bool(spec.layer_kv_shapes)
+        divisions = [_division_of_heads(spec, size, [d.bandwidth for d in devices])] if is_fixed else None
         heads_of, counts, _, _ = solve_stage(devices, stage, context, divisions)
     return shards_of(spec, heads_of, layers=layers, **dict(zip(parts, counts, strict=True)))
 
@@ -269,6 +296,10 @@ def _division_of_heads(spec: ModelSpec, size: int, weights: Sequence[float]) -> 
     """Return heads in proportion to the weights; with more ranks than KV heads, query heads within each group."""
     if spec.latent is not None:
         return proportional(spec.num_heads, weights)
+    if spec.layer_kv_shapes:  # a rank's heads must not be in parts of several groups of any layer
+        heads = even_heads(spec, size)
+        assert heads is not None, "such a division is refused before"
+        return heads
     if not _repeats_kv(spec, size):
         return proportional(spec.num_kv_heads, weights)
     copies, group = size // spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
@@ -279,17 +310,17 @@ def _division_of_heads(spec: ModelSpec, size: int, weights: Sequence[float]) -> 
 def _parts(spec: ModelSpec, layers: range, division: Division, sizes: ModelBytes, unit: int) -> dict[str, RankPart]:
     """Return what can be divided finely, by the name that `shards_of` has for it; the vocabulary comes last."""
     size, mixture = division.tensor, spec.mixture
-    dense = _dense_layers(spec, layers)
+    dense, mixed = _dense_layers(spec, layers), _mixture_layers(spec, layers)
     each = _feature_elements(spec) * sizes.matrix
     parts = {}
     if mixture is not None and takes_whole_experts(spec, division, unit):
         width = mixture.intermediate_size
-        parts["experts"] = RankPart(mixture.num_experts, 1, (len(layers) - dense) * width * each)
+        parts["experts"] = RankPart(mixture.num_experts, 1, mixed * width * each)
     elif mixture is not None:
-        per_feature = (len(layers) - dense) * mixture.num_experts * each
+        per_feature = mixed * mixture.num_experts * each
         parts["expert_features"] = _part(mixture.intermediate_size, unit, size, per_feature)
     if mixture is not None and mixture.shared_size:
-        parts["shared_features"] = _part(mixture.shared_size, unit, size, (len(layers) - dense) * each)
+        parts["shared_features"] = _part(mixture.shared_size, unit, size, mixed * each)
     if dense:
         parts["features"] = _part(spec.intermediate_size, unit, size, dense * each)
     tables = _count_tables(spec, layers)
@@ -308,7 +339,9 @@ def _stage_bytes(
     spec: ModelSpec, layers: range, size: int, sizes: ModelBytes, parts: tuple[RankPart, ...]
 ) -> StageBytes:
     repeats = _repeats_kv(spec, size)
-    head, fixed = (n * len(layers) * sizes.matrix for n in _head_elements(spec, repeats_kv=repeats))
+    attending = sum(map(spec.has_attention, layers))
+    head, fixed = (n * attending * sizes.matrix for n in _head_elements(spec, repeats_kv=repeats))
+    fixed += sum(_even_elements(spec, layer) for layer in layers) * sizes.matrix / size
     token = sum(_layer_token_bytes(spec, sizes)[layers.start : layers.stop])
     if spec.latent is not None or repeats:
         return StageBytes(spec.num_heads, head, 0.0, fixed, token / spec.num_kv_heads, parts)

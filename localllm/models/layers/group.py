@@ -82,16 +82,21 @@ class PaddedInput:
 class GatheredInput:
     """A matrix that cannot be split by columns, and so is split by rows: it needs the inputs of all shards."""
 
-    __slots__ = ("first", "group", "linear", "num_rows", "sizes")
+    __slots__ = ("first", "group", "linear", "num_rows", "order", "sizes")
 
-    def __init__(self, linear: Projection, group: Group, sizes: Sequence[int], first: int, num_rows: int) -> None:
-        """sizes: inputs of each shard. first: this shard's first row of the num_rows rows of the whole matrix."""
+    def __init__(
+        self, linear: Projection, group: Group, sizes: Sequence[int], first: int, num_rows: int,
+        order: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """sizes: inputs of each shard. first: this shard's first row of the num_rows rows of the whole matrix. order:
+        where each of the matrix's inputs is among the shards'; None: in the same order."""
         self.linear, self.group, self.sizes = linear, group, tuple(sizes)
-        self.first, self.num_rows = first, num_rows
+        self.first, self.num_rows, self.order = first, num_rows, order
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
         """Return [T, num_rows]: zeros in the rows of other shards."""
-        y = self.linear(self.group.gather(x, self.sizes), first_row)
+        gathered = self.group.gather(x, self.sizes)
+        y = self.linear(gathered if self.order is None else gathered[:, self.order], first_row)
         return F.pad(y, (self.first, self.num_rows - self.first - y.shape[1]))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.gated import ACTIVATIONS, gated
 from localllm.kernels.rms_norm import normed
-from localllm.models.layers.group import Projection
+from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.native_writer import Buffer, Writer
 
@@ -33,14 +33,23 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations that may write into their input."""
 
 
-def sparse_gated(activation: str, share: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def sparse_gated(
+    activation: str, share: float, dtype: torch.dtype, shared: tuple[Group, int] | None = None
+) -> Callable[[Tensor], Tensor]:
     """Return a gated activation whose gate is cut off where about `share` of a normal distribution is below (Gemma 3n):
-    act(relu(gate - mean - deviations * std)) * up, statistics over a row."""
+    act(relu(gate - mean - deviations * std)) * up, statistics over a row. shared: the shards among which a row is
+    divided, and its width over all of them."""
     deviations = float(torch.tensor(NormalDist().inv_cdf(share), dtype=dtype, device="cpu"))  # trained with it rounded
 
     def compute(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        std, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
+        if shared is None:
+            std, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
+        else:
+            (group, width), wide = shared, gate.double()  # a difference of two large sums follows
+            sums = group.sum_(torch.stack((wide.sum(-1), wide.square().sum(-1)), -1)).div_(width)
+            mean, square = sums.split(1, -1)
+            std, mean = (square - mean.square()).clamp_min_(0).sqrt_().float(), mean.float()
         gate = torch.relu_(gate - std.mul_(deviations).add_(mean).to(gate.dtype))
         return UNGATED[activation](gate).mul_(up)
 

@@ -27,6 +27,7 @@ from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import LEAST_SUM, route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.disk import DiskMatrices
+from localllm.models.layers.group import Group
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.native_writer import ACTIVATIONS, Buffer, NotSupportedNatively, Writer, sizes
@@ -256,17 +257,20 @@ class ExpertsOfStream:
     """A mixture that reads the residual stream and norms it for itself, once for the router and once for the experts
     (Gemma 4)."""
 
-    __slots__ = ("mixture", "norm", "post_norm", "router_norm")
+    __slots__ = ("group", "mixture", "norm", "post_norm", "router_norm")
 
     def __init__(
-        self, mixture: MoE, router_norm: RMSNorm, norm: RMSNorm | LayerNorm, post_norm: RMSNorm | LayerNorm
-    ) -> None:
+        self, mixture: MoE, router_norm: RMSNorm, norm: RMSNorm | LayerNorm, post_norm: RMSNorm | LayerNorm,
+        group: Group,
+    ) -> None:  # fmt: skip
+        """group: the shards whose mixtures are added up before the last norm."""
         self.mixture, self.router_norm, self.norm, self.post_norm = mixture, router_norm, norm, post_norm
+        self.group = group
 
     def __call__(self, residual: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map the stream [T, H] to a fresh tensor [T, H]; the stream is not changed."""
         out = self.mixture(self.norm(residual), slot_mapping, router_input=self.router_norm(residual))
-        return self.post_norm(out)
+        return self.post_norm(self.group.sum_(out))
 
     def write(self, writer: Writer, target: Buffer) -> None:
         """Write the operations, whose normed output is added to `target`."""

@@ -27,7 +27,7 @@ from localllm.kernels.gated_delta import gated_delta
 from localllm.kernels.gated_norm import gated_norm
 from localllm.kernels.layer_cache import LayerState, StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
-from localllm.models.layers.group import Projection
+from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.native_writer import Buffer, Writer
 
@@ -171,25 +171,49 @@ class ScanHeads(NamedTuple):
         return [self.width, self.width + 2 * self.groups * self.state_size, self.heads]
 
 
+class SplitGroups(NamedTuple):
+    """The groups of a norm whose heads are on several shards."""
+
+    group: Group
+    num_groups: int  # of all shards
+    own: int  # the one that this shard has a part of
+    size: int  # numbers of a group over all shards
+
+    def gated_norm(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        """Return the gated norm of y [T, 1, own numbers], as kernels/gated_norm.py defines it for whole groups: the
+        sums of squares are added up in fp32. weight: [own numbers] fp32."""
+        opened = F.silu(gate.float())
+        x = y.float().mul_(opened) if gate_first else y.float()
+        squares = x.new_zeros((len(x), self.num_groups))
+        squares[:, self.own] = x.square().sum((1, 2))
+        self.group.sum_(squares)
+        inverse = squares[:, self.own].div(self.size).add_(eps).rsqrt_()
+        x = x.mul(inverse[:, None, None]).mul_(weight)
+        return (x if gate_first else x.mul_(opened)).to(y.dtype)
+
+
 class Mamba2:
     """The state has a conv tensor of the channels [x | B | C], and a matrix [heads, head_dim, state_size]."""
 
     __slots__ = (
-        "bias", "dt_bias", "eps", "gate_first", "heads", "in_proj", "limits", "norm", "out", "rate", "skip", "weight",
+        "bias", "dt_bias", "eps", "exchange", "gate_first", "heads", "in_proj", "limits", "norm", "out", "rate", "skip",
+        "weight",
     )  # fmt: skip
 
     def __init__(
         self, in_proj: Projection, weight: Tensor, bias: Tensor | None, rate: Tensor, dt_bias: Tensor, skip: Tensor,
         norm: Tensor | None, eps: float, out: Projection, heads: ScanHeads, *,
-        limits: tuple[float, float] = NO_LIMITS, gate_first: bool = True,
+        limits: tuple[float, float] = NO_LIMITS, gate_first: bool = True, exchange: SplitGroups | None = None,
     ) -> None:  # fmt: skip
         """in_proj: outputs [z | x | B | C | dt].
 
         weight [channels, K] or [channels, 1, K], bias [channels]: the convolution's, as stored. rate [heads]:
         -exp(A_log) in fp32. skip [heads]: D. norm [width]: the weight of the norm; None: there is a gate only. limits:
-        of the time step after its softplus, `time_step_limit`. gate_first: the gate comes before the norm.
+        of the time step after its softplus, `time_step_limit`. gate_first: the gate comes before the norm. exchange:
+        of a shard that holds a part of a group.
         """
         self.in_proj, self.out, self.heads, self.eps, self.limits = in_proj, out, heads, eps, limits
+        self.exchange = exchange
         self.gate_first, self.norm = gate_first, None if norm is None else norm.float().contiguous()
         self.weight = as_taps(weight)
         self.bias = None if bias is None else bias.float()
@@ -203,6 +227,8 @@ class Mamba2:
         y, z = (each.view(tokens, heads.groups, -1) for each in (y, z))
         if self.norm is None:
             gated = y.mul_(F.silu(z.float()))
+        elif self.exchange is not None:
+            gated = self.exchange.gated_norm(y, z, self.norm, self.eps, gate_first=self.gate_first)
         else:
             gated = gated_norm(y, z, self.norm, self.eps, gate_first=self.gate_first)
         return self.out(gated.view(tokens, -1))

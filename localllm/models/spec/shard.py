@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups
+from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_shape
 
 VOCAB_UNIT = 64
 """Rows of the vocabulary per unit: the sampler draws from groups of so many ids."""
@@ -29,6 +29,7 @@ class ShardCounts:
     features: tuple[int, ...]
     shared_features: tuple[int, ...]
     vocab: tuple[int, ...]
+    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class Shard:
     experts: range = range(0)  # whole experts, with expert_features of each
     expert_features: range = range(0)
     shared_features: range = range(0)  # of the shared expert
+    states: range = range(0)  # heads of a recurrent part, group after group; of a short convolution its channels
+    state_groups: range = range(
+        0
+    )  # the groups of these heads; where shards outnumber groups, several hold the same one
 
     @property
     def is_whole(self) -> bool:
@@ -67,6 +72,7 @@ def shards_of(
     experts: Sequence[int] | None = None,
     expert_features: Sequence[int] | None = None,
     shared_features: Sequence[int] | None = None,
+    states: Sequence[int] | None = None,
     layers: range | None = None,
 ) -> list[Shard]:
     """Return the shards of one stage, from the count of each kind per shard.
@@ -74,7 +80,8 @@ def shards_of(
     kv_heads: KV heads per shard, their sum num_kv_heads; for latent attention query heads, their sum num_heads. With
     more shards than KV heads: query heads per shard, their sum num_heads, none of them crossing from one KV head to
     the next. Counts left out are as even as possible. experts: whole experts per shard; None: each shard has
-    expert_features of all of them.
+    expert_features of all of them. states: of recurrent layers, groups per shard, or with more shards than groups heads
+    per shard, as for kv_heads; of a short convolution channels.
     Every shard needs a part of each kind but the vocabulary: a part without features could not exchange its inputs, and
     would refuse adapters. Raises `ValueError` if one has none, or if counts do not add up.
     """
@@ -92,12 +99,21 @@ def shards_of(
     dense = _ranges(spec.intermediate_size, features or even(spec.intermediate_size, size))
     shared = _ranges(shared_size, shared_features or even(shared_size, size))
     rows = _ranges(spec.vocab_size, vocab or even(spec.vocab_size, size, VOCAB_UNIT), needs_some=False)
-    counts = ShardCounts(*(tuple(len(own) for own in kind) for kind in (heads, dense, shared, rows)))
+    recurrent, own_states, groups = spec.recurrent, list[range](), [range(0)] * size
+    given = states or even_states(spec, size)
+    if recurrent is not None and given is not None:
+        inner = recurrent.num_heads, recurrent.num_groups
+        is_grouped = recurrent.kind != "short_conv"
+        own_states, groups = _grouped_ranges(*inner, given) if is_grouped else (_ranges(recurrent.width, given), groups)
+    counts = ShardCounts(*(tuple(len(own) for own in kind) for kind in (heads, dense, shared, rows, own_states)))
     stage = range(spec.num_layers) if layers is None else layers
     return [
-        Shard(i, size, stage, heads[i], kv[i], dense[i], rows[i], counts, own_experts[i], own_features[i], shared[i])
+        Shard(
+            i, size, stage, heads[i], kv[i], dense[i], rows[i], counts, own_experts[i], own_features[i], shared[i],
+            *((own_states[i], groups[i]) if own_states else ()),
+        )
         for i in range(size)
-    ]
+    ]  # fmt: skip
 
 
 def drafter_shard(spec: ModelSpec, target: Shard) -> Shard:
@@ -130,31 +146,44 @@ def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
     """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by this number of shards.
 
     Up to num_kv_heads shards take whole KV heads. More than that must be a multiple of num_kv_heads, and each takes a
-    part of one KV head's query heads. Models with recurrent layers, and models whose layers differ in their heads, are
-    not divided by heads.
+    part of one KV head's query heads. Where layers differ in their KV heads, the fewest of them count. The heads of a
+    recurrent part are divided in the same way, by their groups.
     """
-    if size > 1 and not divides_by_heads(spec):
+    if spec.recurrent is not None and even_states(spec, size) is None:
         return None
     if spec.latent is not None:
         return even(spec.num_heads, size) if size <= spec.num_heads else None
-    if size <= spec.num_kv_heads:
-        return even(spec.num_kv_heads, size)
-    group = spec.num_heads // spec.num_kv_heads
-    copies, rest = divmod(size, spec.num_kv_heads)
-    return None if rest or copies > group else even(group, copies) * spec.num_kv_heads
+    fewest = min((heads for heads, _ in spec.layer_kv_shapes), default=spec.num_kv_heads)
+    if fewest == spec.num_kv_heads or size > spec.num_kv_heads:
+        return _even_groups(spec.num_heads, spec.num_kv_heads, size)
+    counts = _even_groups(spec.num_kv_heads, fewest, size)
+    return counts if counts is None or size > fewest else [count * spec.num_kv_heads // fewest for count in counts]
 
 
-def divides_by_heads(spec: ModelSpec) -> bool:
-    """Return whether tensor parallelism can give each rank the same share of every layer: not of hybrids, whose states
-    are not divided yet, and not of Gemma 3n and 4."""
-    return spec.recurrent is None and spec.topology not in ("gemma3n", "gemma4")
+def even_states(spec: ModelSpec, size: int) -> list[int] | None:
+    """Return the most even counts of recurrent groups or heads for `shards_of`; None: there are none, or they cannot be
+    divided by this number of shards."""
+    recurrent = spec.recurrent
+    if recurrent is None or recurrent.kind == "module":
+        return None
+    if recurrent.kind == "short_conv":
+        return _aligned(recurrent.width, size) if size <= recurrent.width else None
+    return _even_groups(recurrent.num_heads, recurrent.num_groups, size)
+
+
+def _even_groups(heads: int, groups: int, size: int) -> list[int] | None:
+    """Divide groups of heads evenly; with more parts than groups, heads within each group."""
+    if size <= groups:
+        return even(groups, size)
+    copies, rest = divmod(size, groups)
+    return None if rest or copies > heads // groups else even(heads // groups, copies) * groups
 
 
 def divides_by_layers(spec: ModelSpec) -> bool:
-    """Return whether a pipeline can be cut between any two layers: none keeps states, reads the K and V of another
-    layer, attends to the keys that another one has chosen, or has an embedding that the first stage looks up."""
+    """Return whether a pipeline can be cut between any two layers: none reads the K and V of another layer, attends to
+    the keys that another one has chosen, or has an embedding that the first stage looks up."""
     chooses = spec.index is None or all(spec.index.layers)
-    return spec.recurrent is None and not spec.kv_source and spec.per_layer_input is None and chooses
+    return not spec.kv_source and spec.per_layer_input is None and chooses
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -164,6 +193,13 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """
     own = slice(shard.layers.start, shard.layers.stop)
     kv_heads = len(shard.kv_heads)
+    held = [  # none or some of a group's layers, and of them all or some KV heads
+        group._replace(
+            layers=tuple(layer - own.start for layer in group.layers if layer in shard.layers),
+            num_kv_heads=len(_groups_of(shard.heads, spec.num_heads, group.num_kv_heads)),
+        )
+        for group in kv_groups(spec)
+    ]
     mixture = spec.mixture
     if mixture is not None:
         mixture = replace(
@@ -172,12 +208,19 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
             shared_size=len(shard.shared_features),
             layers=mixture.layers[own],
         )
+    recurrent = spec.recurrent
+    if recurrent is not None:
+        heads, groups = len(shard.states), len(shard.state_groups)
+        recurrent = (
+            replace(recurrent, num_heads=heads, num_groups=groups) if groups else replace(recurrent, width=heads)
+        )
     latent = spec.latent
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, layers=latent.index.layers[own]))
     return replace(
         spec,
         latent=latent,
+        recurrent=recurrent,
         num_layers=len(shard.layers),
         num_heads=len(shard.heads),
         num_kv_heads=kv_heads,
@@ -185,35 +228,51 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
         layer_kinds=spec.layer_kinds[own],
-        layer_kv_shapes=spec.layer_kv_shapes[own],
+        layer_kv_shapes=tuple(
+            (len(kv_heads_of(spec, shard, layer)), dim)
+            for layer, (_, dim) in list(enumerate(spec.layer_kv_shapes))[own]
+        ),
         layer_values_from_keys=spec.layer_values_from_keys[own],
-        layer_widths=spec.layer_widths[own],
-        held_groups=tuple(_held_group(group, shard) for group in kv_groups(spec)),
+        layer_widths=tuple(len(in_width(shard.features, spec, width)) for width in spec.layer_widths[own]),
+        layer_sparsity=spec.layer_sparsity[own],
+        held_groups=tuple(held),
         mixture=mixture,
     )
 
 
-def _held_group(group: KVGroup, shard: Shard) -> KVGroup:
-    """Return what a rank holds of a group: none or some of its layers, and of them all or some KV heads."""
-    held = tuple(layer - shard.layers.start for layer in group.layers if layer in shard.layers)
-    return group._replace(
-        layers=held, num_kv_heads=group.num_kv_heads if len(shard.counts.heads) == 1 else len(shard.kv_heads)
-    )
+def kv_heads_of(spec: ModelSpec, shard: Shard, layer: int) -> range:
+    """Return the KV heads of a layer that the shard's query heads read."""
+    return _groups_of(shard.heads, spec.num_heads, kv_shape(spec, layer)[0])
+
+
+def in_width(features: range, spec: ModelSpec, width: int) -> range:
+    """Return the features of a feed-forward part of another width than intermediate_size, in the same proportion."""
+    return range(*(end * width // spec.intermediate_size for end in (features.start, features.stop)))
+
+
+def _groups_of(heads: range, num_heads: int, num_groups: int) -> range:
+    size = num_heads // num_groups
+    return range(heads.start // size, (heads.stop - 1) // size + 1)
 
 
 def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:
     """Return each shard's query heads and KV heads."""
     if spec.latent is not None:
         return _ranges(spec.num_heads, counts), [range(1)] * len(counts)
-    group = spec.num_heads // spec.num_kv_heads
-    if len(counts) <= spec.num_kv_heads:
-        kv = _ranges(spec.num_kv_heads, counts)
-        return [range(own.start * group, own.stop * group) for own in kv], kv
-    heads = _ranges(spec.num_heads, counts)
-    kv = [range(own.start // group, (own.stop - 1) // group + 1) for own in heads]
-    if any(len(own) != 1 for own in kv):
-        raise ValueError(f"a shard's query heads {list(counts)} would read several of {spec.num_kv_heads} KV heads")
-    return heads, kv
+    return _grouped_ranges(spec.num_heads, spec.num_kv_heads, counts)
+
+
+def _grouped_ranges(num_heads: int, num_groups: int, counts: Sequence[int]) -> tuple[list[range], list[range]]:
+    """Return each shard's heads and the groups that they are in: KV heads, or the groups of a recurrent part."""
+    group = num_heads // num_groups
+    if len(counts) <= num_groups:
+        own_groups = _ranges(num_groups, counts)
+        return [range(own.start * group, own.stop * group) for own in own_groups], own_groups
+    heads = _ranges(num_heads, counts)
+    own_groups = [_groups_of(own, num_heads, num_groups) for own in heads]
+    if any(len(own) != 1 for own in own_groups):
+        raise ValueError(f"a shard's heads {list(counts)} would be in several of {num_groups} groups")
+    return heads, own_groups
 
 
 def _ranges(total: int, counts: Sequence[int], *, needs_some: bool = True) -> list[range]:

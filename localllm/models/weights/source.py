@@ -173,17 +173,21 @@ class ShardWeights:
             return self.source.linear([stem], shape, bias=bias)
         held = self.source.widened(stem, own, shape[1])
         if held is None:
-            return self._by_rows(stem, shape, counts, bias=bias)
+            return self.by_rows(stem, shape, counts, bias=bias)
         linear = self.source.linear([stem], shape, bias=bias and own.start == 0, columns=held)
         return linear if held == own else PaddedInput(linear, own.start - held.start, held.stop - own.stop)
 
-    def _by_rows(self, stem: str, shape: tuple[int, int], counts: tuple[int, ...], *, bias: bool) -> Projection:
+    def by_rows(
+        self, stem: str, shape: tuple[int, int], counts: tuple[int, ...], *, bias: bool, order: Tensor | None = None
+    ) -> Projection:
+        """Return the layer that maps the inputs of all shards to this shard's rows. order [K] int64: where each input
+        of the matrix is among the inputs of all shards; None: at the same place."""
         rows = even(shape[0], self.shard.size)
         first = sum(rows[: self.shard.index])
-        order = torch.arange(first, first + rows[self.shard.index], device="cpu")
-        return GatheredInput(
-            self.source.linear([stem], shape, bias=bias, order=order), self.group, counts, first, shape[0]
-        )
+        own = torch.arange(first, first + rows[self.shard.index], device="cpu")
+        linear = self.source.linear([stem], shape, bias=bias, order=own)
+        order = None if order is None else order.to(self.source.device)
+        return GatheredInput(linear, self.group, counts, first, shape[0], order)
 
 
 def stacked_rows(own: range, size: int, copies: int = 1) -> Tensor | None:
