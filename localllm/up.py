@@ -25,7 +25,7 @@ from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.fleet.replicas import build_replicas
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
-from localllm.machine.memory import limit_arenas, paused_collection
+from localllm.machine.memory import limit_arenas, permanent_objects
 from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.manager import ModelManager
@@ -90,7 +90,7 @@ def up(
     limit_arenas()
     faults = FaultLog(fault_path(settings.server.port))
     with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
-        with paused_collection():
+        with permanent_objects():
             serving = _Serving(settings, announcer, address, started_s, faults)
         if can_restart:
             serving.server.app.state["restart"] = serving.restart

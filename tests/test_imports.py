@@ -39,13 +39,75 @@ def test_a_module_of_the_server_is_imported_without_torch(module: str) -> None:
     assert not HEAVY & modules_after(f"import {module}")
 
 
-def test_the_application_is_created_without_torch() -> None:
-    program = """
+APPLICATION = """
 from localllm.config.resolve import resolve
 from localllm.serving.manager import ModelManager
 from localllm.web.app import create_app
 create_app(ModelManager(), resolve({}))"""
-    assert not HEAVY & modules_after(program)
+MOST_MODULES_OF_THE_APPLICATION = 1330
+MOST_MODULES_OF_TORCH = 1150
+"""Of torch 2.13: 1,109 without what its compiler needs, 1,124 with it. Newer ones may have more."""
+
+
+def test_the_application_is_created_without_torch_and_from_a_bounded_number_of_modules() -> None:
+    """Importing modules is more than half of the time until the first page."""
+    found = modules_after(APPLICATION)
+    assert not HEAVY & found
+    assert len(found) <= MOST_MODULES_OF_THE_APPLICATION
+
+
+SHORT_TORCH = """
+import sys
+from localllm.machine.processes import ShortTorchImport
+short = ShortTorchImport()
+assert short.install()
+import torch
+left_out = sys.modules["torch._meta_registrations"]
+assert left_out.__spec__.origin == "left out" and short in sys.meta_path
+"""
+
+
+def test_a_server_imports_torch_without_what_describes_operations_to_its_compiler() -> None:
+    found = modules_after(SHORT_TORCH + "assert torch.ones(2, 3).matmul(torch.ones(3, 2)).sum() == 12")
+    assert not {"torch._dynamo", "torch._inductor", "transformers"} & found
+    assert len(found) <= MOST_MODULES_OF_TORCH
+
+
+@pytest.mark.parametrize(
+    "asks", ["left_out.meta_mm", "import torch._dynamo", "torch._meta_registrations.meta_mm", "short.complete()"]
+)
+def test_what_was_left_out_of_torch_is_imported_once_something_needs_it(asks: str) -> None:
+    modules_after(f"""{SHORT_TORCH}
+{asks}
+assert short not in sys.meta_path
+whole = sys.modules["torch._meta_registrations"]
+assert whole is not left_out and callable(whole.meta_mm) and torch._meta_registrations is whole
+torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*torch.ones(3, 1, 2, 4, 8, device="meta"))""")
+
+
+def test_torch_is_imported_whole_where_it_was_imported_before_or_was_asked_to_be() -> None:
+    modules_after("""
+import sys
+from localllm.machine.processes import ShortTorchImport
+short = ShortTorchImport()
+short.install()
+short.complete()
+import torch
+assert callable(sys.modules["torch._meta_registrations"].meta_mm)
+assert not ShortTorchImport().install() and not any(isinstance(each, ShortTorchImport) for each in sys.meta_path)""")
+
+
+def test_torchs_library_is_loaded_beside_the_imports_of_the_server() -> None:
+    modules_after("""
+import sys
+from localllm.machine.processes import preload_torch_library
+thread = preload_torch_library()
+assert (thread is not None) == (sys.platform == "linux")
+if thread is not None:
+    thread.join()
+    assert "libtorch_cpu" in open("/proc/self/maps").read() and "torch" not in sys.modules
+    import torch
+    assert torch.ones(4).sum() == 4""")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["--version"], ["nonsense"]])

@@ -50,8 +50,15 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
-    from localllm.machine.memory import paused_collection
-    from localllm.machine.processes import can_restart, restart, set_thread_environment, was_restarted
+    from localllm.machine.memory import permanent_objects
+    from localllm.machine.processes import (
+        ShortTorchImport,
+        can_restart,
+        preload_torch_library,
+        restart,
+        set_thread_environment,
+        was_restarted,
+    )
     from localllm.machine.systemd import inherited_socket
 
     environ, again = dict(os.environ), was_restarted()
@@ -66,13 +73,16 @@ def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
     if passed is not None:  # keys, host names and the log depend on the address of the socket
         settings = replace(settings, server=settings.server.at(passed.getsockname()[:2]))
     set_thread_environment()
+    ShortTorchImport().install()
+    if settings.server.load_at_start:
+        preload_torch_library()
     talks = at_terminal and not options.json
     open_log_file = set_up_logging(settings, quiet=talks or options.json)
     for sentence in unknown_variables(environ):
         log.warning("%s", sentence)
     if passed is not None:
         log.info("socket of systemd host=%s port=%d", settings.server.host, settings.server.port)
-    with paused_collection():
+    with permanent_objects():
         from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, ServiceAnnouncer, TerminalAnnouncer
         from localllm.up import up as go_up
 

@@ -52,6 +52,16 @@ def paused_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def permanent_objects() -> Iterator[None]:
+    """Collect no garbage while the block imports or makes what lives as long as this process, and never visit these
+    objects again. Use it before requests: what is garbage at its end, and refers to itself, is kept.
+    """
+    with paused_collection():
+        yield
+        gc.freeze()
+
+
 @cache
 def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""Processes of localllm: their compute threads and processors, the life of a child, and a restart in place.
+"""Processes of localllm: their compute threads, how they import torch, the life of a child, and a restart in place.
 
 libgomp reads the environment variables of compute threads once, when torch loads it. So they are set before torch is
 imported, on the command line and in the offline API. Values that the user has set stay.
@@ -6,17 +6,23 @@ imported, on the command line and in the offline API. Values that the user has s
 A process may restart itself only if no other program expects it to start differently. A service of systemd may not:
 systemd's watchdog is already counting, and would end the new server while it loads a large model. Neither may a process
 on Windows, where a process cannot be replaced.
-Does not know: torch, what a process does, who asks.
+Does not know: what a process does, who asks.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, MutableMapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from localllm.machine.hardware import count_cores
@@ -80,6 +86,70 @@ def set_thread_environment(environ: MutableMapping[str, str] | None = None) -> N
     environ.setdefault("OMP_NUM_THREADS", str(count_cores()))
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+class ShortTorchImport(MetaPathFinder):
+    """Imports torch without the module that describes its operations to its compiler (`torch._meta_registrations`, a
+    quarter of the processor time of the import). A server computes without it. It is imported once something asks for
+    one of its names, or before a package of `NEED_IT` is imported.
+
+    For a process that is ours alone: not for the library, whose caller may compile.
+    """
+
+    LEFT_OUT = "torch._meta_registrations"
+    NEED_IT = frozenset({"torch._dynamo", "torch._inductor", "transformers", "torchao"})
+
+    def install(self) -> bool:
+        """Return False if torch is imported already."""
+        if "torch" in sys.modules:
+            return False
+        sys.meta_path.insert(0, self)
+        return True
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == self.LEFT_OUT:
+            return ModuleSpec(name, self, origin="left out")  # type: ignore[arg-type]  # a loader by its two methods
+        if name in self.NEED_IT:
+            self.complete()
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def from_complete(name: str) -> object:
+            if name.startswith("__"):  # asked by the import system itself
+                raise AttributeError(name)
+            self.complete()
+            return getattr(sys.modules[self.LEFT_OUT], name)
+
+        vars(module)["__getattr__"] = from_complete
+
+    def complete(self) -> None:
+        """Import what was left out. Nothing happens if torch is not imported yet, except that it will be whole."""
+        if self not in sys.meta_path:
+            return
+        sys.meta_path.remove(self)
+        if sys.modules.pop(self.LEFT_OUT, None) is not None:
+            importlib.import_module(self.LEFT_OUT)
+
+
+def preload_torch_library() -> threading.Thread | None:
+    """Load torch's largest library in a thread, which is a sixth of importing torch and needs no Python: the call of
+    the system's `dlopen` lets other threads run. Return None if torch is not installed, or not on Linux.
+
+    Threads of OpenMP read their environment when the library is loaded: call `set_thread_environment` before.
+    """
+    found = find_spec("torch") if sys.platform == "linux" else None
+    if found is None or found.origin is None:
+        return None
+    library = Path(found.origin).parent / "lib" / "libtorch_cpu.so"
+    load = ctypes.CDLL(None).dlopen
+    load.restype = ctypes.c_void_p
+    flags = os.RTLD_NOW | os.RTLD_LOCAL  # a failure is left to the import, which has words for it
+    thread = threading.Thread(target=load, args=(os.fsencode(library), flags), name="preload", daemon=True)
+    thread.start()
+    return thread
 
 
 RESTARTED = "LOCALLLM_RESTARTED"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.machine.bandwidth import probed, with_kept_speeds
-from localllm.machine.memory import paused_collection
+from localllm.machine.memory import paused_collection, permanent_objects
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import LoadLimits
 
@@ -30,9 +30,10 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
     from localllm.machine.hardware import read_hardware
 
     with report_phase("torch", on_phase) as report:
-        if "torch" not in sys.modules:
+        is_first = "torch" not in sys.modules
+        if is_first:
             report("importing torch")
-        with paused_collection():
+        with permanent_objects() if is_first else paused_collection():
             import torch
 
             from localllm.runner.device_memory import empty_cache

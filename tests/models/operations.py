@@ -24,6 +24,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeExperts,
     NativeGatedDelta,
     NativeGatedNorm,
+    NativeHeadProducts,
     NativeLowRank,
     NativeMatrix,
     NativeNorm,
@@ -151,6 +152,15 @@ def _low_rank(operation: NativeOperation, row: int, outputs: int) -> Array:
     return total
 
 
+def _heads(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    h = NativeHeadProducts.from_address(operation.heads)
+    weights = _floats(h.weights, h.heads * h.outputs * h.inputs).reshape(h.heads, h.outputs, h.inputs)
+    for head, weight in enumerate(weights):
+        x = _floats(operation.x + 4 * (row * operation.x_stride + head * h.x_head_stride), h.copied + h.inputs)
+        y = _floats(operation.y + 4 * (row * operation.y_stride + head * h.y_head_stride), h.copied + h.outputs)
+        y[:] = np.concatenate((x[: h.copied], weight.astype(np.float64) @ x[h.copied :]))
+
+
 def _gate(operation: NativeOperation, row: int, _: NativeRow) -> None:
     _put(operation, row, _gate_times_up(operation.activation, _row(operation, row, 2 * operation.matrix.outputs)))
 
@@ -168,7 +178,10 @@ def _add(operation: NativeOperation, row: int, _: NativeRow) -> None:
 
 def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     a = ctypes.cast(operation.attention, ctypes.POINTER(NativeAttention)).contents
-    kinds = {HeadsMade.QKV: 2, HeadsMade.QK: 1, HeadsMade.Q: 0}[HeadsMade(a.made)]
+    if a.made == HeadsMade.LATENT:
+        a = NativeAttention.from_buffer_copy(a)
+        a.kv_heads = 1  # its parts are for threads
+    kinds = {HeadsMade.QKV: 2, HeadsMade.QK: 1, HeadsMade.Q: 0, HeadsMade.LATENT: 1}[HeadsMade(a.made)]
     x = _row(operation, row, (a.heads + kinds * a.kv_heads) * a.head_dim).reshape(-1, a.head_dim)
     x = x.clip(-a.clip, a.clip) if a.clip else x
     turning, v = x[: a.heads + min(kinds, 1) * a.kv_heads], x[-a.kv_heads :]
@@ -181,7 +194,8 @@ def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     caches = [_floats(c, a.kv_heads * a.num_blocks * a.block_size * a.head_dim) for c in (a.k, a.v)]
     keys, values = (cache.reshape(a.kv_heads, -1, a.head_dim) for cache in caches)
     if a.made != HeadsMade.Q:
-        keys[:, at.slot], values[:, at.slot] = turning[a.heads :], v
+        keys[:, at.slot] = turning[a.heads :]
+        values[:, at.slot] = turning[a.heads :] if a.made == HeadsMade.LATENT else v
     positions = np.arange(first_seen(a.window or None, at.position), at.position + 1)
     table = _floats(at.block_table, at.position // a.block_size + 1, np.int32)
     seen = table[positions // a.block_size] * a.block_size + positions % a.block_size
@@ -373,4 +387,5 @@ _RUN = {
     Op.SCAN: _scan,
     Op.GATED_NORM: _gated_norm,
     Op.SHRINK: _shrink,
+    Op.HEADS: _heads,
 }

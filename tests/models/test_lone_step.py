@@ -44,9 +44,9 @@ from tests.models.operations import DefinedLibrary
 from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 REFUSED = {
-    **dict.fromkeys(LATENT, "latent attention"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "an indexer"),
     "nemotron_h": "experts without a gate",
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
@@ -77,7 +77,7 @@ class LoneHarness(ModelHarness):
         super().__init__(model, kv_dtype=torch.float32 if kv_dtype == torch.int8 else kv_dtype, seed=seed)
         if kv_dtype == torch.int8:
             shape = kv_cache_shape(128, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-            self.kv_cache = [_int8_cache(shape) for _ in range(self.spec.num_layers)]
+            self.kv_cache = [_int8_cache(shape, self.spec.latent is not None) for _ in range(self.spec.num_layers)]
         self.lone = open_native_program(model, self.kv_cache)
 
     def natively(self, requests: Sequence[Request]) -> Tensor:
@@ -106,9 +106,11 @@ class LoneHarness(ModelHarness):
         return logits
 
 
-def _int8_cache(shape: tuple[int, int, int, int]) -> LayerKV:
-    k, v = (torch.zeros(shape, dtype=torch.int8) for _ in range(2))
-    return LayerKV(k, v, torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.nan))
+def _int8_cache(shape: tuple[int, int, int, int], values_are_keys: bool) -> LayerKV:
+    (k, k_scale), (v, v_scale) = (
+        (torch.zeros(shape, dtype=torch.int8), torch.full(shape[:3], torch.nan)) for _ in range(2)
+    )
+    return LayerKV(k, k, k_scale, k_scale) if values_are_keys else LayerKV(k, v, k_scale, v_scale)
 
 
 def token(place: int, seed: int = 0) -> int:
@@ -147,7 +149,20 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5", "granite_hybrid", "gemma4", "gemma4_moe"],
+    [
+        "llama",
+        "gemma3",
+        "gpt_neox",
+        "gpt_oss",
+        "glm4_moe",
+        "lfm2",
+        "qwen3_5",
+        "granite_hybrid",
+        "gemma4",
+        "gemma4_moe",
+        "deepseek_v2",
+        "mistral4",
+    ],
 )
 def test_the_definitions_of_the_operations_give_torchs_logits(
     family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +192,7 @@ def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> 
 
 
 @needs_library
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3"])
 def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))
     alone, together = [], LoneHarness(model)
@@ -194,7 +209,7 @@ def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path:
             assert torch.equal(logits[row], alone[row][step]), (row, count)
 
 
-ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3"]
+ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3", *LATENT]
 
 
 @pytest.mark.usefixtures("library")
@@ -234,7 +249,7 @@ def _next(harness: LoneHarness, requests: list[Request], seeds: Sequence[int]) -
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v2", "mistral4"])
 def test_a_request_may_change_between_native_steps_and_torch(family: str, tiny_model_path: PathOf) -> None:
     """Native alone, then beside a prompt through torch, native again: as if torch had computed all."""
     model = load(tiny_model_path(family))
@@ -255,9 +270,10 @@ def test_a_request_may_change_between_native_steps_and_torch(family: str, tiny_m
 @pytest.mark.usefixtures("library")
 @needs_library
 @pytest.mark.parametrize(("kv_dtype", "limit"), [(torch.bfloat16, 0.02), (torch.float16, 0.01), (torch.int8, 0.02)])
-def test_narrow_caches(kv_dtype: torch.dtype, limit: float, tiny_model_path: PathOf) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_narrow_caches(kv_dtype: torch.dtype, limit: float, family: str, tiny_model_path: PathOf) -> None:
     """A value near the middle of two neighbours may be rounded either way, which then shows in the logits."""
-    model = load(tiny_model_path("qwen3"))
+    model = load(tiny_model_path(family))
     assert largest_error(model, model, kv_dtype=kv_dtype) < limit
 
 
@@ -269,7 +285,8 @@ def test_other_caches_are_refused(tiny_llama_path: Path) -> None:
         open_native_program(object(), [])
 
 
-ADAPTED = ["llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4", "gemma4_moe"]
+ADAPTED = ["llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4", "gemma4_moe",
+           "deepseek_v3"]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")

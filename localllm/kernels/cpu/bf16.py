@@ -1,6 +1,7 @@
 """torch's product of bf16 on a CPU, for weights in the layout of KIND_BF16 in native/matrix.h.
 
     has_fast_bf16      whether this processor has instructions for it (AMX, AVX512-BF16)
+    has_amx            whether these are AMX
     pack_bf16          weights for it
     multiply_bf16      x W^T
     unpacked_linear    x W^T for a matrix of another layout, of which some outputs at a time are unpacked to bf16
@@ -28,10 +29,15 @@ KEPT_BUFFERS = 6  # of a thread: as many shapes as the layers of most models hav
 
 
 @cache
+def has_amx() -> bool:
+    """Return whether this processor multiplies tiles, as far as torch can tell."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+@cache
 def has_fast_bf16() -> bool:
     """Return whether this processor multiplies bf16 by instructions of its own, as far as torch can tell."""
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+    return has_amx() or bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
 
 
 def pack_bf16(weight: Tensor) -> Tensor | None:

@@ -8,8 +8,9 @@ Up to MAX_ROWS rows are multiplied by the native library, with x and sums in fp3
     bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
     otherwise: by the native library too, and above TILED_ROWS with W widened to fp32, some outputs at a time
 
-torch's product rounds its results to bf16. A head's logits need more digits: `is_head` adds what rounding took away,
-computed by a second product.
+torch's product rounds its results to bf16. A head's logits need more digits: up to TILED_ROWS rows of a head are
+multiplied by the native library, whose sums are fp32. For more rows, or with AMX, whose products are much faster,
+what rounding took away is computed by a second product and added.
 
 bf16 in one layout serves both: oneDNN's for one row is that of KIND_BF16, and as fast for many rows as its others.
 Needs the native library. Does not know: which weights take this layout (models/weights/weights.py).
@@ -27,6 +28,7 @@ from localllm.kernels.cpu.bf16 import (
     INPUTS_MULTIPLE,
     blocked,
     blocks_in,
+    has_amx,
     has_fast_bf16,
     multiply_bf16,
     pack_bf16,
@@ -88,7 +90,7 @@ class CpuHalfWeight:
 
     def _many_rows(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] fp32"""
-        if self.packed.is_mkldnn:
+        if self.packed.is_mkldnn and not (self.is_head and len(x) <= TILED_ROWS and not has_amx()):
             return self._in_bf16(x.to(torch.bfloat16))
         if self.packed.dtype == torch.bfloat16 and has_fast_bf16() and not self.is_head:
             y = unpacked_linear(self.matrix(), x.to(torch.bfloat16))

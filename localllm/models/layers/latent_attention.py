@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.attention import cache_fields, reads_cache
+from localllm.kernels.cpu.native.structures import HeadsMade, NativeAttention
 from localllm.kernels.indexer import attend_to_chosen, choose_keys
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.layer_cache import LayerKV
@@ -31,6 +33,10 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.spec.latent import LatentSpec, heads_at_once
+from localllm.models.spec.model_spec import QueryGrowth
+
+HEADS_OF_A_PART = 8
+"""Most query heads that one thread of a CPU attends from at a time; their queries and sums stay in its cache."""
 
 
 class Indexer:
@@ -108,10 +114,45 @@ class LatentAttention:
         return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
 
     def write(self, writer: Writer, kind: Any, kv: LayerKV, norm: Any) -> None:
-        raise NotSupportedNatively("latent attention")
+        """Write the operations up to the last projection; the result is in the writer's buffer `attended`. The query
+        heads are split into parts of equal size, which threads take."""
+        if self.indexer is not None:
+            raise NotSupportedNatively("an indexer")
+        if not reads_cache(kv):
+            raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
+        sizes, heads = self.sizes, len(self.to_latent)
+        rope, width = sizes.rope_size, sizes.cached_size
+        down, queries = writer.others["latents"], writer.others["latents"]
+        writer.linear(self.down, writer.stream, down, norm=norm)
+        key = self.down.weight.shape[0] - width
+        if self.q_up is not None:
+            queries = writer.others["latent_queries"]
+            writer.linear(self.q_up, down, queries, norm=self.q_norm)
+        writer.each_head(
+            self.to_latent, queries, writer.qkv, copied=rope, x_head=rope + sizes.nope_size, y_head=width,
+        )  # fmt: skip
+        writer.qkv.widen((heads + 1) * width)
+        writer.copy(down, key, writer.qkv, heads * width, rope)
+        writer.copy(down, key + rope, writer.qkv, heads * width + rope, sizes.latent_size, norm=self.kv_norm)
+        table = writer.rope_table(kind)
+        growth = writer.spec.growth_of(rotated=table is not None) or QueryGrowth(0.0, period=1)
+        parts = heads // heads_at_once(heads, HEADS_OF_A_PART)
+        fields = cache_fields(kv) | {"kv_heads": parts}
+        description = NativeAttention(
+            **fields, heads=heads, angles=writer.address(table), rotary_dim=0 if table is None else table.shape[1],
+            group=writer.group, scale=self.scale, made=HeadsMade.LATENT, query_growth=growth.factor,
+            growth_period=growth.period, growth_offset=growth.offset,
+        )  # fmt: skip
+        writer.attend(description)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
-        raise NotSupportedNatively("latent attention")
+        """Write the values of each head and the last projection: added to the stream, or written to another buffer."""
+        values = writer.others["latent_values"]
+        writer.each_head(
+            self.from_latent, writer.attended, values, source_offset=self.sizes.rope_size,
+            x_head=self.sizes.cached_size, y_head=self.sizes.value_size,
+        )  # fmt: skip
+        writer.linear(self.out, values, target, factor=factor)
 
     def _attend(self, q: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         parts = q.split(heads_at_once(q.shape[1]), dim=1) if runs_triton(q, "attention") else [q]

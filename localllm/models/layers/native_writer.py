@@ -23,6 +23,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeAttention,
     NativeConvolution,
     NativeGatedNorm,
+    NativeHeadProducts,
     NativeLowRank,
     NativeMatrix,
     NativeNorm,
@@ -225,6 +226,34 @@ class Writer:
         self.attended.widen(attention.heads * attention.head_dim)
         address = ctypes.addressof(attention)
         self.plan(Op.ATTEND, self.qkv, self.attended, source_offset=offset, attention=address)
+
+    def each_head(
+        self, weights: Tensor, source: Buffer, target: Buffer, *, x_head: int, y_head: int, source_offset: int = 0,
+        copied: int = 0,
+    ) -> None:  # fmt: skip
+        """Multiply each head of the source with its matrix, weights [heads, outputs, inputs], behind the `copied`
+        values that are written as they are. x_head, y_head: floats from head to head."""
+        if weights.dtype not in STATE_TYPES:
+            raise NotSupportedNatively(f"matrices of heads in {str(weights.dtype).removeprefix('torch.')}")
+        held, (heads, outputs, inputs) = weights.contiguous(), weights.shape
+        source.widen(heads * x_head)
+        target.widen(heads * y_head)
+        products = NativeHeadProducts(
+            weights=held.data_ptr(), type=STATE_TYPES[held.dtype], heads=heads, outputs=outputs, inputs=inputs,
+            copied=copied, x_head_stride=x_head, y_head_stride=y_head,
+        )  # fmt: skip
+        self.kept += [held, products]
+        self.plan(
+            Op.HEADS, source, target, source_offset=source_offset, matrix=sizes(0), heads=ctypes.addressof(products)
+        )
+
+    def copy(
+        self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int, norm: Any = None
+    ) -> None:
+        """Write `width` columns of the source, normed if asked, to the target."""
+        self.plan(
+            Op.ADD, source, target, offset, source_offset, norm=self.normed_by(norm), matrix=sizes(width), adds=False
+        )
 
     def multiply(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int,

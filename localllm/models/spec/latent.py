@@ -49,9 +49,9 @@ class LatentSpec:
         return self.rope_size + self.latent_size
 
 
-def heads_at_once(num_heads: int) -> int:
-    """Return the most heads per kernel call that divide the heads evenly."""
-    return max(count for count in range(1, MOST_HEADS + 1) if num_heads % count == 0)
+def heads_at_once(num_heads: int, most: int = MOST_HEADS) -> int:
+    """Return the most heads per kernel call, or per part of one, that divide the heads evenly."""
+    return max(count for count in range(1, most + 1) if num_heads % count == 0)
 
 
 def latent(config: Mapping[str, Any], *, interleaved: bool = True) -> LatentSpec:

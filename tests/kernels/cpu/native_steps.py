@@ -62,7 +62,7 @@ class Builder:
         """Describe attention over a cache; tensors among the fields are passed by their address."""
         self.kept.append(kv)
         fields = {name: self.address(value) if isinstance(value, Tensor) else value for name, value in fields.items()}
-        return NativeAttention(**cache_fields(kv), heads=heads, **fields)
+        return NativeAttention(**(cache_fields(kv) | {"heads": heads} | fields))
 
     def rows(self, tables: Tensor, positions: Sequence[int], block_size: int) -> ctypes.Array[NativeRow]:
         """tables [rows, blocks] int32."""

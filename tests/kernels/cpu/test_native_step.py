@@ -18,12 +18,15 @@ from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     Activation,
     HeadNorm,
+    HeadsMade,
     NativeExperts,
+    NativeHeadProducts,
     NativeMatrix,
     NativeOperation,
     NormKind,
     Op,
 )
+from localllm.kernels.cpu.recurrent import STATE_TYPES
 from localllm.kernels.gated import ACTIVATIONS as GATED
 from localllm.kernels.gated import gated_reference
 from localllm.kernels.layer_cache import LayerKV
@@ -463,6 +466,76 @@ def test_a_row_alone_and_among_others_is_equal_bit_by_bit(pool: Pool, dtype: tor
         alone.x[0], alone.table = together.x[row], together.table
         alone.positions, alone.tables = [position], together.tables[row : row + 1]
         assert torch.equal(alone.native(pool)[0], expected[row])
+
+
+class Latents(Case):
+    """One key for all heads, which is their value too."""
+
+    def __init__(self, positions: list[int], heads: int, head_dim: int, dtype: torch.dtype, parts: int) -> None:
+        super().__init__(
+            positions, heads=heads, kv_heads=1, head_dim=head_dim, rotary_dim=head_dim // 4 * 2, dtype=dtype
+        )
+        self.kv = LayerKV(self.kv.k, self.kv.k, self.kv.k_scale, self.kv.k_scale)
+        self.fields = {"made": HeadsMade.LATENT, "kv_heads": parts}
+
+    def twin(self, **given: Any) -> Tensor:
+        whole, width = self.x, (self.heads + 1) * self.kv.head_dim
+        self.x = whole[:, :width]
+        try:
+            return super().twin(**given)
+        finally:
+            self.x = whole
+
+
+@pytest.mark.parametrize("positions", CONTEXTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize(("heads", "head_dim", "parts"), [(6, 72, 1), (6, 72, 2), (16, 48, 4), (5, 18, 5)])
+def test_latents(
+    pool: Pool, positions: list[int], dtype: torch.dtype, heads: int, head_dim: int, parts: int
+) -> None:  # fmt: skip
+    Latents(positions, heads, head_dim, dtype, parts).compare(pool, {}, {})
+
+
+def test_all_parts_of_the_heads_see_the_key_of_the_step(pool: Pool) -> None:
+    """A thread may attend from the last heads before another one attends from the first ones."""
+    case = Latents([700, 3, 64], 16, 64, torch.float32, 8)
+    expected = case.twin()
+    for _ in range(50):
+        case.kv.k.masked_fill_(_written(case), math.nan)
+        close(case.native(pool), expected, 5e-5)
+
+
+def _written(case: Case) -> Tensor:
+    """Return where the cache holds the keys of the step's rows."""
+    mask = torch.zeros(case.kv.k.shape[1:3], dtype=torch.bool)
+    mask.view(-1)[case.slots] = True
+    return mask[None, :, :, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize(("outputs", "inputs", "copied"), [(32, 128, 16), (37, 18, 0), (1, 1, 3), (130, 48, 5)])
+def test_matrices_of_heads(
+    pool: Pool, dtype: torch.dtype, rows: int, outputs: int, inputs: int, copied: int
+) -> None:  # fmt: skip
+    heads, build = 5, Builder()
+    weights = torch.randn(heads, outputs, inputs).to(dtype)
+    x, y = torch.randn(MAX_ROWS, heads, copied + inputs + 2), torch.full((MAX_ROWS, heads, copied + outputs + 3), 7.0)
+    products = NativeHeadProducts(
+        weights=weights.data_ptr(), type=STATE_TYPES[dtype], heads=heads, outputs=outputs, inputs=inputs, copied=copied,
+        x_head_stride=x.shape[2], y_head_stride=y.shape[2],
+    )  # fmt: skip
+    operation = build.operation(Op.HEADS, x.flatten(1), y.flatten(1), heads=ctypes.addressof(products))
+    pool.run_step(listed(operation), no_rows(), rows)
+    product = torch.einsum("rhk,hnk->rhn", x[:rows, :, copied : copied + inputs].double(), weights.double())
+    close(y[:rows, :, copied : copied + outputs], product.float(), 2e-5)
+    assert torch.equal(y[:rows, :, :copied], x[:rows, :, :copied])
+    assert bool((y[:, :, copied + outputs :] == 7).all())
+    assert bool((y[rows:] == 7).all()), "rows that are not of the step are left alone"
+    alone = torch.zeros_like(y)
+    operation = build.operation(Op.HEADS, x[rows - 1 :].flatten(1), alone.flatten(1), heads=ctypes.addressof(products))
+    pool.run_step(listed(operation), no_rows(), 1)
+    assert torch.equal(alone[0, :, : copied + outputs], y[rows - 1, :, : copied + outputs])
 
 
 def test_pieces_of_later_steps_wait_for_each_other(pool: Pool) -> None:

@@ -16,6 +16,7 @@ static int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t group_of(const Attention* a) { return a->heads / a->kv_heads; }
+static int64_t cache_head(const Attention* a, int64_t head) { return a->made == MADE_LATENT ? 0 : head; }
 
 static int64_t first_visible(const Attention* a, int64_t position) {
   if (a->window < 0) return position - position % -a->window;
@@ -199,11 +200,12 @@ static void store_head(
 }
 
 static void store_keys_and_values(const Attention* a, const StepRow* row, const float* x, int64_t head, float* memory) {
-  const int64_t token = head * a->num_blocks * a->block_size + row->slot;
+  const int64_t token = cache_head(a, head) * a->num_blocks * a->block_size + row->slot;
   const int64_t first_value = a->heads + (a->made == MADE_QK ? 0 : a->kv_heads);
-  if (a->made == MADE_Q) return;
+  if (a->made == MADE_Q || (a->made == MADE_LATENT && head)) return;
   prepare_head(a, x, a->heads + head, row->turn, memory);
   store_head(a, a->key_type, a->key_group, memory, a->k, a->k_scales, token);
+  if (a->made == MADE_LATENT) return;
   clip_head(a, x + (first_value + head) * a->head_dim, memory);
   if (a->norms_values) norm_head(a, x, a->heads + a->kv_heads + head, memory);
   store_head(a, a->value_type, a->value_group, memory, a->v, a->v_scales, token);
@@ -373,7 +375,7 @@ typedef struct {
 // Return how many of the piece's positions from `position` on are one tile: in one block of the cache. Sets its token.
 static int64_t tile_at(const Piece* p, int64_t position, int64_t* token) {
   const int64_t size = p->a->block_size, offset = position % size;
-  *token = (p->head * p->a->num_blocks + p->row->block_table[position / size]) * size + offset;
+  *token = (cache_head(p->a, p->head) * p->a->num_blocks + p->row->block_table[position / size]) * size + offset;
   return smaller(smaller(TILE, size - offset), p->end - position);
 }
 
@@ -440,5 +442,50 @@ void join_pieces(const Attention* a, int64_t head, int64_t pieces, const float* 
       for (int64_t j = 0; j < n; j++) out[j] += values[j] * weight;
     }
     for (int64_t j = 0; j < n; j++) out[j] /= sum;
+  }
+}
+
+// Matrices of heads -----------------------------------------------------------------------------------------------------
+
+int64_t head_product_floats(const HeadProducts* p) { return (TILE + MAX_ROWS) * padded(p->inputs); }
+
+// Return `count` rows of weights from row `first` on as rows of padded(inputs) floats: in place, or in `tile`.
+static const float* widen_weights(const HeadProducts* p, int64_t first, int64_t count, float* tile) {
+  const int64_t n = p->inputs, width = padded(n);
+  if (p->type == CACHE_F32 && width == n) return (const float*)p->weights + first * n;
+  for (int64_t j = 0; j < count; j++) {
+    const int64_t start = (first + j) * n;
+    float* out = tile + j * width;
+    if (p->type == CACHE_F32) {
+      memcpy(out, (const float*)p->weights + start, (size_t)n * sizeof(float));
+    } else if (p->type == CACHE_BF16) {
+      for (int64_t i = 0; i < n; i++) out[i] = from_bf16(((const uint16_t*)p->weights)[start + i]);
+    } else {
+      for (int64_t i = 0; i < n; i++) out[i] = (float)((const _Float16*)p->weights)[start + i];
+    }
+    for (int64_t i = n; i < width; i++) out[i] = 0;
+  }
+  return tile;
+}
+
+void multiply_head(
+    const HeadProducts* p, int64_t head, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride,
+    float* memory) {
+  const int64_t n = p->inputs, width = padded(n);
+  float *tile = memory, *inputs = tile + TILE * width;
+  x += head * p->x_head_stride;
+  y += head * p->y_head_stride;
+  for (int64_t r = 0; r < rows; r++) {
+    memcpy(y + r * y_stride, x + r * x_stride, (size_t)p->copied * sizeof(float));
+    memcpy(inputs + r * width, x + r * x_stride + p->copied, (size_t)n * sizeof(float));
+    for (int64_t i = n; i < width; i++) inputs[r * width + i] = 0;
+  }
+  // The weights are read once for all rows, whose sums do not depend on one another.
+  for (int64_t first = 0; first < p->outputs; first += TILE) {
+    const int64_t count = smaller(TILE, p->outputs - first);
+    const float* weights = widen_weights(p, head * p->outputs + first, count, tile);
+    for (int64_t r = 0; r < rows; r++) {
+      score_group(inputs + r * width, weights, width, 1, first, count, y + r * y_stride + p->copied);
+    }
   }
 }

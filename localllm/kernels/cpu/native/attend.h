@@ -1,4 +1,4 @@
-// Attention of one token over its request's paged cache.
+// Attention of one token over its request's paged cache, and the matrices of its heads.
 #pragma once
 #include "step.h"
 
@@ -19,6 +19,14 @@ void store_piece(const Attention*, const StepRow*, const float* x, int64_t head,
 void attend_piece(
     const Attention*, const StepRow*, const float* x, int64_t head, int64_t piece, int64_t stores, float* memory,
     float* result);
+
+// Floats that a thread needs for `multiply_head`.
+int64_t head_product_floats(const HeadProducts*);
+
+// Multiply one head of all rows. `memory`: head_product_floats.
+void multiply_head(
+    const HeadProducts*, int64_t head, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride,
+    float* memory);
 
 // Join the results of all pieces of KV head `head` into y [heads, head_dim].
 void join_pieces(const Attention*, int64_t head, int64_t pieces, const float* results, float* y);

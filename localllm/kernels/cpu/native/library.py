@@ -34,6 +34,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeExperts,
     NativeGatedDelta,
     NativeGatedNorm,
+    NativeHeadProducts,
     NativeLowRank,
     NativeMatrix,
     NativeOperation,
@@ -318,7 +319,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
         return f"The compiled libraries are older than their sources; {compile_again()}."
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
-        NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow, NativeLowRank,
+        NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow, NativeLowRank, NativeHeadProducts,
     )  # fmt: skip
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
         return "The structures of structures.py, step.h and recurrent.h differ."

@@ -385,6 +385,11 @@ static int64_t has_request_with_several_rows(const StepRow* rows, int64_t num_ro
   return 0;
 }
 
+// Whether the new k is written before anything attends to it: also where several parts of the query heads read one k.
+static int64_t stores_before(const Step* step, const Attention* attention) {
+  return step->stores_first || attention->made == MADE_LATENT;
+}
+
 // The pieces are the KV heads of the first row, then of the second, ...
 static void run_store(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
@@ -417,7 +422,7 @@ static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t 
     pieces = attention_pieces(attention, row_of(step, attention, ++row)->position);
   }
   attend_part(step->memory, attention, row_of(step, attention, row), row, start, pieces, piece,
-              o->x + row * o->x_stride, !step->stores_first, thread, o->y + row * o->y_stride);
+              o->x + row * o->x_stride, !stores_before(step, attention), thread, o->y + row * o->y_stride);
 }
 
 // A mixture of experts --------------------------------------------------------------------------------------------------
@@ -700,13 +705,14 @@ static int64_t count_step_pieces(void* context, int64_t phase) {
   Step* step = context;
   const Operation* o = &step->operations[phase / PHASES];
   if (phase % PHASES == 0) {
-    return o->op == OP_ATTEND && step->stores_first ? step->num_rows * o->attention->kv_heads : 0;
+    return o->op == OP_ATTEND && stores_before(step, o->attention) ? step->num_rows * o->attention->kv_heads : 0;
   }
   switch (o->op) {
     case OP_LINEAR:
     case OP_GATED: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
     case OP_ATTEND: return count_attention_pieces(step, o->attention);
     case OP_SHRINK: return count_shrink_pieces(step, o->low_rank);
+    case OP_HEADS: return o->heads->heads;
     case OP_EXPERTS_GATED:
     case OP_EXPERTS_DOWN: return count_expert_pieces(step, o);
     case OP_CONVOLVE:
@@ -730,6 +736,9 @@ static void run_step_piece(void* context, int64_t phase, int64_t piece, int64_t 
     case OP_GATED: run_product(step, operation, piece, thread); break;
     case OP_ATTEND: run_attention(step, operation, piece, thread); break;
     case OP_SHRINK: run_shrink(step, operation, piece, thread); break;
+    case OP_HEADS:
+      multiply_head(o->heads, piece, o->x, o->x_stride, step->num_rows, o->y, o->y_stride, local->attention);
+      break;
     case OP_ADD: run_add(o, piece, local->normed); break;
     case OP_ROUTE: run_route(o, piece, local->normed); break;
     case OP_GATE: run_gate(o, piece); break;
@@ -763,7 +772,8 @@ static int want_memory(const Step* step, int64_t count) {
         o->op == OP_ATTEND
             ? want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows)
             : want_inputs(step->memory, widest_row(o)) && want_floats(step->memory, recurrent_floats(o)) &&
-                  want_floats(step->memory, expert_floats(step, o));
+                  want_floats(step->memory, expert_floats(step, o)) &&
+                  want_floats(step->memory, o->op == OP_HEADS ? head_product_floats(o->heads) : 0);
     if (!is_there) return 0;
   }
   for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
@@ -990,6 +1000,7 @@ const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 int64_t localllm_size_of(int64_t structure) {
   const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
                            sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
-                           sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow),    sizeof(LowRank)};
+                           sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow),    sizeof(LowRank),
+                           sizeof(HeadProducts)};
   return sizes[structure];
 }

@@ -25,6 +25,7 @@ enum Op {
   OP_SCAN,        // a SelectiveScan, likewise
   OP_GATED_NORM,  // a GatedNorm, likewise
   OP_SHRINK,      // low = norm(x) A^T of the LowRank, for rows with an adapter
+  OP_HEADS,       // the HeadProducts of x
 };
 // Operations without weights of their own have N, the values of a row of y (of a choice), as their matrix's outputs.
 
@@ -53,8 +54,10 @@ enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8, CACHE_I4 };
 
 enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE, HEAD_NORM_RMS_LAST };
 
-// The heads of x: q, k and v; q and k, where v is k before norm and rotation; q alone, with nothing to write.
-enum HeadsMade { MADE_QKV, MADE_QK, MADE_Q };
+// The heads of x: q, k and v; q and k, where v is k before norm and rotation; q alone, with nothing to write; q and one
+// k, which is the value too: the cache has one head, `k` and `v` are the same, and `kv_heads` are the parts into which the
+// query heads are split among threads.
+enum HeadsMade { MADE_QKV, MADE_QK, MADE_Q, MADE_LATENT };
 
 typedef struct {
   void *k, *v;                // [kv_heads, blocks, block_size, head_dim] of their types; CACHE_I4 half as many bytes
@@ -108,6 +111,14 @@ typedef struct {
   float* low;               // [MAX_ROWS, width], written by OP_SHRINK
 } LowRank;
 
+// A matrix for each head: y[h] = the first `copied` values of x[h], then W[h] times those behind them.
+typedef struct {
+  const void* weights;                // [heads, outputs, inputs] of `type`
+  int64_t type;                       // CacheType: CACHE_F32, CACHE_BF16 or CACHE_F16
+  int64_t heads, outputs, inputs, copied;
+  int64_t x_head_stride, y_head_stride;  // floats between heads
+} HeadProducts;
+
 typedef struct {
   int64_t op;
   Matrix matrix;
@@ -124,6 +135,7 @@ typedef struct {
   const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r
   const StateRow* states;      // likewise: [MAX_ROWS], row r's only token r and its places, written before each call
   const LowRank* low_rank;     // OP_SHRINK; OP_LINEAR, OP_GATED: added before the activation. NULL: none
+  const HeadProducts* heads;   // OP_HEADS
 } Operation;
 
 // A row as the layers of one group of block tables see it.
@@ -164,5 +176,5 @@ const char* localllm_instruction_set(void);
 const char* localllm_source_hash(void);
 
 // Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow, 5 Convolution,
-// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank.
+// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank, 12 HeadProducts.
 int64_t localllm_size_of(int64_t structure);

@@ -77,6 +77,7 @@ class Op(IntEnum):
     SCAN = 12
     GATED_NORM = 13
     SHRINK = 14
+    HEADS = 15
 
 
 class NormKind(IntEnum):
@@ -117,6 +118,7 @@ class HeadsMade(IntEnum):
     QKV = 0
     QK = 1
     Q = 2
+    LATENT = 3
 
 
 class NativeMatrix(ctypes.Structure):
@@ -210,6 +212,21 @@ class NativeLowRank(ctypes.Structure):
     )
 
 
+class NativeHeadProducts(ctypes.Structure):
+    """`HeadProducts` of step.h. Does not keep the memory alive that it points to."""
+
+    _fields_ = (
+        ("weights", c_void_p),
+        ("type", c_int64),
+        ("heads", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("copied", c_int64),
+        ("x_head_stride", c_int64),
+        ("y_head_stride", c_int64),
+    )
+
+
 class NativeOperation(ctypes.Structure):
     _fields_ = (
         ("op", c_int64),
@@ -227,6 +244,7 @@ class NativeOperation(ctypes.Structure):
         ("recurrent", c_void_p),
         ("states", c_void_p),
         ("low_rank", c_void_p),
+        ("heads", c_void_p),
     )
 
 

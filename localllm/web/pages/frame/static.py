@@ -1,7 +1,7 @@
 """The style sheets, scripts and images of the pages, read once, with a compressed version and a version tag in the URL.
 
-They are read at start because they are few and small: no path from a request ever touches the disk, and compression
-costs nothing per request.
+They are read at start because they are few and small: no path from a request ever touches the disk. Each is compressed
+once, when it is first asked for: compressing all of them would be a fortieth of the time until the first page.
 Does not know: templates, what the files are for.
 """
 
@@ -33,9 +33,12 @@ class StaticFile:
     """One file, ready to send."""
 
     body: bytes
-    gzipped: bytes
     media_type: str
     etag: str
+
+    @property
+    def gzipped(self) -> bytes:
+        return _gzipped(self.body)
 
     def answers(self, accept_encoding: str) -> tuple[bytes, bool]:
         """Return the body for a client, and whether it is the compressed one."""
@@ -71,12 +74,16 @@ def _body(path: Path) -> bytes:
     return unread.sub(b"", body) if unread is not None and VENDOR not in path.parents else body
 
 
+@cache
+def _gzipped(body: bytes) -> bytes:
+    return gzip.compress(body, 9, mtime=0)
+
+
 def _file(name: str, body: bytes) -> StaticFile:
     kind = mimetypes.guess_type(name)[0] or "text/plain"
     other_text = kind.endswith(("javascript", "svg+xml")) and not kind.startswith("text/")
     return StaticFile(
         body=body,
-        gzipped=gzip.compress(body, 9, mtime=0),
         media_type=f"{kind}; charset=utf-8" if other_text else kind,  # Litestar adds the charset to text/... only
         etag=hashlib.sha256(body).hexdigest()[:12],
     )
