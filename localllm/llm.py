@@ -365,7 +365,7 @@ class LLM:
         allow_damaged: bool = False,
     ) -> Transcript:
         """Return the text of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
-        Needs a model that transcribes.
+        Needs a model that transcribes or hears.
 
         language: ISO 639-1, or its English name; None: the model finds it. prompt: a text before the sound, for its
         names and style. temperature: of the first attempt. translate: into English. These and seed are Whisper's; the
@@ -375,7 +375,15 @@ class LLM:
         """
         from localllm.media.sound import Samples, decode
         from localllm.media.speech import VadOptions
-        from localllm.serving.transcription import SpeechOptions, inputs_of, transcriber_of, transcript_of, windows_of
+        from localllm.serving.transcription import (
+            ChatTranscriber,
+            SpeechOptions,
+            TranscriptionClient,
+            inputs_of,
+            transcriber_of,
+            transcript_of,
+            windows_of,
+        )
 
         client = transcriber_of(self._engine)
         asked = SpeechOptions(language, prompt, temperature, seed, translate, words)
@@ -389,8 +397,19 @@ class LLM:
                 name = "The sound" if isinstance(sound, bytes) else str(sound)
                 samples = decode(file, name, allow_damaged=allow_damaged)
         windows = windows_of(samples, VadOptions() if vad_filter else None)
-        answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
-        heard = [client.heard(*each) for each in answers]
+        if isinstance(client, ChatTranscriber):
+            prompts = [client.asked(samples, window, decoding) for window in windows]
+            encoded = [_Encoded(None, ids, None, client.spans(ids)) for ids, _ in prompts]
+            outputs = self.generate(encoded, [params for _, params in prompts], use_tqdm=False) if encoded else []
+            answered = [output.outputs[0] for output in outputs]
+            heard = [
+                client.heard(window, decoding, each.text, each.token_ids, each.cumulative_logprob or 0.0)
+                for window, each in zip(windows, answered, strict=True)
+            ]
+        else:
+            assert isinstance(client, TranscriptionClient)
+            answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
+            heard = [client.heard(*each) for each in answers]
         return transcript_of(samples, heard, translate=translate, warnings=warnings)
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:

@@ -484,7 +484,10 @@ def _hearing(settings: Settings, spec: ModelSpec, plan: MemoryPlan) -> Hearing |
     from localllm.serving.answers.sounds import Hearing
 
     server, processor = settings.server, SoundProcessor(spec.hearing, plan.sounds.rows)
-    limits = SoundLimits(server.largest_audio_bytes, server.max_audio_seconds)
+    limits = SoundLimits(
+        server.largest_audio_bytes, min(server.max_audio_seconds, processor.most_s), damaged_advice="Save it again.",
+        advice="Cut it, send it to /v1/audio/transcriptions, or start with a larger --max-model-len.",
+    )  # fmt: skip
     fetcher = Fetcher(server.allowed_media_domains, kind="audio", most_bytes=limits.num_bytes)
     return Hearing(processor, fetcher, limits)
 

@@ -83,16 +83,11 @@ class Hearing:
 
     processor: SoundProcessor
     fetcher: Fetcher
-    limits: SoundLimits  # of files; the sound of one is never longer than the model reads
+    limits: SoundLimits  # of files, and of what the model reads at once
     _kept: OrderedDict[bytes, ProcessedSound] = field(default_factory=OrderedDict)
     _lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # samples, by content
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _in_flight: list[int] = field(default_factory=list)  # bytes of the features of running requests
-
-    @property
-    def most_s(self) -> float:
-        """Seconds of the longest sound."""
-        return min(self.limits.most_s, self.processor.most_s)
 
     def part(self, given: Mapping[str, Any], where: str) -> Message:
         """Return the part of a message for a dialect's part in OpenAI's form. Raises `InvalidParameter`."""
@@ -152,8 +147,9 @@ class Hearing:
                     self._lengths.popitem(last=False)
         if not length:
             raise UnreadableMedia(f"{part.where} is empty.", "It has no samples.")
-        if length > self.most_s * 16_000:
-            raise self._too_long(part.where, f"It has {length / 16_000:.1f} s.")
+        if length > self.limits.most_s * 16_000:
+            what = f"{part.where} holds more than {self.limits.most_s:g} s of sound."
+            raise MediaTooLarge(what, f"It has {length / 16_000:.1f} s.", self.limits.advice)
         return Listened(part, data, key, length / 16_000, self.processor.layout(length), samples)
 
     def _decoded(self, data: bytes, where: str) -> Samples:
@@ -165,12 +161,6 @@ class Hearing:
         with tempfile.TemporaryFile() as file:
             file.write(data)
             return decode(file, where, self.limits)
-
-    def _too_long(self, where: str, why: str) -> MediaTooLarge:
-        return MediaTooLarge(
-            f"{where} holds more than {self.most_s:.0f} s of sound.", why,
-            "Cut it, send it to /v1/audio/transcriptions, or start with a larger --max-model-len.",
-        )  # fmt: skip
 
     def expanded(self, prompt: str, sounds: Sequence[Listened]) -> str:
         """Return the prompt with the rows of each sound in place of its mark. Raises `InvalidParameter`."""
@@ -251,7 +241,8 @@ class Senses(NamedTuple):
 
     async def look(self, parts: Sequence[PicturePart | SoundPart]) -> list[Seen | Listened]:
         """Return pictures with their sizes, then sounds with their lengths. Raises the errors of media/."""
-        pictures, sounds = _told_apart(parts)
+        pictures = [part for part in parts if isinstance(part, PicturePart)]
+        sounds = [part for part in parts if isinstance(part, SoundPart)]
         found: list[Seen | Listened] = []
         if pictures and self.sight is not None:
             found += await self.sight.look(pictures)
@@ -304,8 +295,3 @@ class Senses(NamedTuple):
 
         with ThreadPoolExecutor(1) as thread:  # this one may have an event loop
             return thread.submit(asyncio.run, reading()).result()
-
-
-def _told_apart(parts: Sequence[PicturePart | SoundPart]) -> tuple[list[PicturePart], list[SoundPart]]:
-    pictures = [part for part in parts if isinstance(part, PicturePart)]
-    return pictures, [part for part in parts if isinstance(part, SoundPart)]
