@@ -36,6 +36,7 @@ from localllm.machine.processes import set_thread_environment
 from localllm.models.encoders.recipe import Want
 from localllm.serving.answers.conversation import Conversation, Tools, answer_start, in_language
 from localllm.serving.answers.pictures import PICTURE_PARTS, PicturePart, PromptIds, require_room
+from localllm.serving.answers.sounds import SOUND_PARTS, SoundPart
 from localllm.serving.build import build_engine
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 from localllm.text.messages import images_of
@@ -364,7 +365,7 @@ class LLM:
         allow_damaged: bool = False,
     ) -> Transcript:
         """Return the text of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
-        Needs a model that transcribes.
+        Needs a model that transcribes or hears.
 
         language: ISO 639-1, or its English name; None: the model finds it. prompt: a text before the sound, for its
         names and style. temperature: of the first attempt. translate: into English. These and seed are Whisper's; the
@@ -374,7 +375,15 @@ class LLM:
         """
         from localllm.media.sound import Samples, decode
         from localllm.media.speech import VadOptions
-        from localllm.serving.transcription import SpeechOptions, inputs_of, transcriber_of, transcript_of, windows_of
+        from localllm.serving.transcription import (
+            ChatTranscriber,
+            SpeechOptions,
+            TranscriptionClient,
+            inputs_of,
+            transcriber_of,
+            transcript_of,
+            windows_of,
+        )
 
         client = transcriber_of(self._engine)
         asked = SpeechOptions(language, prompt, temperature, seed, translate, words)
@@ -388,8 +397,19 @@ class LLM:
                 name = "The sound" if isinstance(sound, bytes) else str(sound)
                 samples = decode(file, name, allow_damaged=allow_damaged)
         windows = windows_of(samples, VadOptions() if vad_filter else None)
-        answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
-        heard = [client.heard(*each) for each in answers]
+        if isinstance(client, ChatTranscriber):
+            prompts = [client.asked(samples, window, decoding) for window in windows]
+            encoded = [_Encoded(None, ids, None, client.spans(ids)) for ids, _ in prompts]
+            outputs = self.generate(encoded, [params for _, params in prompts], use_tqdm=False) if encoded else []
+            answered = [output.outputs[0] for output in outputs]
+            heard = [
+                client.heard(window, decoding, each.text, each.token_ids, each.cumulative_logprob or 0.0)
+                for window, each in zip(windows, answered, strict=True)
+            ]
+        else:
+            assert isinstance(client, TranscriptionClient)
+            answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
+            heard = [client.heard(*each) for each in answers]
         return transcript_of(samples, heard, translate=translate, warnings=warnings)
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
@@ -564,17 +584,25 @@ class LLM:
 
     def _encode_seen(self, prompt: Mapping[str, Any]) -> _Encoded:
         """Encode a text with a mark of the family for each of its pictures."""
-        given, sight, text = prompt["multi_modal_data"], self._engine.sight, prompt.get("prompt")
-        if sight is None:
-            what, why = f"{self._engine.name} does not see pictures.", "It reads text alone."
-            raise UnsupportedParameter(what, why, param="multi_modal_data")
-        if set(given) != {"image"} or not isinstance(text, str):
+        given, senses, text = prompt["multi_modal_data"], self._engine.senses, prompt.get("prompt")
+        if not given or not set(given) <= {"image", "audio"} or not isinstance(text, str):
             why = f"Got {sorted(given)} and a prompt that is {type(text).__name__}."
-            raise InvalidParameter("multi_modal_data holds only 'image', beside a text.", why, param="multi_modal_data")
-        images = given["image"] if isinstance(given["image"], list | tuple) else [given["image"]]
-        options = prompt.get("mm_processor_kwargs")
-        parts = []
-        for i, image in enumerate(images):
+            what = "multi_modal_data holds 'image' or 'audio', beside a text."
+            raise InvalidParameter(what, why, param="multi_modal_data")
+        for kind, sense, does in (("image", senses.sight, "see pictures"), ("audio", senses.hearing, "hear")):
+            if kind in given and sense is None:
+                what, why = f"{self._engine.name} does not {does}.", "It was loaded without such a part."
+                raise UnsupportedParameter(what, why, param="multi_modal_data")
+        options, parts = prompt.get("mm_processor_kwargs"), list[PicturePart | SoundPart]()
+        if senses.hearing is not None and "audio" in given:
+            sounds = given["audio"] if isinstance(given["audio"], list) else [given["audio"]]
+            for i, sound in enumerate(sounds):
+                where = f"multi_modal_data.audio[{i}]"
+                parts.append(senses.hearing.part({"type": "audio", "audio": sound}, where)["media"])
+        images = given.get("image", [])
+        for i, image in enumerate(images if isinstance(images, list | tuple) else [images]):
+            sight = senses.sight
+            assert sight is not None
             where = f"multi_modal_data.image[{i}]"
             if isinstance(image, bytes):
                 parts.append(PicturePart(where, data=image, detail=sight.detail({}, where, options)))
@@ -583,36 +611,38 @@ class LLM:
         return _Encoded(text, *self._seen(text, parts, self.get_tokenizer().encode))
 
     def _with_pictures(self, messages: Sequence[Message], options: Mapping[str, Any] | None) -> list[Message]:
-        """Return the messages with their pictures as parts that the engine reads, if the model sees."""
-        sight = self._engine.sight
-        if sight is None:
+        """Return the messages with their pictures and sounds as parts that the engine reads, if the model sees or
+        hears."""
+        senses = self._engine.senses
+        if not any(senses):
             return list(messages)
+
+        def read(part: Any, where: str) -> Any:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in PICTURE_PARTS and senses.sight is not None:
+                return senses.sight.part(part, where, options)
+            return senses.hearing.part(part, where) if kind in SOUND_PARTS and senses.hearing is not None else part
+
         found = list[Message]()
         for i, message in enumerate(messages):
             content = message.get("content")
             if isinstance(content, list):
-                content = [
-                    sight.part(part, f"messages[{i}].content[{j}]", options)
-                    if isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
-                    else part
-                    for j, part in enumerate(content)
-                ]
+                content = [read(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content)]
                 message = {**message, "content": content}
             found.append(message)
         return found
 
     def _encode_chat(self, chat: Conversation) -> _Encoded:
         text, template = chat.prompt(self._engine), self._engine.chat_template
-        if self._engine.sight is None or not any(images_of(message) for message in chat.messages):
+        if not any(self._engine.senses) or not any(images_of(message) for message in chat.messages):
             return _Encoded(text, chat.encode(text, self._engine))
         parts = template.pictures(chat.messages, with_tools=bool(chat.tools.offered))
         return _Encoded(text, *self._seen(text, parts, lambda text: chat.encode(text, self._engine)))
 
     def _seen(
-        self, text: str, parts: Sequence[PicturePart], encode: Callable[[str], Sequence[int]]
+        self, text: str, parts: Sequence[PicturePart | SoundPart], encode: Callable[[str], Sequence[int]]
     ) -> tuple[PromptIds, None, tuple[MediaSpan, ...]]:
-        assert self._engine.sight is not None
-        ids, media = self._engine.sight.read(text, parts, encode)
+        ids, media = self._engine.senses.read(text, parts, encode, self._engine.name)
         require_room(ids, self._engine.plan.max_model_len)
         return ids, None, media
 

@@ -17,7 +17,7 @@ from localllm.engine.step import TokenLogprobs
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import DiskExperts, load_model
 from localllm.models.read_spec import read_spec
-from localllm.models.vision.tower import load_tower
+from localllm.models.vision.tower import load_towers
 from localllm.runner.kv_cache import KVCache, StateCache
 from localllm.runner.pictures import PictureEncoder
 from localllm.runner.runner import TorchRunner
@@ -69,8 +69,8 @@ class Engine:
             states=states,
             **sizes,
         )
-        if spec.vision is not None:
-            tower = load_tower(path, spec.vision, CPU, torch.float32)
+        if spec.vision is not None or spec.hearing is not None:
+            tower = load_towers(path, spec.vision, spec.hearing, CPU, torch.float32)
             runner.see_with(PictureEncoder(tower, spec.hidden_size, torch.float32))
         self.loop = EngineLoop(self.scheduler, runner, depth=depth)
         self.loop._recover = _raise

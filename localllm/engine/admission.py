@@ -51,7 +51,7 @@ class GenerationRequest:
     params: SamplingParams
     options: RequestOptions = NO_OPTIONS
     prompt_embeds: PromptEmbeds | None = None  # replaces prompt_token_ids, which are as many zeros
-    media: tuple[MediaSpan, ...] = ()  # pictures of the prompt, in order
+    media: tuple[MediaSpan, ...] = ()  # pictures and sounds of the prompt, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # per position; -1: the whole vocabulary
     takes_prompt_embeds: bool = False
-    most_picture_rows: int = 0  # of one picture; 0: the model does not see
+    most_media_rows: int = 0  # of one picture or sound; 0: the model neither sees nor hears
     source: SourceSpec | None = None  # of an encoder-decoder, whose encoder reads the prompt
     block_size: int = 1  # tokens of a source are counted in whole blocks
     takes_processors: bool = True  # False: the model runs in other processes, to which functions cannot be sent
@@ -181,21 +181,21 @@ class Admission:
         return prompt, params, max_output_tokens
 
     def _check_media(self, asked: GenerationRequest) -> None:
-        """Refuse pictures that cannot be encoded here, and parameters that need all of the prompt's tokens."""
-        most = self.limits.most_picture_rows
+        """Refuse pictures and sounds that cannot be encoded, and parameters that need all of the prompt's tokens."""
+        most = self.limits.most_media_rows
         if not most:
             raise UnsupportedParameter(
-                "This model does not see pictures here.",
+                "This model reads neither pictures nor sound here.",
                 "It was loaded without the part that reads them.",
-                "Leave the pictures out.",
+                "Leave pictures and sound out.",
                 param="messages",
             )
         largest = max(span.rows for span in asked.media)
         if largest > most:
             raise InvalidParameter(
-                f"A picture of the request takes {largest} tokens.",
+                f"A picture or sound of the request takes {largest} tokens.",
                 f"At most {most} are encoded at once here.",
-                "Send a smaller picture, or start with a larger --image-max-tokens.",
+                "Send a smaller picture or a shorter sound, or start with a larger --image-max-tokens.",
                 param="messages",
             )
         params = asked.params
@@ -208,8 +208,8 @@ class Admission:
         for field, does in refused.items():
             if does:
                 raise InvalidParameter(
-                    f"{field} cannot be combined with pictures.",
-                    "Tokens of pictures are not text, so they cannot be scored or cut.",
+                    f"{field} cannot be combined with pictures or sound.",
+                    "Their tokens are not text, so they cannot be scored or cut.",
                     f"Leave {field} out.",
                     param=field,
                 )

@@ -1,8 +1,9 @@
-"""Inputs of a request's encoder, and the ones that are held encoded: pictures, with the places that they take in the
-prompt, or the prompt of an encoder-decoder as a whole, the source of its answer.
+"""Inputs of a request's encoder, and the ones that are held encoded: pictures and sounds, with the places that they
+take in the prompt, or the prompt of an encoder-decoder as a whole, the source of its answer.
 
-A picture's rows are made in a step, before the forward pass that reads them. The scheduler decides when, and which rows
-stay; the rows themselves are the runner's (runner/pictures.py).
+Sounds are treated as pictures are: what is said of pictures here holds for both. A picture's rows are made in a step,
+before the forward pass that reads them. The scheduler decides when, and which rows stay; the rows themselves are the
+runner's (runner/pictures.py).
 Does not know: torch, pixels, what a row is made of.
 """
 
@@ -54,17 +55,18 @@ class MediaSpan:
 
 
 def spans_of(
-    token_ids: Sequence[int], placeholder_id: int, pictures: Sequence[Picture], salt: str | None = None
-) -> tuple[MediaSpan, ...]:
+    token_ids: Sequence[int], placeholder_id: int, pictures: Sequence[Picture], salt: str | None = None,
+    kind: str = "picture",
+) -> tuple[MediaSpan, ...]:  # fmt: skip
     """Return the span of each picture: in order, each takes its number of the placeholders. Raises `InvalidParameter`
-    if there are more or fewer placeholders than rows."""
+    if there are more or fewer placeholders than rows. kind: picture or sound, for the error."""
     found = [place for place, token in enumerate(token_ids) if token == placeholder_id]
     rows = sum(picture.rows for picture in pictures)
     if len(found) != rows:
         raise InvalidParameter(
-            f"The prompt has {len(found)} picture tokens; its pictures have {rows}.",
-            "Each picture needs its mark exactly once.",
-            "Leave marks of pictures out of the text.",
+            f"The prompt has {len(found)} {kind} tokens; its {kind}s have {rows}.",
+            f"Each {kind} needs its mark exactly once.",
+            f"Leave marks of {kind}s out of the text.",
             param="messages",
         )
     key = blake2b((salt or "").encode(), digest_size=32).digest()

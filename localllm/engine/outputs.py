@@ -62,6 +62,7 @@ class Usage:
     cached_tokens: int
     drafts: DraftCounts = NO_COUNTS
     image_tokens: int = 0  # of the prompt
+    audio_tokens: int = 0  # of the prompt
 
     @property
     def total_tokens(self) -> int:

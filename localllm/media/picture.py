@@ -99,9 +99,11 @@ def page_picture(data: bytes, number: int, where: str) -> bytes:
     return _ask({"do": "page", "number": number, "most_pixels": 0}, data, where)[1]
 
 
-def too_many_bytes(num_bytes: int, where: str) -> MediaTooLarge:
-    what = f"{where} has {format_bytes(num_bytes)}; at most {format_bytes(MOST_BYTES)} are read."
-    return MediaTooLarge(what, hint="Scale the picture down, or save it as JPEG.")
+def too_many_bytes(num_bytes: int, where: str, most_bytes: int | None = None) -> MediaTooLarge:
+    """Return the error of a file that is too large. most_bytes: of a sound; None: it is a picture."""
+    what = f"{where} has {format_bytes(num_bytes)}; at most {format_bytes(most_bytes or MOST_BYTES)} are read."
+    hint = "Scale the picture down, or save it as JPEG." if most_bytes is None else "Cut it, or send it as MP3."
+    return MediaTooLarge(what, hint=hint)
 
 
 def _ask(asked: dict[str, Any], data: bytes, where: str) -> tuple[dict[str, Any], bytes]:

@@ -61,6 +61,8 @@ class SoundLimits:
     most_channels: int = 16
     least_rate: int = 4000
     most_rate: int = 384_000
+    advice: str = "Start with a larger --max-audio-seconds, or cut the file."  # on sound that is too long
+    damaged_advice: str = "Save it again; allow_damaged=true takes what there is."
 
 
 class Samples:
@@ -197,7 +199,7 @@ def _refused(facts: dict[str, Any], where: str, kind: str, limits: SoundLimits) 
             hours = f"{limits.most_s / 3600:g} hours" if limits.most_s >= 3600 else f"{limits.most_s:g} s"
             return MediaTooLarge(
                 f"{where} holds more than {hours} of sound.", "Decoding stopped there.",
-                "Start with a larger --max-audio-seconds, or cut the file.",
+                limits.advice,
             )  # fmt: skip
         case "slow":
             why = f"Decoding it takes more than {limits.cpu_s:g} s of CPU time."
@@ -216,7 +218,7 @@ def _refused(facts: dict[str, Any], where: str, kind: str, limits: SoundLimits) 
     text, claimed_s = facts["text"].rstrip("."), facts.get("claimed_s")
     of = f" of {claimed_s:.1f}" if claimed_s and claimed_s < 1e6 else ""
     why = f"Decoding ended after {facts.get('samples', 0) / RATE:.1f}{of} s: {text}."
-    return UnreadableMedia(f"{where} is damaged.", why, "Save it again; allow_damaged=true takes what there is.")
+    return UnreadableMedia(f"{where} is damaged.", why, limits.damaged_advice)
 
 
 def _has(package: str) -> bool:

@@ -1,9 +1,9 @@
-"""The bytes of a picture that a request names: a data URL, base64, or an address on the web.
+"""The bytes of a picture or a sound that a request names: a data URL, base64, or an address on the web.
 
 Web addresses are refused unless an operator allows their host. A host is resolved once, every address of it has to be
 global, and the connection goes to that very address, so that no name can lead into a private network. Nothing of the
 environment is used: no proxy, no cookies, no credentials.
-Does not know: pictures, models, HTTP of this server.
+Does not know: pictures, sound, models, HTTP of this server.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ _EMBEDS_IPV4 = {"2002::/16": 80, "64:ff9b::/96": 0}
 Resolve = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 
-def of_data_url(text: str, where: str) -> bytes:
+def of_data_url(text: str, where: str, most_bytes: int | None = None) -> bytes:
     """Return the bytes of `data:[type][;base64],...`. The type is not believed. Raises `UnreadableMedia` and
-    `MediaTooLarge`."""
+    `MediaTooLarge`. most_bytes: of the file; None: of a picture."""
     head, comma, data = text.partition(",")
     if not comma:
         raise UnreadableMedia(f"{where} is damaged.", "Its data URL has no comma.", "data:image/png;base64,...")
     if not head.lower().rstrip().endswith(";base64"):
-        if len(data) > 3 * MOST_BYTES:
-            raise too_many_bytes(len(data) // 3, where)
+        if len(data) > 3 * (most_bytes or MOST_BYTES):
+            raise too_many_bytes(len(data) // 3, where, most_bytes)
         return unquote_to_bytes(data)
-    return of_base64(unquote_to_bytes(data).decode("ascii", "replace") if "%" in data[:4096] else data, where)
+    text = unquote_to_bytes(data).decode("ascii", "replace") if "%" in data[:4096] else data
+    return of_base64(text, where, most_bytes)
 
 
-def of_base64(text: str, where: str) -> bytes:
+def of_base64(text: str, where: str, most_bytes: int | None = None) -> bytes:
     """Return the bytes of a text in base64, which may have line breaks and lack its padding."""
-    if len(text) > 2 * MOST_BYTES:
-        raise too_many_bytes(len(text) * 3 // 4, where)
+    if len(text) > 2 * (most_bytes or MOST_BYTES):
+        raise too_many_bytes(len(text) * 3 // 4, where, most_bytes)
     text = "".join(text.split()).rstrip("=")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
@@ -62,10 +63,16 @@ def of_base64(text: str, where: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Downloads pictures from allowed hosts. `fetch` blocks: call it on a thread."""
+    """Downloads pictures or sounds from allowed hosts. `fetch` blocks: call it on a thread."""
 
     domains: tuple[str, ...] = ()  # a host, `*.host` for the hosts below it, or `*` for all
     resolve: Resolve = socket.getaddrinfo
+    kind: str = "image"  # first part of the type that is asked for: image or audio
+    most_bytes: int | None = None  # of a file; None: of a picture
+
+    @property
+    def _what(self) -> str:
+        return "Sounds" if self.kind == "audio" else "Pictures"
 
     def fetch(self, url: str, where: str) -> bytes:
         """Return the bytes at a URL. Raises `UnsupportedParameter`, `MediaUnreachable` and `MediaTooLarge`."""
@@ -102,7 +109,7 @@ class Fetcher:
             raise InvalidParameter(f"{where} is not a URL that is fetched.", why, param=where)
         if not self.domains:
             raise UnsupportedParameter(
-                "Pictures are not fetched from URLs.",
+                f"{self._what} are not fetched from URLs.",
                 "This server opens no connection for a request.",
                 "Send a data: URL, or start with --allowed-media-domains example.org (* for all public ones).",
                 param=where,
@@ -110,7 +117,7 @@ class Fetcher:
         names = ("*", host, *(f"*.{host.split('.', n)[n]}" for n in range(1, host.count(".") + 1)))
         if not any(domain.lower() in names for domain in self.domains):
             raise UnsupportedParameter(
-                f"Pictures are not fetched from {host}.",
+                f"{self._what} are not fetched from {host}.",
                 f"Allowed: {', '.join(self.domains)}.",
                 f"Send a data: URL, or start with --allowed-media-domains {','.join((*self.domains, host))}.",
                 param=where,
@@ -140,7 +147,7 @@ class Fetcher:
             connection = http.client.HTTPConnection(host, port)
             connection.default_port, connection.sock = port, sock
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            headers = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "localllm"}
+            headers = {"Accept": f"{self.kind}/*", "Accept-Encoding": "identity", "User-Agent": "localllm"}
             connection.request("GET", target, headers=headers)
             answer = connection.getresponse()
             if answer.status in REDIRECTS and (location := answer.getheader("location")):
@@ -150,8 +157,8 @@ class Fetcher:
             data = bytearray()
             while piece := answer.read1(CHUNK_BYTES):
                 data += piece
-                if len(data) > MOST_BYTES:
-                    raise too_many_bytes(len(data), where)
+                if len(data) > (self.most_bytes or MOST_BYTES):
+                    raise too_many_bytes(len(data), where, self.most_bytes)
             if answer.length:
                 raise _failed(parts, "The connection ended before the file did.")
             return bytes(data)

@@ -72,7 +72,9 @@ def read_spec(
         spec = _build(_filled(config, family), family, generation)
         if path.is_file():
             return _with_projector(path, spec, mmproj)
-        return replace(_with_source(spec, config, generation), **_read_vision(path, config))
+        return replace(
+            _with_source(spec, config, generation), **_read_vision(path, config), **_read_hearing(path, config)
+        )
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -316,6 +318,17 @@ def _read_vision(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             found = read_json_object(path / name)
             return {"vision": read_vision(config, found.get("image_processor") or found)}
     return {"why_unseeing": f"{path.name} has no preprocessor_config.json, which says how pictures are prepared."}
+
+
+def _read_hearing(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` about the part that reads sound."""
+    from localllm.models.vision.sound import hears, read_hearing, require_extractor
+
+    if not hears(config):
+        return {}
+    hearing = read_hearing(config, path)
+    require_extractor(path, hearing)
+    return {"hearing": hearing}
 
 
 def _with_projector(path: Path, spec: ModelSpec, asked: str | None) -> ModelSpec:

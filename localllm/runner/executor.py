@@ -32,7 +32,7 @@ from localllm.models.layers.lora import LoraBank
 from localllm.models.loader import DiskExperts, load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
-from localllm.models.vision.tower import Tower, load_tower, tower_dtype
+from localllm.models.vision.tower import Towers, load_towers, tower_dtype
 from localllm.models.weights.lora import LoraFile, put_lora
 from localllm.models.weights.parameters import far_bytes, held_bytes, replace_tensors
 from localllm.models.weights.source import Progress
@@ -115,7 +115,7 @@ class LocalExecutor:
 
     def __init__(
         self, model: ReopenableModel, spec: ModelSpec, device: torch.device, allocated_before: int = 0,
-        drafter: Drafter | None = None, tower: Tower | SourceEncoder | None = None,
+        drafter: Drafter | None = None, tower: Towers | SourceEncoder | None = None,
     ) -> None:  # fmt: skip
         """allocated_before: bytes that torch had allocated on a GPU before the model was loaded."""
         self._model: ReopenableModel | None = model
@@ -144,9 +144,12 @@ class LocalExecutor:
                 far_layers=() if plan.far is None else plan.far.layers, disk=_disk_of(plan),
             )  # fmt: skip
             drafter = _load_drafter(spec, model, device, config, plan, shard)
-            tower: Tower | SourceEncoder | None = None
-            if plan.pictures is not None and spec.vision is not None:
-                tower = load_tower(path, spec.vision, device, tower_dtype(getattr(torch, plan.dtype)))
+            tower: Towers | SourceEncoder | None = None
+            if plan.pictures is not None or plan.sounds is not None:
+                tower = load_towers(
+                    path, None if plan.pictures is None else spec.vision, None if plan.sounds is None else spec.hearing,
+                    device, tower_dtype(getattr(torch, plan.dtype)),
+                )  # fmt: skip
             if plan.sources is not None:
                 tower = load_encoder(path, device, getattr(torch, plan.dtype))
         return cls(cast("ReopenableModel", model), spec, device, before, drafter, tower)
@@ -163,8 +166,8 @@ class LocalExecutor:
         return self._drafter
 
     @property
-    def tower(self) -> Tower | SourceEncoder | None:
-        """The part that reads pictures, or the prompts of an encoder-decoder; None: it is not loaded."""
+    def tower(self) -> Towers | SourceEncoder | None:
+        """The parts that read pictures and sound, or the prompts of an encoder-decoder; None: they are not loaded."""
         return self._tower
 
     @property

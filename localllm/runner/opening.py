@@ -33,7 +33,7 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, main_group
-from localllm.models.vision.tower import Tower
+from localllm.models.vision.tower import Towers
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.device_errors import check_device as check_device_answers
 from localllm.runner.device_errors import is_device_loss, translated
@@ -107,7 +107,7 @@ def open_runner(
     report: ReportDetail,
     held_before: int = 0,
     drafter: Drafter | None = None,
-    tower: Tower | SourceEncoder | None = None,
+    tower: Towers | SourceEncoder | None = None,
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then."""
@@ -312,8 +312,8 @@ def measure(
     peak = torch.cuda.max_memory_allocated(device)
     caches = kv.allocated_bytes + states.allocated_bytes + (0 if opened is None else opened.kv.allocated_bytes)
     activations = peak - allocated - caches
-    if plan.pictures is not None:  # the largest picture is encoded by arithmetic: its pixels are not at hand
-        activations = max(activations, plan.pictures.encode_bytes) + plan.pictures.kept_bytes
+    if (encoded := plan.encoder) is not None:  # by arithmetic: the largest picture's pixels are not at hand
+        activations = max(activations, encoded.encode_bytes) + encoded.kept_bytes
     runner.close()
     return Measured(allocated - held_before, activations)
 
@@ -385,7 +385,7 @@ def with_cache(
 
 
 def encoder_of(
-    tower: Tower | SourceEncoder | None, model: CausalModel, spec: ModelSpec, plan: MemoryPlan
+    tower: Towers | SourceEncoder | None, model: CausalModel, spec: ModelSpec, plan: MemoryPlan
 ) -> PictureEncoder | SourcePool | None:
     """Return the encoder of a model that sees, or of an encoder-decoder; None: its tower is not loaded."""
     if isinstance(tower, SourceEncoder):

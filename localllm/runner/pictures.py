@@ -22,7 +22,7 @@ from torch import Tensor
 
 from localllm.engine.media import MediaSpan
 from localllm.models.inputs import GivenEmbeds
-from localllm.models.vision.tower import Tower
+from localllm.models.vision.tower import Towers
 
 if TYPE_CHECKING:
     from localllm.engine.step import StepPlan
@@ -33,7 +33,7 @@ Ints = npt.NDArray[Any]
 class PictureEncoder:
     """A tower, and the rows of the pictures that it has encoded. digest -> [rows, (1 + deep) * hidden]"""
 
-    def __init__(self, tower: Tower, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, tower: Towers, hidden_size: int, dtype: torch.dtype) -> None:
         """hidden_size, dtype: of the decoder's stream."""
         self.tower, self.hidden_size, self.dtype = tower, hidden_size, dtype
         self.rows: dict[bytes, Tensor] = {}

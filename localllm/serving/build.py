@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from localllm.models.weights.source import Progress
     from localllm.runner.executor import Executor
     from localllm.serving.answers.pictures import Sight
+    from localllm.serving.answers.sounds import Hearing
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -297,11 +298,14 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
 
 def _read_text(path: Path, spec: ModelSpec, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
     from localllm.models.vision.families import family_of
+    from localllm.models.vision.sound import sound_family_of
     from localllm.text.chat_template import ChatTemplate
 
     with report_phase("tokenizer", on_phase) as report:
         tokenizer = read_tokenizer(path, () if spec.vision is None else (family_of(spec.vision).frame[1],))
         template = ChatTemplate.of(tokenizer)
+        if not template and spec.hearing is not None:
+            template = ChatTemplate(sound_family_of(spec.hearing).template or None, tokenizer.special_tokens)
         report(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
     return tokenizer, template
 
@@ -446,10 +450,11 @@ def _assemble(
     stores: Sequence[BlockStore],
 ) -> ServedModel:
     """Build the served model around a loaded runner."""
+    from localllm.serving.answers.sounds import Senses
     from localllm.text.answers.detect import answer_format
 
-    config, sight = settings.engine, _sight(settings, found.path, spec, plan)
-    template = template if sight is None else template.of_seeing(sight.marks)
+    config, senses = settings.engine, Senses(_sight(settings, found.path, spec, plan), _hearing(settings, spec, plan))
+    template = template.of_seeing(senses.marks) if any(senses) else template
     answers = answer_format(template)
     loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, answers, runner, stores)
     name, aliases = names_of(settings, found)
@@ -468,7 +473,8 @@ def _assemble(
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
         answers=answers,
-        sight=sight,
+        sight=senses.sight,
+        hearing=senses.hearing,
     )
 
 
@@ -486,6 +492,24 @@ def _sight(settings: Settings, path: Path, spec: ModelSpec, plan: MemoryPlan) ->
     options = json.loads(config.mm_processor_kwargs or "{}")
     fetcher = Fetcher(settings.server.allowed_media_domains)
     return Sight(processor, fetcher, config.limit_mm_per_prompt, config.max_image_pixels, options)
+
+
+def _hearing(settings: Settings, spec: ModelSpec, plan: MemoryPlan) -> Hearing | None:
+    """Return what reads sound; None: the model does not hear, or its tower is not loaded."""
+    if spec.hearing is None or plan.sounds is None:
+        return None
+    from localllm.media.sound import SoundLimits
+    from localllm.media.source import Fetcher
+    from localllm.models.vision.sound import SoundProcessor
+    from localllm.serving.answers.sounds import Hearing
+
+    server, processor = settings.server, SoundProcessor(spec.hearing, plan.sounds.rows)
+    limits = SoundLimits(
+        server.largest_audio_bytes, min(server.max_audio_seconds, processor.most_s), damaged_advice="Save it again.",
+        advice="Cut it, send it to /v1/audio/transcriptions, or start with a larger --max-model-len.",
+    )  # fmt: skip
+    fetcher = Fetcher(server.allowed_media_domains, kind="audio", most_bytes=limits.num_bytes)
+    return Hearing(processor, fetcher, limits)
 
 
 def engine_parts(
@@ -507,7 +531,8 @@ def engine_parts(
     loop = _engine_loop(config, plan, fingerprint(path, plan, config, spec), runner, path, stores)
     request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
-        most_picture_rows=0 if plan.pictures is None else plan.pictures.rows, takes_processors=not plan.ranks,
+        most_media_rows=max((each.rows for each in (plan.pictures, plan.sounds) if each is not None), default=0),
+        takes_processors=not plan.ranks,
         source=spec.source, block_size=plan.block_size,
     )  # fmt: skip
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
@@ -554,7 +579,7 @@ def _engine_loop(
         enable_prefix_caching=config.enable_prefix_caching,
         state_interval=state_interval(plan.bytes_per_state, plan.block_size),
         num_stages=runner.num_stages,
-        encoder_rows=0 if (encoded := plan.pictures or plan.sources) is None else encoded.kept_rows,
+        encoder_rows=0 if (encoded := plan.encoder) is None else encoded.kept_rows,
         encoder_budget=0 if encoded is None else encoded.rows,
     )
     ledger = Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens)

@@ -114,6 +114,11 @@ class ModelEntry:
         return self.is_beside or (self.card is not None and self.card.spec.task == "transcribe")
 
     @property
+    def hears(self) -> bool:
+        """Return whether the model transcribes, or is loaded and reads sound in prompts."""
+        return self.transcribes or (self.served is not None and self.served.hearing is not None)
+
+    @property
     def has_replicas(self) -> bool:
         """Return whether the model is loaded as several replicas."""
         return self.settings is not None and self.settings.engine.data_parallel_size > 1

@@ -19,6 +19,8 @@ KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
 SPEECH_KEEP_ALIVE_S = 600.0  # for the speech model
 SPEECH_HINT = "localllm pull nvidia/parakeet-tdt-0.6b-v3, then start with --speech-model nvidia/parakeet-tdt-0.6b-v3."
 
+BESIDE = {"max_model_len": 2048, "max_num_seqs": 4}
+"""Settings of a speech model that reads sound in prompts: room for windows of 30 s, and no more."""
 LONGEST_NAME = 300
 """Most characters of a requested model name. A repository's name has at most 193; operators' paths are exempt."""
 
@@ -40,29 +42,34 @@ class Register:
 
     @property
     def speech(self) -> ModelEntry | None:
-        """The model that transcribes what is said on the pages: that of --speech-model, else a loaded one; None: there
-        is none.
+        """The model that transcribes what is said on the pages: that of --speech-model, else a loaded one that does
+        nothing else, else a loaded chat model that hears; None: there is none.
         """
         if self.settings is not None and self.settings.server.speech_model == "none":
             return None
         own = next((entry for entry in self.entries if entry.is_beside), None)
-        return own or _used_last([entry for entry in self.entries if entry.transcribes and entry.state == "ready"])
+        ready = [entry for entry in self.entries if entry.hears and entry.state == "ready"]
+        return own or _used_last([entry for entry in ready if entry.transcribes]) or _used_last(ready)
 
     async def add_speech_model(self, name: str) -> None:
         """Register the model of --speech-model, which the first sound loads. It takes the device of the model that is
         named at start and no other setting of it. Raises `ModelNotFound`, `ConfigError` if it does not transcribe.
         """
         from localllm.models.encoders.recipe import task_of
+        from localllm.models.read_spec import read_spec
 
         assert self.settings is not None
         settings, table = self.settings, self.settings.table(name)
         own = {"model": name, "device": settings.engine.device, "offline": True, **(table.engine if table else {})}
         found = await asyncio.to_thread(self._loader.resolve, own["model"], True)
-        if (task := task_of(found.path)) != "transcribe":
+        task = task_of(found.path)
+        hears = task == "generate" and (await asyncio.to_thread(read_spec, found.path)).hearing is not None
+        if task != "transcribe" and not hears:
             what, why = f"--speech-model {name} does not transcribe speech.", f"It {DOES[task][0]}."
             raise ConfigError(
                 what, why, "Parakeet and Whisper transcribe: docs/guides/speech.md.", param="speech_model"
             )
+        own = {**BESIDE, **own} if hears else own
         server = replace(settings.server, served_model_name=table.names if table else ())
         entry = self.add(
             replace(settings, engine=EngineConfig(**own), server=server), name, keep_alive_s=SPEECH_KEEP_ALIVE_S

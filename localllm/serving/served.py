@@ -5,7 +5,7 @@ Does not know: how it was loaded (build.py), which models stay loaded (manager.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from localllm.runner.executor import Executor
     from localllm.serving.adapters import Adapters, LoadedAdapter
     from localllm.serving.answers.pictures import Sight
+    from localllm.serving.answers.sounds import Hearing, Senses
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ class ServedModel:
     adapters: Adapters | None = None  # None: adapters are not supported
     answers: AnswerFormat | None = None  # format of tool calls and reasoning; None: plain text
     sight: Sight | None = None  # reads pictures; None: the model does not see
+    hearing: Hearing | None = None  # reads sound; None: the model does not hear
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
@@ -109,7 +111,15 @@ class ServedModel:
     source: str = ""  # of the request in the same view, for display: playground, API
     key_name: str = ""  # of the key that the request was sent with; empty: none
     replica: int | None = None  # the only replica that may answer, in the same view
+    hearing_models: tuple[str, ...] = ()  # names of the loaded models that hear, in the same view
     is_background: bool = False  # the request is a line of a batch, before which every other request runs
+
+    @property
+    def senses(self) -> Senses:
+        """The parts that read pictures and sound."""
+        from localllm.serving.answers.sounds import Senses
+
+        return Senses(self.sight, self.hearing)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -175,6 +185,7 @@ class ServedModel:
         key_name: str = "",
         is_background: bool = False,
         replica: int | None = None,
+        hearing_models: Sequence[str] = (),
     ) -> ServedModel:
         """Return this model as seen by a request for `name`, which is one of the model's names or an adapter's."""
         chosen = self.adapters.find(name) if self.adapters is not None else None
@@ -187,6 +198,7 @@ class ServedModel:
             key_name=key_name,
             is_background=is_background,
             replica=replica,
+            hearing_models=tuple(hearing_models),
         )
 
     @property

@@ -1,22 +1,27 @@
 """Build a served model that transcribes, and its client: sound in, words with times out.
 
 Windows of a sound are cut at pauses (media/speech.py) and run in batches, on the loop of models that embed or score.
+A model that hears transcribes, too: each window is a chat of one turn (`ChatTranscriber`).
 Does not know: HTTP, formats of answers, which models stay loaded (manager.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from localllm.config.settings import Settings
+from localllm.engine.params import SamplingParams
 from localllm.engine.pooling import PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.serving.answers.generation import collect, generation_of
+from localllm.serving.answers.pictures import PromptIds, require_room
+from localllm.serving.answers.sounds import Hearing, Senses, SoundPart
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.pooling import BatchRunner, serve_in_batches
@@ -34,10 +39,12 @@ from localllm.text.transcript import (
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
+    from localllm.engine.media import MediaSpan
     from localllm.media.sound import Samples
     from localllm.media.speech import VadOptions, Window
     from localllm.models.encoders.whisper import Decoding, SpokenText
     from localllm.models.library.catalog import ResolvedModel
+    from localllm.models.vision.sound import Wish
     from localllm.text.tokenizer import Tokenizer
 
 WINDOW_S = 30.0
@@ -46,6 +53,8 @@ FRAMES_PER_S = 100
 """Frames of features a second of sound, in which a batch is counted."""
 _CONTINUED = frozenset(bytes((byte,)) for byte in range(0x80, 0xC0))
 """Bytes within a character in UTF-8."""
+SPARE_TOKENS, TOKENS_PER_S = 64, 16
+"""Most tokens of a window's text: these, and so many for each second. A model that repeats itself ends there."""
 SILENT_SHARE = 1 / 3
 """A sound of one window is cut at its pauses only if more of it than this is silence."""
 
@@ -182,10 +191,146 @@ class TranscriptionClient(BatchClient):
         return first not in _CONTINUED if language in UNSPACED else first == b" "
 
 
-def transcriber_of(model: ServedModel) -> TranscriptionClient:
-    """Return the client of a model that transcribes. Raises `WrongTask`."""
+class SpeechClient(Protocol):
+    """Transcribes with one model."""
+
+    def decoding(self, asked: SpeechOptions, name: str) -> tuple[Any, list[str]]: ...
+
+    def transcribe(
+        self, samples: Samples, vad: VadOptions | None, decoding: Any, *, is_background: bool = False
+    ) -> AsyncIterator[Heard]: ...
+
+
+def transcriber_of(model: ServedModel) -> SpeechClient:
+    """Return the client of a model that transcribes, or that hears. Raises `WrongTask`."""
+    if model.hearing is not None:
+        return ChatTranscriber(model, model.hearing)
     model.require("transcribe")
     return cast("TranscriptionClient", model.client)
+
+
+class ChatDecoding(NamedTuple):
+    """The wishes of a transcription by a model that hears."""
+
+    wish: Wish
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class ChatTranscriber:
+    """Transcribes with a model that hears: each window is a chat of one turn, with the prompt of its family."""
+
+    def __init__(self, model: ServedModel, hearing: Hearing) -> None:
+        self._model, self._hearing, self._family = model, hearing, hearing.processor.family
+
+    def decoding(self, asked: SpeechOptions, name: str) -> tuple[ChatDecoding, list[str]]:
+        """Return how windows are written, and warnings of what has no effect. name: of the model, for errors.
+        Raises `UnsupportedParameter`, `InvalidParameter`."""
+        from localllm.models.vision.sound import Wish
+
+        family, warnings = self._family, list[str]()
+        if asked.translate and not family.translates:
+            raise UnsupportedParameter(
+                f"{name} does not translate here.", "Its transcriptions have no such task.",
+                "Send the sound in a chat, and ask for a translation.", param="model",
+            )  # fmt: skip
+        if asked.words:
+            what, why = f"{name} has no times for words.", "It tells the times of windows alone."
+            raise UnsupportedParameter(what, why, "Parakeet and Whisper tell them.", param="timestamp_granularities")
+        if not 0 <= asked.temperature <= 1:
+            raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+        if asked.prompt.strip() and not family.prompts:
+            warnings.append("prompt has no effect")
+        language = asked.language
+        if language is not None and not family.languages:
+            warnings.append("language has no effect")
+            language = None
+        if language is not None:
+            codes = {known.lower(): code for code, known in family.languages.items()}
+            language = codes.get(language.lower(), language.lower())
+            if language not in family.languages:
+                what = f"{name} does not know the language {language[:40]!r}."
+                why = f"It knows {', '.join(sorted(family.languages))}."
+                raise InvalidParameter(what, why, "Leave language out, and the model finds it.", param="language")
+        prompt = asked.prompt.strip() if family.prompts else ""
+        return ChatDecoding(Wish(language, prompt, asked.translate), asked.temperature, asked.seed), warnings
+
+    async def transcribe(
+        self, samples: Samples, vad: VadOptions | None, decoding: ChatDecoding, *, is_background: bool = False
+    ) -> AsyncIterator[Heard]:
+        """Yield the text of each window in order, with times in the sound. vad: None: nothing is left out.
+
+        As many windows as the engine has slots are written side by side, and at most half of the slots while others
+        wait. is_background: is the model's. Raises what a chat raises.
+        """
+        found = await asyncio.to_thread(windows_of, samples, vad)
+        at_once = max(1, self._model.plan.max_num_seqs // 2)
+        tasks: deque[asyncio.Task[Heard]] = deque()
+        try:
+            for window in found:
+                while len(tasks) >= at_once:
+                    yield await tasks.popleft()
+                tasks.append(asyncio.create_task(self._written(samples, window, decoding)))
+            while tasks:
+                yield await tasks.popleft()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _written(self, samples: Samples, window: Window, decoding: ChatDecoding) -> Heard:
+        prompt, params = await asyncio.to_thread(self.asked, samples, window, decoding)
+        async with generation_of(self._model, params, [prompt]) as generation:
+            [choice] = await collect(generation)
+        logprob = sum(each.logprobs[0] for each in choice.logprobs)
+        return self.heard(window, decoding, choice.text, choice.token_ids, logprob)
+
+    def asked(self, samples: Samples, window: Window, decoding: ChatDecoding) -> tuple[PromptIds, SamplingParams]:
+        """Return the prompt of a window, with its sound, and how it is answered. Blocks. Raises `ContextTooLong`."""
+        from localllm.media.sound import Samples
+
+        model, spoken = self._model, self._family.spoken(decoding.wish)
+        part = SoundPart("file", samples=Samples(samples.values[window.start : window.stop]))
+        text = spoken.text
+        if not text:
+            messages = [{**message, "content": _with_sound(message["content"], part)} for message in spoken.messages]
+            text = model.chat_template.render(messages) + spoken.behind
+        listened = self._hearing.listen((part, b""))
+        prompt = Senses(None, self._hearing).prompt(
+            text, [listened], lambda text: model.tokenizer.encode(text, add_special_tokens=False), model.name
+        )
+        require_room(prompt, model.plan.max_model_len)
+        most = min(model.plan.max_model_len - len(prompt), SPARE_TOKENS + int(listened.seconds * TOKENS_PER_S))
+        return prompt, SamplingParams(
+            temperature=decoding.temperature, seed=decoding.seed if decoding.temperature else None, max_tokens=most,
+            logprobs=0,
+        )  # fmt: skip
+
+    def spans(self, prompt: PromptIds) -> tuple[MediaSpan, ...]:
+        """Return the places of a prompt's sound, for callers without an event loop. Blocks."""
+        return self._hearing.spans_of(prompt, prompt.sounds)
+
+    def heard(
+        self, window: Window, decoding: ChatDecoding, answer: str, token_ids: Sequence[int], logprob: float
+    ) -> Heard:
+        """Return what the answer for a window says: one segment, or none. logprob: of all tokens."""
+        language, text = self._family.written(answer)
+        language = "en" if decoding.wish.translate else language or decoding.wish.language or ""
+        if not text:
+            return Heard(window, [], [], language)
+        start_s, stop_s, mean = window.start / 16_000, window.stop / 16_000, logprob / max(1, len(token_ids))
+        token_ids = [each for each in token_ids if each not in self._model.spec.eos_token_ids]
+        segment = TranscriptSegment(
+            text, start_s, stop_s, tuple(token_ids), mean, temperature=decoding.temperature
+        )  # fmt: skip
+        return Heard(window, [], [segment], language)
+
+
+def _with_sound(content: Any, part: SoundPart) -> Any:
+    """Return the content of a family's message, whose sound is `part`."""
+    if isinstance(content, str):
+        return content
+    return [{**each, "media": part} if each["type"] == "audio" else each for each in content]
 
 
 def inputs_of(samples: Samples, found: Sequence[Window], decoding: Decoding | None) -> list[WindowInput]:

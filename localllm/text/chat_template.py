@@ -18,8 +18,8 @@ from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from localllm.text.jinja_bounds import TemplateTooCostly
 from localllm.text.jinja_sandbox import JinjaTemplate, TemplateRefusal
 from localllm.text.messages import (
+    MediaMarks,
     Message,
-    PictureMarks,
     TemplateTraits,
     for_template,
     images_of,
@@ -41,6 +41,11 @@ _MARK = "⟪the text to continue ends here⟫ "
 _FIRST, _SECOND = {"type": "text", "text": "qzfirst"}, {"type": "text", "text": "qzsecond"}
 _IMAGES = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
 """Forms of a picture's part that templates render."""
+_SOUNDS = (
+    {"type": "audio"}, {"type": "audio_url", "audio_url": {"url": ""}},
+    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+)  # fmt: skip
+"""The same for a sound's part."""
 _USER, _TOOL = {"role": "user"}, {"role": "tool", "tool_call_id": "123456789", "name": "look"}
 _CALL = {"type": "function", "id": "123456789", "function": {"name": "look", "arguments": {}}}
 _CALLED = ({"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
@@ -57,9 +62,9 @@ class ChatTemplate:
         self,
         source: str | Mapping[str, str] | None,
         special_tokens: Mapping[str, str] | None = None,
-        marks: PictureMarks | None = None,
+        marks: MediaMarks | None = None,
     ) -> None:
-        """marks: of a model that sees."""
+        """marks: of a model that sees or hears."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens, self.marks = dict(special_tokens or {}), marks
         self._templates: dict[str, _Probed] = {}
@@ -68,12 +73,12 @@ class ChatTemplate:
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         return cls(tokenizer.chat_templates, tokenizer.special_tokens)
 
-    def of_seeing(self, marks: PictureMarks) -> ChatTemplate:
-        """Return this template for a model that sees."""
+    def of_seeing(self, marks: MediaMarks) -> ChatTemplate:
+        """Return this template for a model that sees or hears."""
         return ChatTemplate(self._sources, self._special_tokens, marks)
 
     def pictures(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool = False) -> list[Any]:
-        """Return the media of the messages' pictures in the order of their marks in the prompt."""
+        """Return the media of the messages' pictures and sounds in the order of their marks in the prompt."""
         traits = self._template(with_tools=with_tools).traits
         plain = plain_messages(messages, traits, self.marks)
         return [part["media"] for message in plain for part in images_of(message)]
@@ -165,7 +170,7 @@ class ChatTemplate:
 class _Probed:
     """A compiled template and the behaviour that its probe showed."""
 
-    def __init__(self, jinja: JinjaTemplate, special_tokens: Mapping[str, str], marks: PictureMarks | None) -> None:
+    def __init__(self, jinja: JinjaTemplate, special_tokens: Mapping[str, str], marks: MediaMarks | None) -> None:
         self.jinja = jinja
         self._special_tokens, self._marks = special_tokens, marks
 
@@ -173,14 +178,17 @@ class _Probed:
     def traits(self) -> TemplateTraits:
         source = self.jinja.source
         takes_parts = self._shows([_FIRST, _SECOND])
-        image = next((part for part in _IMAGES if self._shows_image(part, _USER)), None)
+        marks = self._marks or MediaMarks("", "", ())
+        image = next((part for part in _IMAGES if self._shows_media(part, marks.image, _USER)), None)
+        audio = next((part for part in _SOUNDS if self._shows_media(part, marks.audio, _USER)), None)
         return TemplateTraits(
             named_roles=frozenset(re.findall(r"\w+", " ".join(_ROLE_TEST.findall(source)))),
             takes_strings=self._shows("qzfirst qzsecond") or not takes_parts,
             takes_parts=takes_parts,
             asks_for_none=bool(re.search(r"""\bcontent\b["'\]]*\s+is\s+(not\s+)?none""", source)),
             image_part=image,
-            images_in_results=image is not None and self._shows_image(image, _TOOL, _CALLED),
+            audio_part=audio,
+            images_in_results=image is not None and self._shows_media(image, marks.image, _TOOL, _CALLED),
         )
 
     def _shows(self, content: object) -> bool:
@@ -188,12 +196,12 @@ class _Probed:
         text = self._probe([{**_USER, "content": content}])
         return "qzfirst" in text and "qzsecond" in text and "'type'" not in text and '"type"' not in text
 
-    def _shows_image(self, image: Message, role: Message, before: Sequence[Message] = ()) -> bool:
-        """Return whether a picture among text is rendered as its mark."""
-        if self._marks is None:
+    def _shows_media(self, part: Message, mark: str, role: Message, before: Sequence[Message] = ()) -> bool:
+        """Return whether a picture or sound among text is rendered as its mark."""
+        if not mark:
             return False
-        text = self._probe([*before, {**role, "content": [_FIRST, image, _SECOND]}])
-        return text.count(self._marks.mark) == 1 and "qzfirst" in text and "qzsecond" in text
+        text = self._probe([*before, {**role, "content": [_FIRST, part, _SECOND]}])
+        return text.count(mark) == 1 and "qzfirst" in text and "qzsecond" in text
 
     def _probe(self, messages: list[Message]) -> str:
         """Return the prompt of a probe; empty if the template does not support it."""

@@ -4,10 +4,10 @@ Templates differ in what they accept: content as a string or as parts, a develop
 `TemplateTraits` describes the template; this module makes a list of plain dicts for it, and refuses messages that the
 template cannot render. The caller's objects are never changed.
 
-A picture is a part {"type": "image", "media": anything}. A template gets it in the form that it renders as the family's
-mark, or the mark in the text if it renders none. Marks in the texts of a request are broken up, so that no text can
-stand for a picture.
-Does not know: Jinja, tokens, HTTP, what a picture is.
+A picture is a part {"type": "image", "media": anything}, a sound {"type": "audio", "media": anything}. A template gets
+it in the form that it renders as the family's mark, or the mark in the text if it renders none. Marks in the texts of a
+request are broken up, so that no text can stand for a picture or a sound.
+Does not know: Jinja, tokens, HTTP, what a picture or a sound is.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ OTHER_MEDIA = {
     "video": "a video", "video_url": "a video", "input_video": "a video", "audio": "sound", "audio_url": "sound",
     "input_audio": "sound", "image_embeds": "embeddings of a picture", "file": "a file", "input_file": "a file",
 }  # fmt: skip
+MEDIA = ("image", "audio")
 """Parts of other media, which are refused by name."""
 BREAK = "\u200b"
 """Zero-width space behind the first character of a mark that a text contains."""
 Message = dict[str, Any]
 
 
-class PictureMarks(NamedTuple):
-    """The special texts of a family of models that see."""
+class MediaMarks(NamedTuple):
+    """The special texts of a family of models that see or hear."""
 
-    mark: str  # what a chat template writes for a picture
+    image: str  # what a chat template writes for a picture; empty: the model does not see
+    audio: str  # the same for a sound
     all: tuple[str, ...]  # all texts that no message may contain
+
+    def of(self, part: Mapping[str, Any]) -> str:
+        return self.audio if part["type"] == "audio" else self.image
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +52,21 @@ class TemplateTraits:
     takes_parts: bool = False  # renders content that is a list of parts
     asks_for_none: bool = False  # expects None, not an empty string, for "no content"
     image_part: Message | None = None  # the part that it renders as a picture's mark; None: it renders none
-    images_in_results: bool = False  # renders it in a tool's result, too
+    audio_part: Message | None = None  # the same for a sound
+    images_in_results: bool = False  # renders pictures in a tool's result, too
+
+    def part_of(self, part: Mapping[str, Any]) -> Message | None:
+        return self.audio_part if part["type"] == "audio" else self.image_part
 
 
 def plain_messages(
-    messages: Sequence[Mapping[str, Any]], traits: TemplateTraits, marks: PictureMarks | None = None
+    messages: Sequence[Mapping[str, Any]], traits: TemplateTraits, marks: MediaMarks | None = None
 ) -> list[Message]:
     """Return plain messages, in which pictures are still parts (`for_template` shows them). Raises `InvalidParameter`
     that names the wrong message.
 
-    marks: of a model that sees. Pictures in results of tools get a message of their own if the template would drop
-    them.
+    marks: of a model that sees or hears. Pictures in results of tools get a message of their own if the template would
+    drop them.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise _refusal("messages must be a list.", f"Got {type(messages).__name__}.")
@@ -70,7 +79,7 @@ def plain_messages(
     return plain if traits.images_in_results else _with_images_behind_results(plain)
 
 
-def without_marks(value: Any, marks: PictureMarks) -> Any:
+def without_marks(value: Any, marks: MediaMarks) -> Any:
     """Return a message or tool in which every mark in a text is broken up. Pictures are left as they are."""
     if isinstance(value, str):
         for mark in marks.all:
@@ -93,21 +102,22 @@ def _with_images_behind_results(messages: list[Message]) -> list[Message]:
         images = images_of(message) if message["role"] == "tool" else []
         if images:
             name = f" of {message['name']}" if message.get("name") else ""
-            moved += [{"type": "text", "text": f"Pictures from the result{name}:"}, *images]
+            what = "Pictures" if any(part["type"] == "image" for part in images) else "Sound"
+            moved += [{"type": "text", "text": f"{what} from the result{name}:"}, *images]
             texts = [part["text"] for part in message["content"] if part["type"] == "text"]
-            message = {**message, "content": "\n".join(texts) or "See the pictures below."}
+            message = {**message, "content": "\n".join(texts) or f"See the {what.lower()} below."}
         found.append(message)
     return found[:-1]
 
 
 def images_of(message: Mapping[str, Any]) -> list[Message]:
-    """Return the parts of a message that are pictures."""
+    """Return the parts of a message that are pictures or sounds."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "media" in part]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") in MEDIA and "media" in part]
 
 
-def for_template(messages: Sequence[Message], traits: TemplateTraits, marks: PictureMarks | None) -> list[Message]:
+def for_template(messages: Sequence[Message], traits: TemplateTraits, marks: MediaMarks | None) -> list[Message]:
     """Return plain messages with their pictures in the form that the template renders."""
     if marks is None:
         return list(messages)
@@ -115,15 +125,17 @@ def for_template(messages: Sequence[Message], traits: TemplateTraits, marks: Pic
             for message in messages]  # fmt: skip
 
 
-def _shown(parts: list[Message], traits: TemplateTraits, marks: PictureMarks) -> list[Message] | str:
-    if traits.image_part is None:
-        return "\n".join([marks.mark if part["type"] == "image" else part["text"] for part in parts])
-    return [traits.image_part if part["type"] == "image" else part for part in parts]
+def _shown(parts: list[Message], traits: TemplateTraits, marks: MediaMarks) -> list[Message] | str:
+    media = [part for part in parts if part["type"] in MEDIA]
+    if all(traits.part_of(part) for part in media):
+        return [traits.part_of(part) or part if part in media else part for part in parts]
+    text = ""
+    for part in parts:  # text follows the mark of a sound directly
+        text += (marks.of(part) if part in media else part["text"]) + ("" if part["type"] == "audio" else "\n")
+    return text.removesuffix("\n")
 
 
-def _plain_message(
-    message: Mapping[str, Any], where: str, traits: TemplateTraits, marks: PictureMarks | None
-) -> Message:
+def _plain_message(message: Mapping[str, Any], where: str, traits: TemplateTraits, marks: MediaMarks | None) -> Message:
     if not isinstance(message, Mapping):
         raise _refusal(f"{where} must be an object with a role and content.", f"Got {type(message).__name__}.")
     # Clients send absent fields as null, while templates test whether a key exists.
@@ -153,7 +165,7 @@ def _role(role: object, where: str, traits: TemplateTraits) -> str:
 
 
 def _content(
-    content: object, where: str, traits: TemplateTraits, marks: PictureMarks | None, may_be_absent: bool
+    content: object, where: str, traits: TemplateTraits, marks: MediaMarks | None, may_be_absent: bool
 ) -> str | list[Message] | None:
     if content is None:
         if not may_be_absent:

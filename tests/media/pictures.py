@@ -18,7 +18,7 @@ from localllm.media.source import Fetcher
 from localllm.models.spec.vision import AUTO, Detail, ImageLimits, VisionSpec
 from localllm.models.vision.processor import Processed
 from localllm.serving.answers.pictures import Sight
-from localllm.text.messages import PictureMarks
+from localllm.text.messages import MediaMarks
 
 
 def picture(
@@ -56,7 +56,7 @@ SEEING = """
 """
 """A chat template that renders pictures, in results of tools, too."""
 MARK = "<|endoftext|>"
-MARKS = PictureMarks(MARK, (MARK, "[IMG]"))
+MARKS = MediaMarks(MARK, "", (MARK, "[IMG]"))
 SPEC = VisionSpec("fake", 0, (MARK, "[IMG]"), ImageLimits(1, 16, px_per_token=100))
 
 

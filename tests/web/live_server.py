@@ -79,7 +79,7 @@ def fake_model(
     )
     cache = CacheManager(config, Ledger(runner.num_blocks, BLOCK_SIZE), BlockHasher(b"test", BLOCK_SIZE))
     loop = EngineLoop(Scheduler(config, cache), runner)
-    limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE, most_picture_rows=picture_rows)
+    limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE, most_media_rows=picture_rows)
     answers = answer_format(template)
     admission = Admission(
         limits,

@@ -26,6 +26,7 @@ from localllm.models.fit import MemoryPlan
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec
 from localllm.serving.answers.pictures import Sight
+from localllm.serving.answers.sounds import Hearing, Senses
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ModelCard
 from localllm.text.answers.reader import AnswerFormat
@@ -298,6 +299,11 @@ class StubModel:
     adapters: None = None
     answers: AnswerFormat | None = None
     sight: Sight | None = None
+    hearing: Hearing | None = None
+
+    @property
+    def senses(self) -> Senses:
+        return Senses(self.sight, self.hearing)
 
     @property
     def shown_name(self) -> str:

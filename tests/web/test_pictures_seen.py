@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from localllm.serving.served import ServedModel
-from tests.media.pictures import MARK, SEEING, FakeProcessor, data_url, picture, sight
+from tests.media.pictures import MARK, MARKS, SEEING, FakeProcessor, data_url, picture, sight
 from tests.web.harness import refusal
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
@@ -31,7 +31,7 @@ SEE_PART: dict[str, Any] = {"type": "input_text", "text": "See"}
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     made = fake_model(tmp_path_factory.mktemp("seeing"), PacedRunner(), chat_template=SEEING, picture_rows=16)
     seeing = sight(made.tokenizer.encode(MARK, add_special_tokens=False)[0])
-    return replace(made, sight=seeing, chat_template=made.chat_template.of_seeing(seeing.marks))
+    return replace(made, sight=seeing, chat_template=made.chat_template.of_seeing(MARKS))
 
 
 @pytest.fixture(scope="module")

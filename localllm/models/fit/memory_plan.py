@@ -11,7 +11,7 @@ from typing import Self
 
 from localllm.models.fit.cache_sizes import KVSplit
 from localllm.models.fit.far import FarPlan
-from localllm.models.fit.pictures import PictureSizes, SourceSizes
+from localllm.models.fit.pictures import EncoderSizes, PictureSizes, SoundSizes, SourceSizes
 from localllm.models.fit.rank_budget import RankPlan
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_count
@@ -75,12 +75,18 @@ class MemoryPlan:
     windows: tuple[int | None, ...] = (None,)  # of each KV group, as in kernels/kv_format.py
     pictures: PictureSizes | None = None  # None: the model does not see, or its tower is not loaded
     sources: SourceSizes | None = None  # None: not an encoder-decoder
+    sounds: SoundSizes | None = None  # None: the model does not hear, or its tower is not loaded
     kv_ram_bytes: int = 0  # of the machine's memory, for KV blocks that have left the cache, at most
     kv_swap_bytes: int = 0  # of them, what preempted requests may hold
     kv_disk_bytes: int = 0  # of a disk, for the same
     far: FarPlan | None = None  # experts in RAM; None: all weights are on the device
     work: TokenWork | None = None  # of one token; None: unknown
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
+
+    @property
+    def encoder(self) -> EncoderSizes | None:
+        """The memory of the model's encoders; None: it has none, or its towers are not loaded."""
+        return EncoderSizes.of([each for each in (self.pictures, self.sounds, self.sources) if each is not None])
 
     @property
     def place(self) -> str:

@@ -1,5 +1,6 @@
 """The memory of reading pictures: the tower, the largest picture while it is encoded, and the rows that are kept. The
-encoder of an encoder-decoder, and the prompts that it has read, take memory in the same three ways.
+part that reads sound, and the encoder of an encoder-decoder with the prompts that it has read, take memory in the same
+three ways.
 
 The largest picture decides all three, so its tokens are chosen with the rest of the plan: at most 4096 unless asked
 otherwise, fewer where the context would become short.
@@ -8,15 +9,16 @@ Does not know: torch, files, how a tower computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, ModelError
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
-from localllm.models.spec.vision import ImageLimits, VisionSpec
+from localllm.models.spec.vision import HearingSpec, ImageLimits, VisionSpec
 from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE, family_of
 from localllm.units import format_bytes, format_count
 
@@ -49,6 +51,91 @@ class PictureSizes:
             f"{format_count(self.rows)} tokens and takes {format_bytes(self.encode_bytes)} while it is encoded; "
             f"{format_bytes(self.kept_bytes)} keep encoded pictures."
         )
+
+
+MOST_SOUND_S = 1800
+"""Seconds of the longest sound in a prompt, where the context holds its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoundSizes:
+    """The memory that reading sound takes in one engine."""
+
+    rows: int  # of the longest sound
+    kept_rows: int  # of encoded sound, at least those of the longest
+    tower_bytes: int
+    encode_bytes: int  # of the activations and features of the longest sound
+    kept_bytes: int
+    most_s: float
+
+    def note(self) -> str:
+        """Return the sizes as a sentence."""
+        return (
+            f"Sound: the tower takes {format_bytes(self.tower_bytes)}; the longest sound has {self.most_s:.0f} s or "
+            f"{format_count(self.rows)} tokens and takes {format_bytes(self.encode_bytes)} while it is encoded; "
+            f"{format_bytes(self.kept_bytes)} keep encoded sound."
+        )
+
+
+def sound_sizes(spec: ModelSpec, config: EngineConfig, dtype: str, batched_tokens: int) -> SoundSizes:
+    """Return the sizes for the longest sound that the context holds beside some text, at most `MOST_SOUND_S`."""
+    hearing = spec.hearing
+    assert hearing is not None, "a model without a tower of sound"
+    context = min(config.max_model_len or spec.max_position, spec.max_position)
+    rows = max(context - TEXT_TOKENS, context // 2)
+    chunks = max(1, min(rows // hearing.chunk_rows, MOST_SOUND_S * 100 // hearing.chunk))
+    rows, frames = chunks * hearing.chunk_rows, chunks * hearing.chunk
+    size = 4 if dtype == "float16" else DTYPE_BYTES[dtype]
+    at_once = min(frames, hearing.piece or frames)
+    kept = max(rows, batched_tokens)
+    return SoundSizes(
+        rows, kept, hearing.tower_bytes * size // 4, sound_encode_bytes(hearing, frames, at_once, size),
+        kept * spec.hidden_size * DTYPE_BYTES[dtype], frames / 100,
+    )  # fmt: skip
+
+
+def sound_encode_bytes(hearing: HearingSpec, frames: int, at_once: int, size: int) -> int:
+    """Return the most bytes that tensors hold while a sound is encoded: its features in float32 and in the tower's
+    type, and the widest point of transformers' code for the frames that are encoded at once.
+
+    size: bytes of a number in the tower.
+    """
+    features = frames * hearing.num_mels * (4 + (size if size < 4 else 0))
+    states = at_once // 2  # the first layers halve the frames
+    pairs = states * (min(hearing.context or states, states)) * hearing.heads * size
+    layer = states * (12 * hearing.width + 7 * hearing.mlp_width // 2) * size
+    if hearing.channels:  # convolutions over frames and mels, which halve both
+        layer += at_once * hearing.num_mels // 4 * hearing.channels * 5 // 2 * size
+        states, pairs = at_once // 8, 0
+    return features + layer + (4 * pairs if hearing.piece == 0 else pairs)
+
+
+def why_deaf(spec: ModelSpec, config: EngineConfig, *, on_gpu: bool) -> str:
+    """Return why the tower of a model that hears is not loaded, as sentences; empty if it is, or there is none."""
+    if spec.hearing is not None and config.deterministic and not on_gpu:
+        return "Without sound: sound is not supported with --deterministic on a CPU."
+    return ""
+
+
+class EncoderSizes(NamedTuple):
+    """The memory of all encoders of a model: towers take turns."""
+
+    rows: int  # of the largest input
+    kept_rows: int
+    tower_bytes: int
+    encode_bytes: int
+    kept_bytes: int
+
+    @staticmethod
+    def of(sizes: Sequence[PictureSizes | SoundSizes | SourceSizes]) -> EncoderSizes | None:
+        """Return the sizes of encoders whose rows are kept in one store; None: there are none."""
+        if not sizes:
+            return None
+        return EncoderSizes(
+            max(each.rows for each in sizes), max(each.kept_rows for each in sizes),
+            sum(each.tower_bytes for each in sizes), max(each.encode_bytes for each in sizes),
+            max(each.kept_bytes for each in sizes),
+        )  # fmt: skip
 
 
 SOURCE_TOKENS = 4096
@@ -171,15 +258,21 @@ def with_tower(path: Path, spec: ModelSpec) -> ModelSpec:
         from localllm.models.encoders.source import with_encoder_bytes
 
         return with_encoder_bytes(path, spec)
-    if spec.vision is None or spec.vision.tower_bytes:
+    if spec.vision is None and spec.hearing is None:
         return spec
     import torch
 
-    from localllm.models.vision.tower import tower_bytes
+    from localllm.models.vision.tower import sound_tower_bytes, tower_bytes
 
     try:
-        return replace(spec, vision=replace(spec.vision, tower_bytes=tower_bytes(path, spec.vision, torch.float32)))
+        if spec.hearing is not None and not spec.hearing.tower_bytes:
+            found = sound_tower_bytes(path, spec.hearing, torch.float32)
+            spec = replace(spec, hearing=replace(spec.hearing, tower_bytes=found))
+        if spec.vision is not None and not spec.vision.tower_bytes:
+            found = tower_bytes(path, spec.vision, torch.float32)
+            spec = replace(spec, vision=replace(spec.vision, tower_bytes=found))
     except DoesNotFit:
         raise
     except ModelError as error:
-        return replace(spec, vision=None, why_unseeing=f"{error.what} {error.why}")
+        return replace(spec, vision=None, hearing=None, why_unseeing=f"{error.what} {error.why}")
+    return spec

@@ -38,7 +38,9 @@ from localllm.models.fit.pictures import (
     GOOD_CONTEXT,
     most_tokens_to_try,
     picture_sizes,
+    sound_sizes,
     source_sizes,
+    why_deaf,
     why_text_only,
 )
 from localllm.models.fit.rank_budget import (
@@ -114,6 +116,7 @@ class PlanAttempt:
         in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
         self.shards = shards or (self._split() if in_processes else ())
         self.ranks = self._rank_memories(self.shards)
+        self._add_sounds()
         self._add_pictures()
         self.num_places = 0
         if spec.recurrent is not None:
@@ -155,6 +158,17 @@ class PlanAttempt:
         if not family_of(self.spec.vision).scales and (self.config.image_max_tokens or self.config.image_min_tokens):
             self.notes.append("--image-max-tokens and --image-min-tokens have no effect: this model's sizes are fixed.")
 
+    def _add_sounds(self) -> None:
+        why = why_deaf(self.spec, self.config, on_gpu=self.gpu is not None)
+        if why:
+            self.notes.append(why)
+        if why or self.spec.hearing is None:
+            return
+        sizes = sound_sizes(self.spec, self.config, self.dtype, self.inputs.batched_tokens)
+        self.inputs = self.inputs._replace(sounds=sizes)
+        self.ranks = self._rank_memories(self.shards)
+        self.notes.append(sizes.note())
+
     def _add_states(self) -> None:
         """Choose the places of recurrent states, and fewer requests at once if theirs would take too much."""
         asked, length = self.config.max_num_seqs, self._least_context
@@ -189,8 +203,8 @@ class PlanAttempt:
         spec, config = self.spec, self.config
         notes = list(quantization_notes(spec.quantization, "cpu" if self.gpu is None else "cuda"))
         note = read_spec.family_of(spec).note if spec.implementation == "localllm" else ""
-        if note == text_part.NOTE and spec.why_unseeing:
-            note = ""  # the plan's note about pictures says more
+        if note == text_part.NOTE and (spec.why_unseeing or spec.hearing is not None):
+            note = ""  # the plan's notes about pictures and sound say more
         if note and spec.vision is None and (spec.drafter is None or spec.drafter.method != "mtp"):
             notes.append(note)
         if spec.implementation != "localllm" and self.gpu is None:
@@ -261,6 +275,7 @@ class PlanAttempt:
             fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             pictures=inputs.pictures,
             sources=inputs.sources,
+            sounds=inputs.sounds,
             ranks=self._rank_plans(max_model_len, num_blocks),
             far=self.far,
             kv_ram_bytes=self.kv_ram_bytes,

@@ -15,7 +15,7 @@ from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
 from localllm.models.fit.cache_sizes import COPIED_STATES, KVSplit, most_blocks
-from localllm.models.fit.pictures import PictureSizes, SourceSizes
+from localllm.models.fit.pictures import EncoderSizes, PictureSizes, SoundSizes, SourceSizes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec, state_bytes
 from localllm.models.spec.shard import Shard, drafter_shard, local_spec
 from localllm.units import format_bytes
@@ -98,12 +98,13 @@ class PlanInputs(NamedTuple):
     num_places: int = 0  # of recurrent states
     pictures: PictureSizes | None = None  # of each rank, which all encode; None: the tower is not loaded
     sources: SourceSizes | None = None  # of an encoder-decoder
+    sounds: SoundSizes | None = None  # as `pictures`
     far_bytes: int = 0  # of `resident_bytes`, that are in RAM instead
 
     @property
-    def encoder(self) -> PictureSizes | SourceSizes | None:
-        """Memory of the model's encoder; None: the model has none, or its tower is not loaded."""
-        return self.pictures or self.sources
+    def encoder(self) -> EncoderSizes | None:
+        """Memory of the model's encoders; None: the model has none, or its towers are not loaded."""
+        return EncoderSizes.of([each for each in (self.pictures, self.sounds, self.sources) if each is not None])
 
 
 class RankMemory:
@@ -128,7 +129,7 @@ class RankMemory:
             spec, inputs.dtype, inputs.kv_dtype, gpu is not None, config.max_num_seqs, inputs.batched_tokens,
             inputs.block_size,
             is_quantized=whole.quantization is not None or config.quantization is not None,
-            given_rows=0 if inputs.pictures is None else 1 + (whole.vision.deep if whole.vision else 0),
+            given_rows=1 + (whole.vision.deep if whole.vision else 0) if inputs.pictures or inputs.sounds else 0,
             prompt_embeds=config.enable_prompt_embeds,
             samples=is_last and (shard is None or shard.index == 0),
             own_logits=len(shard.vocab) if shard is not None and is_last and shard.size > 1 else 0,

@@ -26,7 +26,7 @@ from localllm.models.spec.latent import IndexSpec, LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
-from localllm.models.spec.vision import VisionSpec
+from localllm.models.spec.vision import HearingSpec, VisionSpec
 
 
 class KVGroup(NamedTuple):
@@ -186,6 +186,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
     vision: VisionSpec | None = None  # the part that reads pictures; None: there is none, or it is not loaded
+    hearing: HearingSpec | None = None  # the part that reads sound, likewise
     source: SourceSpec | None = None  # the encoder that reads the prompt; None: the decoder does
     text_type: str = ""  # model_type of the text part in config.json; empty: the model reads text alone
     why_unseeing: str = ""  # why that part is not read though the checkpoint has one, as sentences

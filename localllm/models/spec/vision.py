@@ -1,8 +1,8 @@
-"""The part of a model that reads pictures, as its config.json describes it.
+"""The parts of a model that read pictures and sound, as its config.json describes them.
 
-A picture becomes `rows` input embeddings at the places of a placeholder token. Which modules make them is in
-models/vision/; what differs between families is in models/vision/families.py.
-Does not know: torch, pixels, files.
+A picture or a sound becomes `rows` input embeddings at the places of a placeholder token. Which modules make them is in
+models/vision/; what differs between families is in models/vision/families.py and in models/vision/sound.py.
+Does not know: torch, pixels, samples, files.
 """
 
 from __future__ import annotations
@@ -66,4 +66,24 @@ class VisionSpec:
     most_shown_tiles: int = 0  # tiles' worth of rows to which a picture is reduced; 0: it is not (LLaVA-OneVision)
     usual_tokens: int = 0  # most tokens of a picture unless a request asks for more; 0: as many as are allowed
     projector: str = ""  # GGUF file of the tower; empty: its tensors are among the model's
+    tower_bytes: int = 0  # of the tower in float32; 0: not counted yet (models/fit/pictures.py)
+
+
+@dataclass(frozen=True, slots=True)
+class HearingSpec:
+    """The tower of a model that hears, and how its rows enter the decoder. A frame is 10 ms of sound."""
+
+    model_type: str  # of config.json, e.g. voxtral
+    placeholder_id: int  # token whose embedding a row of sound replaces
+    num_mels: int
+    width: int  # hidden size of the tower
+    mlp_width: int  # of its feed-forward parts
+    layers: int
+    heads: int
+    chunk: int = 3000  # frames that are encoded by themselves; a sound is padded to a multiple of them
+    piece: int = 3000  # frames that the tower reads at once, a multiple of `chunk`; 0: the whole sound
+    chunk_rows: int = 375  # rows of a whole chunk
+    context: int = 0  # frames of the tower that attend to each other; 0: all of a piece
+    channels: int = 0  # of the convolutions on the spectrogram; 0: they run along the time alone
+    adapter: str = ""  # folder of the LoRA adapter that prompts with sound use; empty: there is none
     tower_bytes: int = 0  # of the tower in float32; 0: not counted yet (models/fit/pictures.py)

@@ -1,7 +1,8 @@
-"""The part of a model that turns pictures into rows of the decoder's input: transformers' own modules.
+"""The parts of a model that turn pictures and sound into rows of the decoder's input: transformers' own modules.
 
 The whole model is built without memory, its decoder is deleted, and the weights of the rest are read. A tower answers
-for one picture at a time; of families that cut pictures into tiles, few tiles run at once on a CPU.
+for one picture or sound at a time; of families that cut pictures into tiles, few tiles run at once on a CPU, and long
+sound is read in pieces, where the family reads pieces by themselves.
 
 Projector files of GGUF hold llama.cpp's names, which the gguf package maps from the published ones, and some tensors in
 another form:
@@ -30,12 +31,18 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from localllm.models.formats.gguf.matrices import widen
 from localllm.models.spec.gguf import LLAMA_ROWS
-from localllm.models.spec.vision import VisionSpec
+from localllm.models.spec.vision import HearingSpec, VisionSpec
 from localllm.models.transformers_backend.config_class import load_config
 from localllm.models.transformers_backend.module import read_module
 from localllm.models.vision.families import TILES_AT_ONCE, family_of
 from localllm.models.vision.mmproj import described, model_config
+from localllm.models.vision.sound import sound_family_of
 
+_OF_SOUND = (
+    r"(^|\.)(language_model|text_model|vision_tower|embed_vision|visual)\.", r"^lm_head",
+    r"^model\.(layers|embed_tokens|norm)\b",
+)  # fmt: skip
+"""Stored names of what a tower of sound does not read."""
 _OF_OTHERS = (
     r"(^|\.)(language_model|text_model|audio_tower|embed_audio)\.", r"^lm_head",
     r"^model\.(layers|embed_tokens|norm)\b", r"^mtp\.",
@@ -108,6 +115,61 @@ class Tower:
         return value.to(self.dtype) if value.is_floating_point() else value
 
 
+class SoundTower:
+    """A loaded tower that reads sound, and its projector."""
+
+    def __init__(self, module: Any, spec: HearingSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self.module, self.spec, self.device, self.dtype = module, spec, device, dtype
+
+    @property
+    def bytes_held(self) -> int:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @torch.inference_mode()
+    def encode(self, tensors: Mapping[str, Any]) -> Tensor:
+        """Return the rows [rows, hidden] of one sound. tensors: `ProcessedSound.tensors`."""
+        features, frames = tensors["input_features"], self.spec.piece
+        if features.ndim == 3 and len(features) > 1:  # windows of 30 s
+            pieces = [{"input_features": window} for window in features.split(1)]
+        elif frames and "input_features_mask" in tensors:
+            masks = tensors["input_features_mask"].split(frames, -1)
+            parts = zip(features.split(frames, -1), masks, strict=True)
+            pieces = [{"input_features": part, "input_features_mask": mask} for part, mask in parts]
+        else:
+            pieces = [dict(tensors)]
+        found = [self._encode(piece) for piece in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _encode(self, piece: Mapping[str, Tensor]) -> Tensor:
+        kept = {name: each.to(self.device, non_blocking=True) for name, each in piece.items()}
+        kept["input_features"] = kept["input_features"].to(self.dtype)
+        return _rows(self.module.get_audio_features(**kept, return_dict=True).pooler_output)
+
+
+class Towers:
+    """The towers of one model. A picture is told from a sound by its tensors."""
+
+    def __init__(self, pictures: Tower | None, sounds: SoundTower | None) -> None:
+        self.pictures, self.sounds = pictures, sounds
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(each.bytes_held for each in (self.pictures, self.sounds) if each is not None)
+
+    def expected_row_s(self) -> float:
+        """Return about how many seconds a row of a picture takes; 0 for a model that does not see."""
+        return 0.0 if self.pictures is None else self.pictures.expected_row_s()
+
+    def encode(self, tensors: Mapping[str, Any]) -> Tensor:
+        """Return the rows of one picture, or of one sound."""
+        tower = self.sounds if "input_features" in tensors else self.pictures
+        assert tower is not None, "tensors of a tower that is not loaded"
+        rows = tower.encode(tensors)
+        deep = 0 if self.pictures is None or tower is self.pictures else self.pictures.spec.deep
+        return torch.cat([rows, rows.new_zeros(len(rows), deep * rows.shape[1])], dim=1) if deep else rows
+
+
 def _rows(features: Any) -> Tensor:
     """Return features as [rows, hidden]."""
     parts = [features] if isinstance(features, Tensor) else list(features)
@@ -125,7 +187,7 @@ def load_tower(path: Path, spec: VisionSpec, device: torch.device, dtype: torch.
     """Load the tower of the model in folder `path`, to compute in `dtype`. Raises `CorruptModel`,
     `UnsupportedModel`."""
     config = _config(path, spec)
-    kind = _without_text(_base(config), family_of(spec).text)
+    kind = _without(_base(config), (family_of(spec).text,), _OF_OTHERS)
     state = read_state(spec, _on_meta(kind, config).state_dict()) if spec.projector else None
     module = read_module(kind, path, config, dtype, attention="sdpa", trust_remote_code=False, state=state)
     return Tower(module.to(device), spec, device, dtype)
@@ -134,8 +196,40 @@ def load_tower(path: Path, spec: VisionSpec, device: torch.device, dtype: torch.
 def tower_bytes(path: Path, spec: VisionSpec, dtype: torch.dtype) -> int:
     """Return the exact bytes of `load_tower`'s result, without reading a weight."""
     config = _config(path, spec)
-    module = _on_meta(_without_text(_base(config), family_of(spec).text), config)
+    module = _on_meta(_without(_base(config), (family_of(spec).text,), _OF_OTHERS), config)
     return Tower(module.to(dtype), spec, torch.device("meta"), dtype).bytes_held
+
+
+def load_sound_tower(path: Path, spec: HearingSpec, device: torch.device, dtype: torch.dtype) -> SoundTower:
+    """Load the tower that reads sound of the model in folder `path`. Raises like `load_tower`."""
+    config = _sound_config(path)
+    kind = _without(_base(config), sound_family_of(spec).others, _OF_SOUND)
+    module = read_module(kind, path, config, dtype, attention="sdpa", trust_remote_code=False)
+    return SoundTower(module.to(device), spec, device, dtype)
+
+
+def sound_tower_bytes(path: Path, spec: HearingSpec, dtype: torch.dtype) -> int:
+    """Return the exact bytes of `load_sound_tower`'s result, without reading a weight."""
+    config = _sound_config(path)
+    module = _on_meta(_without(_base(config), sound_family_of(spec).others, _OF_SOUND), config)
+    return SoundTower(module.to(dtype), spec, torch.device("meta"), dtype).bytes_held
+
+
+def load_towers(
+    path: Path, vision: VisionSpec | None, hearing: HearingSpec | None, device: torch.device, dtype: torch.dtype
+) -> Towers:
+    """Load the towers of the model in folder `path`. Raises like `load_tower`."""
+    return Towers(
+        None if vision is None else load_tower(path, vision, device, dtype),
+        None if hearing is None else load_sound_tower(path, hearing, device, dtype),
+    )
+
+
+def _sound_config(path: Path) -> Any:
+    config = load_config(path, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return config
 
 
 def _on_meta(kind: type[Any], config: Any) -> Any:
@@ -161,21 +255,23 @@ def _base(config: Any) -> type[Any]:
 
     if type(config) not in MODEL_MAPPING:
         raise UnsupportedModel(
-            f"Pictures of {config.model_type} are not supported.", "transformers has no tower of it."
+            f"Pictures and sound of {config.model_type} are not supported.", "transformers has no tower of it."
         )
     base: type[Any] = MODEL_MAPPING[type(config)]
     return base
 
 
-def _without_text(base: type[Any], text: str) -> type[Any]:
-    """Return a class of the same model that has no decoder."""
+def _without(base: type[Any], others: tuple[str, ...], ignored: tuple[str, ...]) -> type[Any]:
+    """Return a class of the same model that has no decoder. others: attributes that are not the tower; ignored: names
+    of tensors of theirs."""
 
     class WithoutText(base):  # type: ignore[misc]
-        _keys_to_ignore_on_load_unexpected = _OF_OTHERS
+        _keys_to_ignore_on_load_unexpected = ignored
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            delattr(self, text)
+            for name in others:
+                delattr(self, name)
 
         def tie_weights(self, *args: Any, **keywords: Any) -> None:
             """Nothing to tie."""

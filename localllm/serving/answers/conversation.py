@@ -24,6 +24,7 @@ from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParamet
 from localllm.serving.answers.generation import Generation, generation_of
 from localllm.serving.answers.off_loop import on_thread
 from localllm.serving.answers.pictures import PromptIds, Seen, require_room
+from localllm.serving.answers.sounds import Listened
 from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PromptEnd
@@ -185,11 +186,11 @@ class ChatRequest:
     async def token_ids(self, model: ServedModel) -> PromptIds:
         """Return the prompt as token ids."""
         prompt, keep = await chat_token_ids(model, self.conversation), self.params.truncate_prompt_tokens
-        if not prompt.pictures:
+        if not prompt.has_media:
             return PromptIds(truncate(prompt, keep))
         if keep is not None:
-            why = "Tokens of pictures cannot be cut."
-            raise InvalidParameter("truncate_prompt_tokens cannot be combined with pictures.", why, param="messages")
+            what, why = "pictures" if prompt.pictures else "sound", "Their tokens cannot be cut."
+            raise InvalidParameter(f"truncate_prompt_tokens cannot be combined with {what}.", why, param="messages")
         return prompt
 
     async def prompt(self, model: ServedModel) -> str:
@@ -225,23 +226,22 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, model: Served
 
 
 async def chat_token_ids(model: ServedModel, conversation: Conversation) -> PromptIds:
-    """Return the prompt of a conversation as token ids, with its pictures, of which only the sizes are read here.
+    """Return the prompt of a conversation as token ids, with its pictures and sounds, of which only the sizes are read
+    here.
 
-    Raises `ContextTooLong`, and what `Sight.look` raises.
+    Raises `ContextTooLong`, and what `Senses.look` raises.
     """
     size = sum(CHARS_OF_A_PART + _size(message.get("content")) for message in conversation.messages)
     require_readable(size, model)  # also checked before rendering
-    seen = list[Seen]()
-    if model.sight is not None and any(images_of(message) for message in conversation.messages):
+    seen, senses = list[Seen | Listened](), model.senses
+    if any(senses) and any(images_of(message) for message in conversation.messages):
         with_tools = bool(conversation.tools.offered)
-        seen = await model.sight.look(model.chat_template.pictures(conversation.messages, with_tools=with_tools))
+        seen = await senses.look(model.chat_template.pictures(conversation.messages, with_tools=with_tools))
 
     def render() -> PromptIds:
-        text, warnings = conversation.prompt(model), list[str]()
+        text = conversation.prompt(model)
         require_readable(len(text), model)
-        if model.sight is not None and seen:
-            text, warnings = model.sight.expanded(text, seen), model.sight.warnings(seen, model.shown_name)
-        return PromptIds(conversation.encode(text, model), seen, warnings)
+        return senses.prompt(text, seen, lambda text: conversation.encode(text, model), model.shown_name)
 
     return await on_thread(size, render)
 

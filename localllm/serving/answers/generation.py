@@ -27,7 +27,8 @@ from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.stats import generation_rate
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import StepFailed, UnsupportedParameter
-from localllm.serving.answers.pictures import PromptIds, Sight
+from localllm.serving.answers.pictures import PromptIds
+from localllm.serving.answers.sounds import Senses
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, joined
 from localllm.text.answers.reader import AnswerReader
@@ -57,6 +58,7 @@ class Progress:
     _drafts_by_choice: dict[int, DraftCounts] = field(default_factory=dict)
     _reasoning_tokens: float = 0.0
     image_tokens: int = 0  # of prompt_tokens
+    audio_tokens: int = 0  # likewise
 
     def count(self, event: GenerationEvent) -> None:
         seen = self._seen_by_choice.get(event.index, 0) + len(event.token_ids)
@@ -107,7 +109,9 @@ class Progress:
         for counts in self._drafts_by_choice.values():
             drafts = drafts.plus(counts)
         cached = sum(self._cached_by_prompt.values())
-        return Usage(self.prompt_tokens, self.completion_tokens, cached, drafts, self.image_tokens)
+        return Usage(
+            self.prompt_tokens, self.completion_tokens, cached, drafts, self.image_tokens, self.audio_tokens
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -157,17 +161,18 @@ class Generation:
         client: EngineClient,
         requests: Sequence[GenerationRequest],
         new_reader: Callable[[], AnswerReader] | None = None,
-        sight: Sight | None = None,
+        senses: Senses | None = None,
     ) -> None:
         """`new_reader` makes, for each choice, a reader that separates content, reasoning and tool calls; None: all
-        text is content. `sight` decodes the pictures of prompts that have some.
+        text is content. `senses` decode the pictures and sounds of prompts that have some.
         """
         n = requests[0].params.n
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
         prompt = requests[0].prompt_token_ids  # a request with pictures has one prompt
-        self._seeing = (sight, prompt) if sight and isinstance(prompt, PromptIds) and prompt.pictures else None
-        self.progress.image_tokens = prompt.num_image_tokens if isinstance(prompt, PromptIds) else 0
+        self._seeing = (senses, prompt) if senses and isinstance(prompt, PromptIds) and prompt.has_media else None
+        if isinstance(prompt, PromptIds):
+            self.progress.image_tokens, self.progress.audio_tokens = prompt.num_image_tokens, prompt.num_audio_tokens
         self._holds_pictures = False
         self._new_reader, self._readers = new_reader, dict[int, AnswerReader]()
         self._client, self._requests, self._params = client, requests, requests[0].params
@@ -198,8 +203,8 @@ class Generation:
             return
         await self._client.prepare(self._params)
         if self._seeing is not None:
-            sight, prompt = self._seeing
-            spans = await sight.spans(prompt, self._requests[0].options.cache_salt)
+            senses, prompt = self._seeing
+            spans = await senses.spans(prompt, self._requests[0].options.cache_salt)
             self._holds_pictures = True
             self._requests = [replace(self._requests[0], media=spans)]
         one = len(self._requests) == 1
@@ -408,4 +413,4 @@ def generation_of(
         GenerationRequest(f"{name}-{i}", token_ids, params, options, given.get(i))
         for i, token_ids in enumerate(prompts)
     ]
-    return Generation(model.generator, requests, new_reader, model.sight)
+    return Generation(model.generator, requests, new_reader, model.senses)

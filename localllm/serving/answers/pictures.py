@@ -25,7 +25,7 @@ from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.media.picture import Facts, look
 from localllm.media.source import Fetcher, of_data_url
 from localllm.models.spec.vision import AUTO, Detail, Level
-from localllm.text.messages import Message, PictureMarks
+from localllm.text.messages import Message
 from localllm.units import format_count
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ SCALED = 0.95
 """Share of a picture's pixels below which it is reported as scaled."""
 
 
-def _run_behind_steps() -> None:
+def run_behind_steps() -> None:
     """Lower the priority of this thread below the engine's. On other systems than Linux the call would be the whole
     process's."""
     if sys.platform == "linux":
@@ -55,8 +55,8 @@ def _run_behind_steps() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-_decoding = ThreadPoolExecutor(2, thread_name_prefix="localllm-pictures", initializer=_run_behind_steps)
-_fetching = ThreadPoolExecutor(8, thread_name_prefix="localllm-fetch")
+_decoding = ThreadPoolExecutor(2, thread_name_prefix="localllm-pictures", initializer=run_behind_steps)
+fetching = ThreadPoolExecutor(8, thread_name_prefix="localllm-fetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,27 @@ class Seen:
 
 
 class PromptIds(list[int]):
-    """The token ids of a prompt, and the pictures whose placeholders are among them."""
+    """The token ids of a prompt, and the pictures and sounds whose placeholders are among them."""
 
-    def __init__(self, token_ids: Sequence[int], pictures: Sequence[Seen] = (), warnings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, token_ids: Sequence[int], pictures: Sequence[Seen] = (), warnings: Sequence[str] = (),
+        sounds: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        """sounds: each a `Listened` (sounds.py)."""
         super().__init__(token_ids)
-        self.pictures, self.warnings = tuple(pictures), list(warnings)
+        self.pictures, self.warnings, self.sounds = tuple(pictures), list(warnings), tuple(sounds)
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.pictures or self.sounds)
 
     @property
     def num_image_tokens(self) -> int:
         return sum(picture.layout.rows for picture in self.pictures)
+
+    @property
+    def num_audio_tokens(self) -> int:
+        return sum(sound.layout.rows for sound in self.sounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,10 +123,6 @@ class Sight:
     _kept: OrderedDict[bytes, Processed] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _in_flight: list[int] = field(default_factory=list)  # bytes of the running requests
-
-    @property
-    def marks(self) -> PictureMarks:
-        return PictureMarks(self.processor.mark, self.processor.spec.marks)
 
     def part(self, given: Mapping[str, Any], where: str, options: Mapping[str, Any] | None = None) -> Message:
         """Return the part of a message for a dialect's part in OpenAI's form. Raises `InvalidParameter`.
@@ -149,7 +157,7 @@ class Sight:
     async def look(self, parts: Sequence[PicturePart]) -> list[Seen]:
         """Return the pictures with their sizes and tokens, in order. Raises the errors of media/ and of the family."""
         self._require_few(parts)
-        return await _on_threads(_decoding, self.seen, [(part, await self._data(part)) for part in parts])
+        return await on_threads(_decoding, self.seen, [(part, await self._data(part)) for part in parts])
 
     def seen(self, given: tuple[PicturePart, bytes]) -> Seen:
         """Do `look` for one picture whose bytes are here. Blocks."""
@@ -170,24 +178,11 @@ class Sight:
                 param=parts[self.most_pictures].where,
             )
 
-    def read(
-        self, prompt: str, parts: Sequence[PicturePart], encode: Callable[[str], Sequence[int]]
-    ) -> tuple[PromptIds, tuple[MediaSpan, ...]]:
-        """Return a prompt with pictures, decoded, for callers without an event loop. Blocks. Raises like `look`."""
-        self._require_few(parts)
-        seen = [
-            self.seen((part, self.fetcher.fetch(part.url, part.where) if part.is_elsewhere else part.data))
-            for part in parts
-        ]
-        ids = PromptIds(encode(self.expanded(prompt, seen)), seen)
-        pictures = [self.process(each) for each in seen]
-        return ids, spans_of(ids, self.processor.spec.placeholder_id, pictures)
-
     async def _data(self, part: PicturePart) -> bytes:
         """Return the bytes of a picture that is not in the request; empty if its URL holds it."""
         if not part.is_elsewhere:
             return part.data
-        [data] = await _on_threads(_fetching, lambda url: self.fetcher.fetch(url, part.where), [part.url])
+        [data] = await on_threads(fetching, lambda url: self.fetcher.fetch(url, part.where), [part.url])
         return data
 
     def expanded(self, prompt: str, pictures: Sequence[Seen]) -> str:
@@ -229,7 +224,7 @@ class Sight:
             await asyncio.sleep(0.02)
         self._in_flight.append(num_bytes)
         try:
-            pictures = await _on_threads(_decoding, self.process, prompt.pictures)
+            pictures = await on_threads(_decoding, self.process, prompt.pictures)
             return spans_of(prompt, self.processor.spec.placeholder_id, pictures, salt)
         except BaseException:
             self.release(prompt)
@@ -261,7 +256,7 @@ def _bytes_of(seen: Seen) -> int:
     return width * height * BYTES_PER_PIXEL
 
 
-async def _on_threads(pool: ThreadPoolExecutor, work: Callable[[Any], T], given: Sequence[Any]) -> list[T]:
+async def on_threads(pool: ThreadPoolExecutor, work: Callable[[Any], T], given: Sequence[Any]) -> list[T]:
     """Return the results in order. If one raises, the work that has not begun is cancelled."""
     loop = asyncio.get_running_loop()
     futures = [loop.run_in_executor(pool, work, each) for each in given]
@@ -275,15 +270,18 @@ async def _on_threads(pool: ThreadPoolExecutor, work: Callable[[Any], T], given:
 
 
 def require_room(prompt: PromptIds, context_tokens: int) -> None:
-    """Raise `ContextTooLong` with the tokens of pictures and of text if a prompt with pictures is too long."""
-    if not prompt.pictures or len(prompt) < context_tokens:
+    """Raise `ContextTooLong` with the tokens of pictures, sounds and text if a prompt with media is too long."""
+    if not prompt.has_media or len(prompt) < context_tokens:
         return
-    pictures = prompt.num_image_tokens
-    text = len(prompt) - pictures
+    pictures, sounds = prompt.num_image_tokens, prompt.num_audio_tokens
+    text = len(prompt) - pictures - sounds
+    parts = [f"{format_count(pictures)} in {len(prompt.pictures)} pictures"] if prompt.pictures else []
+    parts += [f"{format_count(sounds)} in {len(prompt.sounds)} sounds"] if prompt.sounds else []
+    hint = "Send detail: low, fewer pictures, or start with a smaller --image-max-tokens."
     raise ContextTooLong(
         f"This model's context holds {format_count(context_tokens)} tokens here.",
-        f"The request needs {format_count(len(prompt) + 1)}: {format_count(pictures)} in {len(prompt.pictures)} "
-        f"pictures, {format_count(text)} of text and 1 for the output.",
-        "Send detail: low, fewer pictures, or start with a smaller --image-max-tokens.",
+        f"The request needs {format_count(len(prompt) + 1)}: {', '.join(parts)}, {format_count(text)} of text and 1 "
+        "for the output.",
+        hint if prompt.pictures else "Send less sound, or start with a larger --max-model-len.",
         param="messages",
     )

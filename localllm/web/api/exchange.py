@@ -167,6 +167,7 @@ async def served_model(
         key_name=key_name_of(request),
         is_background=is_background(request),
         replica=_replica_of(request, model),
+        hearing_models=[each.name for each in manager_of(request).ready if each.hearing is not None],
     )
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name

@@ -40,6 +40,7 @@ class Abilities:
     reasoning: bool = False
     vision: bool = False
     template: str = ""  # source of its chat template
+    hearing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ class ModelFacts:
         if self.spec is not None and self.spec.task != "generate":
             return [{"embed": "embedding", "score": "rerank", "transcribe": "transcription"}[self.spec.task]]
         can = self.abilities
-        return ["completion", *[word for word, has in ((tools, can.tools), (reasoning, can.reasoning),
-                                                       ("vision", can.vision)) if has]]  # fmt: skip
+        words = {tools: can.tools, reasoning: can.reasoning, "vision": can.vision, "audio": can.hearing}
+        return ["completion", *[word for word, has in words.items() if has]]
 
 
 async def all_facts(manager: ModelManager) -> list[ModelFacts]:
@@ -125,7 +126,7 @@ def _facts(name: str, found: ModelEntry | str, settings: Settings | None) -> Mod
             image = None if sight is None else sight.processor.limits
         else:
             image = None if spec.vision is None else spec.vision.limits
-            abilities = replace(abilities_of(path), vision=image is not None)
+            abilities = replace(abilities_of(path), vision=image is not None, hearing=spec.hearing is not None)
     except (LocalLLMError, OSError):
         return ModelFacts(name, entry, entry.path if entry is not None else None)
     return ModelFacts(
@@ -183,4 +184,4 @@ def _chat_template_of(path: Path) -> ChatTemplate:
 def served_abilities(model: ServedModel) -> Abilities:
     """Return the abilities of a loaded model."""
     template = model.chat_template.source() if model.chat_template else ""
-    return Abilities(calls_tools(model), reasons(model), model.sight is not None, template)
+    return Abilities(calls_tools(model), reasons(model), model.sight is not None, template, model.hearing is not None)

@@ -1,10 +1,10 @@
-"""Pictures of a conversation, and parts that a model cannot read: pictures for a model that reads text, and documents
-without a text. One rule for all dialects.
+"""Pictures and sounds of a conversation, and parts that a model cannot read: pictures for a model that reads text, and
+documents without a text. One rule for all dialects.
 
-A model that sees gets every picture (serving/answers/pictures.py). For another one, in earlier turns and in results of
-tools, such a part becomes a short text, and the answer has a warning header: refusing it would end the conversation for
-good, since clients send it again with every turn. In the user's newest message it is refused. A dialect brings its
-pictures into OpenAI's form, an `image_url` part, and calls `readable`.
+A model that sees gets every picture (serving/answers/pictures.py), one that hears every sound. For another one, in
+earlier turns and in results of tools, such a part becomes a short text, and the answer has a warning header: refusing
+it would end the conversation for good, since clients send it again with every turn. In the user's newest message it is
+refused. A dialect brings its pictures into OpenAI's form, an `image_url` part, and calls `readable`.
 Does not know: any dialect's words but OpenAI's, HTTP.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedParameter
 from localllm.serving.answers.pictures import PICTURE_PARTS
+from localllm.serving.answers.sounds import SOUND_PARTS
 from localllm.serving.served import ServedModel
 from localllm.units import format_bytes
 
@@ -48,15 +49,15 @@ def readable(
     newest_at: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the messages with the pictures for a model that sees, and with all that the model cannot read as short
-    texts, of which there is a warning.
+    """Return the messages with the pictures for a model that sees, the sounds for one that hears, and with all that the
+    model cannot read as short texts, of which there is a warning.
 
     Raises the error of the part if it is in the user's newest message, whose path in the request is `newest_at`.
     options: of the image processor.
     """
     if not any(isinstance(message, Mapping) and _unreadable(message) for message in messages):
         return list(messages), []
-    newest, num_replaced, found = _newest(messages), 0, list[Mapping[str, Any]]()
+    newest, num_replaced, found, nouns = _newest(messages), 0, list[Mapping[str, Any]](), ["picture", "document"]
     for i, message in enumerate(messages):
         parts = _unreadable(message) if isinstance(message, Mapping) else []
         if not parts:
@@ -66,23 +67,45 @@ def readable(
         for j in parts:
             at = newest_at if i == newest and newest_at else f"messages[{i}].content"
             where = content[j].get("where") or f"{at}[{j}]"
-            if model.sight is not None and content[j]["type"] != UNREAD:
+            kind = content[j]["type"]
+            if model.sight is not None and kind in PICTURE_PARTS:
                 content[j] = model.sight.part(content[j], where, options)
                 continue
+            if model.hearing is not None and kind in SOUND_PARTS:
+                content[j] = model.hearing.part(content[j], where)
+                continue
             if i == newest:
-                raise content[j].get("error") or UnsupportedParameter(
-                    f"{where} is a picture, and {model.shown_name} reads text.",
-                    "Pictures of earlier turns and in results of tools are left out instead.",
-                    LEAVE_OUT if model.spec.vision is None else NOT_LOADED,
-                    param=where,
-                )
-            content[j] = {"type": "text", "text": content[j].get("said") or picture_text(_url(content[j]))}
+                raise content[j].get("error") or (_deaf if kind in SOUND_PARTS else _blind)(model, where)
+            said = "[sound: this model does not hear]" if kind in SOUND_PARTS else picture_text(_url(content[j]))
+            nouns = ["picture", "sound", "document"] if kind in SOUND_PARTS else nouns
+            content[j] = {"type": "text", "text": content[j].get("said") or said}
             num_replaced += 1
         found.append({**message, "content": content})
     if not num_replaced:
         return found, []
-    what = "a picture or document" if num_replaced == 1 else f"each of {num_replaced} pictures and documents"
+    many = " and ".join((", ".join(f"{noun}s" for noun in nouns[:-1]), f"{nouns[-1]}s"))
+    one = f"a {', '.join(nouns[:-1])} or {nouns[-1]}"
+    what = one if num_replaced == 1 else f"each of {num_replaced} {many}"
     return found, [f"a short text replaces {what} that the model cannot read"]
+
+
+def _blind(model: ServedModel, where: str) -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"{where} is a picture, and {model.shown_name} reads text.",
+        "Pictures of earlier turns and in results of tools are left out instead.",
+        LEAVE_OUT if model.spec.vision is None else NOT_LOADED,
+        param=where,
+    )
+
+
+def _deaf(model: ServedModel, where: str) -> UnsupportedParameter:
+    hearing = f"Loaded models that hear: {', '.join(model.hearing_models)}." if model.hearing_models else ""
+    return UnsupportedParameter(
+        f"{where} is sound, and {model.shown_name} does not hear.",
+        hearing or "No loaded model hears.",
+        "Send it to one of them." if hearing else "Transcribe it first: POST /v1/audio/transcriptions.",
+        param=where,
+    )
 
 
 def _unreadable(message: Mapping[str, Any]) -> list[int]:
@@ -90,7 +113,7 @@ def _unreadable(message: Mapping[str, Any]) -> list[int]:
     content = message.get("content")
     if not isinstance(content, list):
         return []
-    kinds = (*PICTURE_PARTS, UNREAD)
+    kinds = (*PICTURE_PARTS, *SOUND_PARTS, UNREAD)
     return [j for j, part in enumerate(content) if isinstance(part, Mapping) and part.get("type") in kinds]
 
 

@@ -25,6 +25,7 @@ from localllm.fleet.upstreams import NO_PROMPT, Prompt, RemoteModel, Upstreams
 from localllm.serving.answers.conversation import Tools
 from localllm.serving.answers.generation import Progress, observed
 from localllm.serving.answers.pictures import PICTURE_PARTS
+from localllm.serving.answers.sounds import SOUND_PARTS
 from localllm.serving.register import Register
 from localllm.serving.served import ServedModel
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
@@ -205,7 +206,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "text", "text": part.get("said", "")}
     return (
         {key: value for key, value in part.items() if key != "where"}
-        if part.get("type") in PICTURE_PARTS
+        if part.get("type") in (*PICTURE_PARTS, *SOUND_PARTS)
         else dict(part)
     )
 

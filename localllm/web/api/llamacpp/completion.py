@@ -188,7 +188,7 @@ async def props(request: ApiRequest) -> ASGIResponse:
         total_slots=served.plan.max_num_seqs if served is not None else 1,
         model_alias=model.name,
         model_path=str(model.path or ""),
-        modalities={"vision": model.abilities.vision, "audio": False},
+        modalities={"vision": model.abilities.vision, "audio": model.abilities.hearing},
         chat_template=model.abilities.template,
         chat_template_caps={"supports_tools": model.abilities.tools, "supports_tool_calls": model.abilities.tools},
         bos_token=special.get("bos_token", ""),

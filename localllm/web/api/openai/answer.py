@@ -329,7 +329,7 @@ def usage_object(usage: Usage) -> OpenAIUsage:
     accepted, rejected = usage.drafts.predicted_accepted, usage.drafts.predicted_rejected
     return OpenAIUsage(
         usage.prompt_tokens, usage.completion_tokens, usage.total_tokens,
-        PromptDetails(usage.cached_tokens, usage.image_tokens or UNSET),
+        PromptDetails(usage.cached_tokens, usage.image_tokens or UNSET, usage.audio_tokens or UNSET),
         CompletionDetails(accepted, rejected) if accepted or rejected else UNSET,
     )  # fmt: skip
 

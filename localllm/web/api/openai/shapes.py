@@ -18,6 +18,7 @@ Finish = Literal["stop", "length", "tool_calls", "abort"]
 class PromptDetails(Shape):
     cached_tokens: int
     image_tokens: int | UnsetType = UNSET  # if the prompt has pictures
+    audio_tokens: int | UnsetType = UNSET  # if the prompt has sound
 
 
 class CompletionDetails(Shape):

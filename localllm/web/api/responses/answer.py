@@ -110,7 +110,10 @@ def usage_object(progress: Counted) -> shapes.ResponseUsage:
     return shapes.ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=shapes.InputDetails(
-            cached_tokens=usage.cached_tokens, cache_write_tokens=0, image_tokens=usage.image_tokens or UNSET
+            cached_tokens=usage.cached_tokens,
+            cache_write_tokens=0,
+            image_tokens=usage.image_tokens or UNSET,
+            audio_tokens=usage.audio_tokens or UNSET,
         ),
         output_tokens=usage.completion_tokens,
         output_tokens_details=shapes.OutputDetails(progress.reasoning_tokens),

@@ -130,7 +130,10 @@ def _parts(content: object, where: str, kind: str) -> list[Item]:
 
 
 def _picture(part: object) -> Item | None:
-    """Return a part that is a picture; None for another one."""
+    """Return a part that is a picture or a sound; None for another one."""
+    if isinstance(part, dict) and part.get("type") == "input_audio":
+        sound = part.get("input_audio")
+        return {"type": "input_audio", "input_audio": dict(sound) if isinstance(sound, dict) else {}}
     if not isinstance(part, dict) or part.get("type") != "input_image":
         return None
     pixels = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}

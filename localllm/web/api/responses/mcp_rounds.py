@@ -60,6 +60,7 @@ class Totals:
             sum(each.completion_tokens for each in usages),
             sum(each.cached_tokens for each in usages),
             image_tokens=sum(each.image_tokens for each in usages),
+            audio_tokens=sum(each.audio_tokens for each in usages),
         )
 
     @property

@@ -37,11 +37,15 @@ class InputImage(Shape, tag="input_image"):
     detail: str | None
 
 
+class InputAudio(Shape, tag="input_audio"):
+    input_audio: dict[str, Any]
+
+
 class MessageItem(Shape, tag="message"):
     id: str
     status: Status
     role: Literal["user", "assistant", "system", "developer"]
-    content: list[InputText | OutputText | InputImage]
+    content: list[InputText | OutputText | InputImage | InputAudio]
 
 
 class ReasoningItem(Shape, tag="reasoning"):
@@ -163,6 +167,7 @@ class InputDetails(Shape):
     cached_tokens: int
     cache_write_tokens: int
     image_tokens: int | UnsetType = UNSET  # if the prompt has pictures
+    audio_tokens: int | UnsetType = UNSET  # if the prompt has sound
 
 
 class OutputDetails(Shape):

@@ -73,7 +73,7 @@ class ReplyPrompt:
         """Return the generation of the answer. Raises like `Conversation.reading`."""
         params, new_reader = self.conversation.reading(served, self.params, self.token_ids)
         request = GenerationRequest(request_id, self.token_ids, params, options=options)
-        return Generation(served.generator, [request], new_reader, served.sight)
+        return Generation(served.generator, [request], new_reader, served.senses)
 
 
 async def prompt_of(

@@ -1,0 +1,404 @@
+"""Families of models that hear, by what differs between them: features, rows, and the prompt that transcribes.
+
+    Voxtral         Whisper's encoder over 30 s at a time; four states become a row
+    Qwen3-ASR       seconds are read by convolutions, and 8 s attend to each other; 13 rows a second
+    Granite Speech  a conformer over the whole sound, whose frames are asked in groups of 15 by three queries
+
+Features are logarithms of mel spectrograms, computed here in torch: the same as transformers' extractors have.
+Does not know: files of sound, messages, the tower.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.errors import CorruptModel
+from localllm.models.spec.family import Config
+from localllm.models.spec.vision import HearingSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RATE = 16_000
+HOP = 160
+"""Samples of a frame."""
+Int16 = npt.NDArray[np.int16]
+
+
+class Wish(NamedTuple):
+    """The wishes of a request to transcribe. language: a code that the family knows, or None."""
+
+    language: str | None = None
+    prompt: str = ""
+    translate: bool = False  # into English
+
+
+class Spoken(NamedTuple):
+    """A prompt that transcribes one sound. The chat template renders the messages, or `text` is all of the prompt."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()  # a part {"type": "audio"} is the sound
+    behind: str = ""  # the begin of the answer
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SoundFamily:
+    """One family of towers that read sound."""
+
+    model_types: tuple[str, ...]
+    mark: str  # the text of one row, and what a chat template writes for a sound
+    marks: tuple[str, ...]  # all special texts of the family
+    read: Callable[[Config], dict[str, Any]]  # config.json: fields of HearingSpec
+    rows: Callable[[HearingSpec, int], int]  # of a sound of so many samples
+    features: Callable[[HearingSpec, Int16], dict[str, Tensor]]  # by the keywords of the tower
+    spoken: Callable[[Wish], Spoken]
+    written: Callable[[str], tuple[str, str]]  # an answer: code of the language or "", and the text
+    languages: Mapping[str, str]  # names by code; empty: the model takes no language
+    before: str = ""  # text in front of the rows, if the template has not written it
+    translates: bool = False
+    prompts: bool = False  # whether a text can come with the sound: names, style
+    template: str = ""  # of a checkpoint without a chat template
+    others: tuple[str, ...] = ("language_model",)  # attributes of transformers' model that are not the tower
+
+
+# ---- features ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _filters(num_mels: int, num_bins: int, scale: str) -> Tensor:
+    """Return mel filters [num_mels, num_bins] in float32."""
+    import torch
+    from transformers.audio_utils import mel_filter_bank
+
+    norm = "slaney" if scale == "slaney" else None
+    made = mel_filter_bank(num_bins, num_mels, 0.0, 8000.0, RATE, norm=norm, mel_scale=scale)
+    return torch.from_numpy(made.T.astype(np.float32))
+
+
+def log_mel(samples: Tensor, num_mels: int, num_fft: int = 400, scale: str = "slaney") -> Tensor:
+    """Return the logarithms [num_mels, 1 + n / 160] of the mel spectrogram of samples [n] within -1 and 1: of at most
+    8 powers of ten, scaled to about 2. scale: slaney as Whisper's, or htk."""
+    import torch
+
+    window = torch.hann_window(400)
+    spectrum = torch.stft(samples, num_fft, HOP, 400, window=window, return_complex=True)
+    if scale == "slaney":
+        spectrum = spectrum[:, :-1]
+    found = torch.clamp(_filters(num_mels, 1 + num_fft // 2, scale) @ spectrum.abs() ** 2, min=1e-10).log10()
+    return (torch.maximum(found, found.max() - 8.0) + 4.0) / 4.0
+
+
+def _floats(samples: Int16, length: int) -> Tensor:
+    """Return samples within -1 and 1, padded with silence to `length`."""
+    import torch
+
+    found = torch.zeros(max(length, len(samples)))
+    found[: len(samples)] = torch.from_numpy(samples.astype(np.float32)) / 32768
+    return found
+
+
+def _encoder(config: Config, name: str = "audio_config") -> dict[str, Any]:
+    """Return the fields that Whisper's encoder and its kin share."""
+    encoder = config[name]
+    return {
+        "num_mels": int(encoder["num_mel_bins"]),
+        "width": int(encoder.get("d_model") or encoder["hidden_size"]),
+        "mlp_width": int(encoder.get("encoder_ffn_dim") or encoder["intermediate_size"]),
+        "layers": int(encoder.get("encoder_layers") or encoder["num_hidden_layers"]),
+        "heads": int(encoder.get("encoder_attention_heads") or encoder["num_attention_heads"]),
+    }
+
+
+# ---- Voxtral -----------------------------------------------------------------------------------------------------
+
+
+def _read_voxtral(config: Config) -> dict[str, Any]:
+    encoder = config["audio_config"]
+    states = int(encoder.get("max_source_positions", 1500))
+    found = _encoder(config)
+    rows = states * found["width"] // found["mlp_width"]
+    return {**found, "chunk": 2 * states, "piece": 2 * states, "chunk_rows": rows}
+
+
+def _chunks(spec: HearingSpec, num_samples: int) -> int:
+    return max(1, math.ceil(num_samples / (spec.chunk * HOP)))
+
+
+def _voxtral_features(spec: HearingSpec, samples: Int16) -> dict[str, Tensor]:
+    chunks = _chunks(spec, len(samples))
+    found = log_mel(_floats(samples, chunks * spec.chunk * HOP), spec.num_mels)
+    return {"input_features": found.reshape(spec.num_mels, chunks, spec.chunk).transpose(0, 1).contiguous()}
+
+
+def _voxtral_spoken(wish: Wish) -> Spoken:
+    language = f"lang:{wish.language}" if wish.language else ""
+    return Spoken(text=f"<s>[INST][BEGIN_AUDIO][AUDIO][/INST]{language}[TRANSCRIBE]")
+
+
+def _plain(answer: str) -> tuple[str, str]:
+    return "", answer.strip()
+
+
+_VOXTRAL_LANGUAGES = {
+    "ar": "Arabic", "de": "German", "en": "English", "es": "Spanish", "fr": "French", "hi": "Hindi", "it": "Italian",
+    "nl": "Dutch", "pt": "Portuguese",
+}  # fmt: skip
+_VOXTRAL_TEMPLATE = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% elif m.role == 'system' %}[SYSTEM_PROMPT]"
+    "{% elif m.role != 'assistant' %}{{ raise_exception('Roles are system, user and assistant.') }}{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'audio' %}"
+    "[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% if m.role == 'user' %}[/INST]"
+    "{% elif m.role == 'system' %}[/SYSTEM_PROMPT]{% else %}</s>{% endif %}{% endfor %}"
+)
+"""As mistral-common encodes instructions from its version 7 on, without tools."""
+VOXTRAL = SoundFamily(
+    ("voxtral",),
+    "[AUDIO]",
+    ("[AUDIO]", "[BEGIN_AUDIO]"),
+    _read_voxtral,
+    lambda spec, num_samples: _chunks(spec, num_samples) * spec.chunk_rows,
+    _voxtral_features,
+    _voxtral_spoken,
+    _plain,
+    _VOXTRAL_LANGUAGES,
+    before="[BEGIN_AUDIO]",
+    template=_VOXTRAL_TEMPLATE,
+)
+
+# ---- Qwen3-ASR ---------------------------------------------------------------------------------------------------
+
+_LEAST_SAMPLES = 8000
+"""Shorter sounds are padded with silence, as Qwen's own library does."""
+
+
+def _convolved(frames: int) -> int:
+    """Return the length of frames behind three convolutions that halve it."""
+    for _ in range(3):
+        frames = (frames - 1) // 2 + 1 if frames > 0 else 0
+    return frames
+
+
+def _read_qwen(config: Config) -> dict[str, Any]:
+    encoder = config["audio_config"]
+    chunk = 2 * int(encoder.get("n_window", 50))
+    piece = int(encoder.get("n_window_infer", 800))
+    channels = int(encoder.get("downsample_hidden_size", 480))
+    return {
+        **_encoder({"audio_config": {"num_mel_bins": 128, **encoder}}), "chunk": chunk, "piece": piece,
+        "chunk_rows": _convolved(chunk), "context": piece, "channels": channels,
+    }  # fmt: skip
+
+
+def _qwen_rows(spec: HearingSpec, num_samples: int) -> int:
+    whole, rest = divmod(max(num_samples, _LEAST_SAMPLES) // HOP, spec.chunk)
+    return whole * spec.chunk_rows + _convolved(rest)
+
+
+def _qwen_features(spec: HearingSpec, samples: Int16) -> dict[str, Tensor]:
+    import torch
+
+    found = log_mel(_floats(samples, _LEAST_SAMPLES), spec.num_mels)
+    frames = found.shape[1]
+    padded = math.ceil(frames / spec.chunk) * spec.chunk
+    features = torch.zeros(1, spec.num_mels, padded)
+    features[0, :, :frames] = found
+    return {"input_features": features, "input_features_mask": (torch.arange(padded) < frames).long()[None]}
+
+
+def _qwen_spoken(wish: Wish) -> Spoken:
+    context = ({"role": "system", "content": wish.prompt},) if wish.prompt else ()
+    behind = f"language {_QWEN_LANGUAGES[wish.language]}<asr_text>" if wish.language else ""
+    return Spoken((*context, {"role": "user", "content": [{"type": "audio"}]}), behind)
+
+
+def _qwen_written(answer: str) -> tuple[str, str]:
+    """Return language and text of `language German<asr_text>...`."""
+    head, mark, text = answer.partition("<asr_text>")
+    if not mark:
+        return "", answer.strip()
+    name = head.strip().removeprefix("language").strip()
+    return next((code for code, known in _QWEN_LANGUAGES.items() if known == name), ""), text.strip()
+
+
+_QWEN_LANGUAGES = {
+    "ar": "Arabic", "yue": "Cantonese", "zh": "Chinese", "cs": "Czech", "da": "Danish", "nl": "Dutch",
+    "en": "English", "fil": "Filipino", "fi": "Finnish", "fr": "French", "de": "German", "el": "Greek", "hi": "Hindi",
+    "hu": "Hungarian", "id": "Indonesian", "it": "Italian", "ja": "Japanese", "ko": "Korean", "mk": "Macedonian",
+    "ms": "Malay", "fa": "Persian", "pl": "Polish", "pt": "Portuguese", "ro": "Romanian", "ru": "Russian",
+    "es": "Spanish", "sv": "Swedish", "th": "Thai", "tr": "Turkish", "vi": "Vietnamese",
+}  # fmt: skip
+QWEN3_ASR = SoundFamily(
+    ("qwen3_asr",),
+    "<|audio_pad|>",
+    ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+    _read_qwen,
+    _qwen_rows,
+    _qwen_features,
+    _qwen_spoken,
+    _qwen_written,
+    _QWEN_LANGUAGES,
+    prompts=True,
+)
+
+# ---- Granite Speech ----------------------------------------------------------------------------------------------
+
+
+def _read_granite(config: Config) -> dict[str, Any]:
+    encoder = config["encoder_config"]
+    width, window = int(encoder.get("hidden_dim", 1024)), int(config.get("window_size", 15))
+    return {
+        "num_mels": int(encoder.get("input_dim", 160)) // 2,
+        "width": width,
+        "mlp_width": width * int(encoder.get("feedforward_mult", 4)),
+        "layers": int(encoder.get("num_layers", 10)),
+        "heads": int(encoder.get("num_heads", 8)),
+        "chunk": 2 * window,
+        "piece": 0,
+        "chunk_rows": window // int(config.get("downsample_rate", 5)),
+        "context": int(encoder.get("context_size", 200)),
+    }
+
+
+def _granite_rows(spec: HearingSpec, num_samples: int) -> int:
+    states = (max(num_samples, 400) // HOP + 1) // 2
+    return math.ceil(states / (spec.chunk // 2)) * spec.chunk_rows
+
+
+def _granite_features(spec: HearingSpec, samples: Int16) -> dict[str, Tensor]:
+    found = log_mel(_floats(samples, 400), spec.num_mels, 512, "htk").T
+    return {"input_features": found[: len(found) // 2 * 2].reshape(1, -1, 2 * spec.num_mels)}
+
+
+def _granite_spoken(wish: Wish) -> Spoken:
+    asked = "translate the speech to English" if wish.translate else _GRANITE_PROMPT
+    asked += f" Keywords: {wish.prompt}" if wish.prompt and not wish.translate else ""
+    return Spoken(({"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": asked}]},))
+
+
+_GRANITE_PROMPT = "can you transcribe the speech into a written format?"
+GRANITE = SoundFamily(
+    ("granite_speech",),
+    "<|audio|>",
+    ("<|audio|>",),
+    _read_granite,
+    _granite_rows,
+    _granite_features,
+    _granite_spoken,
+    _plain,
+    {},
+    translates=True,
+    prompts=True,
+)
+
+FAMILIES = (VOXTRAL, QWEN3_ASR, GRANITE)
+_OF_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+
+
+def sound_family_of(spec: HearingSpec) -> SoundFamily:
+    return _OF_TYPE[spec.model_type]
+
+
+def hears(config: Config) -> bool:
+    """Return whether there is a family for a config.json."""
+    return config.get("model_type") in _OF_TYPE
+
+
+def hears_as(architecture: str) -> bool:
+    """Return whether there is a family for a class name in config.json, such as VoxtralForConditionalGeneration."""
+    kind = architecture.removesuffix("ForConditionalGeneration").lower()
+    return kind in {name.replace("_", "") for name in _OF_TYPE}
+
+
+def read_hearing(config: Config, path: Path) -> HearingSpec:
+    """Return the part that reads sound of the model in folder `path` with this config.json. Raises `CorruptModel` for a
+    config that contradicts itself."""
+    kind = str(config["model_type"])
+    names = ("audio_token_id", "audio_token_index")
+    token = next((config[name] for name in names if config.get(name) is not None), None)
+    if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+        raise CorruptModel(f"config.json has audio_token_id = {token!r}.", "It must be a token id.")
+    try:
+        fields = _OF_TYPE[kind].read(config)
+        wrong = {name: value for name, value in fields.items() if value < (name in ("num_mels", "width", "chunk"))}
+        if wrong or fields["piece"] % fields["chunk"]:
+            raise ValueError(wrong or fields)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptModel("config.json's part that reads sound cannot be read.", f"{type(error).__name__}: {error}.") \
+            from error  # fmt: skip
+    adapter = str(path) if config.get("has_lora_adapter") and (path / "adapter_config.json").is_file() else ""
+    return HearingSpec(kind, token, adapter=adapter, **fields)
+
+
+class SoundLayout(NamedTuple):
+    """The tokens and the text of a sound of one length."""
+
+    prompt: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedSound:
+    """One sound as tensors. It is the `inputs` of an engine's `MediaSpan` (engine/media.py)."""
+
+    tensors: Mapping[str, Any]  # by the keywords of the tower; on the host
+    rows: int
+    digest: bytes  # 16: of the samples and of the family
+    grid: None = None  # positions are those of text
+    both_ways: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(int(tensor.nbytes) for tensor in self.tensors.values())
+
+    def pixels(self) -> Mapping[str, Any]:
+        """Return what the tower reads, as `MediaInputs` names it."""
+        return self.tensors
+
+
+class SoundProcessor:
+    """Prepares sounds for one model. Thread-safe."""
+
+    def __init__(self, spec: HearingSpec, most_rows: int) -> None:
+        """most_rows: of one sound, on this server."""
+        self.spec, self.most_rows, self.family = spec, most_rows, sound_family_of(spec)
+        self._key = blake2b(repr(spec).encode(), digest_size=32).digest()
+
+    @property
+    def most_s(self) -> float:
+        """Seconds of the longest sound, in whole chunks."""
+        return self.most_rows // self.spec.chunk_rows * self.spec.chunk * HOP / RATE
+
+    def layout(self, num_samples: int) -> SoundLayout:
+        """Return the rows of a sound of this length, and the text that stands for it."""
+        rows = self.family.rows(self.spec, num_samples)
+        return SoundLayout(self.family.mark * rows, rows)
+
+    def process(self, samples: Int16) -> ProcessedSound:
+        """Compute the features of samples at 16 kHz."""
+        digest = blake2b(samples.tobytes(), key=self._key, digest_size=16).digest()
+        tensors = self.family.features(self.spec, samples)
+        return ProcessedSound(tensors, self.family.rows(self.spec, len(samples)), digest)
+
+
+def require_extractor(path: Path, spec: HearingSpec) -> None:
+    """Raise `CorruptModel` if the checkpoint's extractor has other features than the family's."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if not (path / name).is_file():
+            continue
+        found = json.loads((path / name).read_text())
+        found = found.get("feature_extractor") or found.get("audio_processor") or found
+        expected = {"sampling_rate": RATE, "hop_length": HOP, "feature_size": spec.num_mels, "n_mels": spec.num_mels}
+        for field, value in expected.items():
+            if found.get(field, value) != value:
+                raise CorruptModel(f"{name} has {field} = {found[field]!r}.", f"The sound of this family has {value}.")
