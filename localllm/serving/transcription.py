@@ -1,6 +1,7 @@
 """Build a served model that transcribes, and its client: sound in, words with times out.
 
-Windows of a sound are cut at pauses (media/speech.py) and run in batches, on the loop of models that embed or score.
+Windows of a sound are cut at pauses (media/speech.py). They run in batches, on the loop of models that embed or score,
+or, where their texts are written token by token, join and leave between two tokens.
 Does not know: HTTP, formats of answers, which models stay loaded (manager.py).
 """
 
@@ -8,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from localllm.config.settings import Settings
-from localllm.engine.pooling import PoolingLoop
+from localllm.engine.pooling import JoiningLoop, PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
-from localllm.serving.pooling import BatchRunner, serve_in_batches
+from localllm.serving.pooling import BatchRunner, loop_in_batches, serve_inputs
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.text.transcript import (
     UNSPACED,
@@ -36,6 +37,7 @@ from localllm.units import format_bytes
 if TYPE_CHECKING:
     from localllm.media.sound import Samples
     from localllm.media.speech import VadOptions, Window
+    from localllm.models.encoders.speech_rows import SpeechModel, SpeechRows
     from localllm.models.encoders.whisper import Decoding, SpokenText
     from localllm.models.library.catalog import ResolvedModel
     from localllm.text.tokenizer import Tokenizer
@@ -54,6 +56,11 @@ SILENT_SHARE = 1 / 3
 class WindowInput:
     samples: Any  # int16 [n] at 16 kHz
     decoding: Decoding | None = None  # of Whisper, which reads 30 s always
+
+    @property
+    def beams(self) -> int:
+        """Texts of the window that are written at once."""
+        return 1
 
     @property
     def length(self) -> int:
@@ -237,7 +244,7 @@ def build_transcriber(
 ) -> ServedModel:
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.encoders.recipe import spec_of_any
-    from localllm.models.fit.pooling import plan_transcriber
+    from localllm.models.fit.pooling import WINDOW_FRAMES, plan_transcriber
     from localllm.text.tokenizer import load_tokenizer
 
     config = settings.engine
@@ -245,8 +252,12 @@ def build_transcriber(
     with report_phase("fit", on_phase) as report:
         import torch
 
-        from localllm.models.encoders.transcriber import count_transcriber_parameters, load_transcriber
-        from localllm.models.encoders.whisper import WhisperModel
+        from localllm.models.encoders.speech_rows import SpeechRows
+        from localllm.models.encoders.transcriber import (
+            Transcriber,
+            count_transcriber_parameters,
+            load_transcriber,
+        )
 
         spec = spec_of_any(found.path, task="transcribe")
         plan = plan_transcriber(config, spec, count_transcriber_parameters(found.path), hardware)
@@ -259,17 +270,61 @@ def build_transcriber(
         model = load_transcriber(found.path, device, dtype, half_weights=config.keeps_half_weights)
         report(f"{spec.num_layers} layers, {model.kind}")
     sizes = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
-    facts = None
-    if isinstance(model, WhisperModel):
+    most_queued = config.max_num_queued_reqs
+    if isinstance(model, Transcriber):
+        run = BatchRunner(model, lambda model, batch: model.transcribe([each.samples for each in batch]))
+        loop, facts = loop_in_batches(run, plan, most_queued), None
+    else:
         facts = WhisperFacts(tuple(model.special.languages), model.translates, model.special.most_prompt)
+        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
+        runner = RowsRunner(model, rows, lambda ids: compression_ratio(tokenizer.decode(ids)))
+        loop = JoiningLoop(runner, max_num_queued=most_queued)
+    client = TranscriptionClient(loop, sizes, tokenizer, facts)
+    return serve_inputs(settings, found, spec, plan, tokenizer, loop, client)
 
-    def transcribed(model: Any, batch: Sequence[WindowInput]) -> list[Any]:
-        windows, decodings = [each.samples for each in batch], [each.decoding for each in batch]
-        if facts is None:
-            return model.transcribe(windows)  # type: ignore[no-any-return]
-        return model.transcribe(windows, decodings, lambda ids: compression_ratio(tokenizer.decode(ids)))  # type: ignore[no-any-return]
 
-    return serve_in_batches(
-        settings, found, spec, plan, tokenizer, BatchRunner(model, transcribed),
-        lambda loop: TranscriptionClient(loop, sizes, tokenizer, facts),
-    )  # fmt: skip
+class RowsRunner:
+    """Windows that join and leave between two steps of a model that writes their texts."""
+
+    def __init__(self, model: SpeechModel, rows: SpeechRows, ratio_of: Callable[[Sequence[int]], float]) -> None:
+        self._model: SpeechModel | None = model
+        self._rows: SpeechRows | None = rows
+        self._ratio_of = ratio_of
+
+    @property
+    def rows(self) -> SpeechRows:
+        assert self._rows is not None, "the runner is closed"
+        return self._rows
+
+    def fits(self, each: WindowInput) -> bool:
+        return self.rows.fits(each.beams)
+
+    def is_last_place(self) -> bool:
+        return self.rows.num_free <= 1
+
+    def join(self, key: int, each: WindowInput) -> None:
+        model, rows = self._model, self.rows
+        assert model is not None, "the runner is closed"
+        writing = model.write(each.samples, each.decoding, self._ratio_of)
+        self._guarded(lambda: rows.join(key, each.samples, writing, each.beams))
+
+    def step(self) -> list[tuple[int, Any]]:
+        return self._guarded(self.rows.step)  # type: ignore[no-any-return]
+
+    def drop(self, key: int) -> None:
+        self.rows.drop(key)
+
+    def close(self) -> None:
+        self._model = self._rows = None
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Call something that runs on the device. Raises `DeviceLost` if the device is lost."""
+        from localllm.runner.device_errors import check_device, translated
+
+        assert self._model is not None, "the runner is closed"
+        try:
+            with translated():
+                return call()
+        except Exception:
+            check_device(self._model.device)
+            raise

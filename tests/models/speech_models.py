@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from localllm.models.encoders.speech_rows import SpeechRows
 from tests.tiny import save_tiny_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -105,3 +107,16 @@ def save_whisper(path: Path, seed: int = 0, *, english: bool = False, decoder_la
     features = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
     (path / "preprocessor_config.json").write_text(json.dumps(features))
     return path
+
+
+def written(model: Any, windows: Sequence[Any], writings: Sequence[Any], beams: int = 1, places: int = 0) -> list[Any]:
+    """Return the result of each window, written side by side. places: most windows at once; 0: as many as there are."""
+    rows, waiting, found = SpeechRows(model, places or len(windows)), list(range(len(windows))), dict[int, Any]()
+    while waiting or rows.keys:
+        while waiting and rows.fits(beams):
+            key = waiting.pop(0)
+            rows.join(key, windows[key], writings[key], beams)
+        found |= dict(rows.step())
+    if errors := [each for each in found.values() if isinstance(each, Exception)]:
+        raise errors[0]
+    return [found[key] for key in range(len(windows))]

@@ -312,11 +312,11 @@ def test_whisper_has_times_for_words(whisper: LiveServer) -> None:
 
 
 def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
-    client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none")
     fields: Any = {"model": "whisper", "file": ("a.wav", noise(33)), "language": "de"}
     extra = {"vad_filter": False}
-    plain = client.audio.transcriptions.create(**fields, extra_body=extra).text
-    events = list(client.audio.transcriptions.create(**fields, stream=True, extra_body=extra))
+    with openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none") as client:
+        plain = client.audio.transcriptions.create(**fields, extra_body=extra).text
+        events = list(client.audio.transcriptions.create(**fields, stream=True, extra_body=extra))
     assert "".join(each.delta for each in events if each.type == "transcript.text.delta") == plain
 
 

@@ -39,6 +39,8 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 WHISPER = "WhisperForConditionalGeneration"
 TRANSCRIBERS = {"ParakeetForCTC": "ctc", "ParakeetForTDT": "tdt", WHISPER: "whisper"}
 """Architectures that transcribe, and what follows their encoder (transcriber.py, whisper.py)."""
+MOST_BEAMS = 8
+"""Texts of one window that are written at once at most."""
 _TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
 HEADS = {
     "Qwen2ForRewardModel": "reward",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.encoders.recipe import WHISPER, PoolingRecipe
+from localllm.models.encoders.recipe import MOST_BEAMS, WHISPER, PoolingRecipe
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.devices import asked_division, choose_gpu, free_and_reserve, several_ranks_refused
 from localllm.models.fit.memory_plan import MemoryPlan
@@ -53,12 +53,13 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, num_parameters: int,
     width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
     layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
     if spec.architecture == WHISPER:
-        # Its encoder reads a state for two frames, without the scores. The decoder keeps keys and values of the states
-        # and of the text in each layer, and has as many layers as the encoder at most.
-        convolution = frames * spec.hidden_size * size
-        kept = spec.num_layers * 2 * spec.hidden_size * (WINDOW_FRAMES // 2 + spec.max_position) * size
-        windows = -(-frames // WINDOW_FRAMES)
-        layers = frames // 2 * width * size + windows * (kept + 6 * 4 * spec.vocab_size)
+        # Its encoder reads a state for two frames of one window, without the scores. The decoder keeps keys and values
+        # of the states and of the texts in each layer, and has as many layers as the encoder at most.
+        convolution = WINDOW_FRAMES * spec.hidden_size * size
+        windows = frames // WINDOW_FRAMES
+        positions = windows * (WINDOW_FRAMES // 2) + max(windows, MOST_BEAMS) * spec.max_position
+        kept = spec.num_layers * 2 * spec.hidden_size * positions * size
+        layers = WINDOW_FRAMES // 2 * width * size + kept + windows * 6 * 4 * spec.vocab_size
     return _plan(config, spec, num_parameters, hardware, WINDOW_FRAMES, frames, convolution + layers, ())
 
 
