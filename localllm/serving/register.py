@@ -61,7 +61,7 @@ class Register:
         if (task := task_of(found.path)) != "transcribe":
             what, why = f"--speech-model {name} does not transcribe speech.", f"It {DOES[task][0]}."
             raise ConfigError(
-                what, why, "Parakeet and Whisper transcribe: docs/guides/speech.md.", param="speech_model"
+                what, why, "Parakeet, Whisper and Moonshine transcribe: docs/guides/speech.md.", param="speech_model"
             )
         server = replace(settings.server, served_model_name=table.names if table else ())
         entry = self.add(

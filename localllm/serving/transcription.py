@@ -55,7 +55,7 @@ SILENT_SHARE = 1 / 3
 @dataclass(frozen=True, slots=True)
 class WindowInput:
     samples: Any  # int16 [n] at 16 kHz
-    decoding: Decoding | None = None  # of Whisper, which reads 30 s always
+    decoding: Decoding | None = None  # of a model that writes token by token; it counts as 30 s, which Whisper reads
 
     @property
     def beams(self) -> int:
@@ -78,12 +78,14 @@ class SpeechOptions(NamedTuple):
     words: bool = False  # with their times
 
 
-class WhisperFacts(NamedTuple):
-    """The abilities of a Whisper model."""
+class WriterFacts(NamedTuple):
+    """The abilities of a model that writes a window's text token by token."""
 
-    languages: tuple[str, ...]  # codes; none: English alone
-    translates: bool
-    most_prompt: int  # tokens of a prompt that are read, the last ones; 0: none
+    languages: tuple[str, ...] = ()  # codes; none: one language, which is not told apart
+    translates: bool = False
+    most_prompt: int = 0  # tokens of a prompt that are read, the last ones; 0: none
+    has_words: bool = False  # with their times
+    has_attempts: bool = False  # a window is written again at higher temperatures
 
 
 class Heard(NamedTuple):
@@ -97,16 +99,16 @@ class Heard(NamedTuple):
 
 class TranscriptionClient(BatchClient):
     def __init__(
-        self, loop: PoolingLoop, limits: PoolingLimits, tokenizer: Tokenizer, whisper: WhisperFacts | None = None
+        self, loop: PoolingLoop, limits: PoolingLimits, tokenizer: Tokenizer, facts: WriterFacts | None = None
     ) -> None:
-        """whisper: None: the model has CTC or a transducer."""
+        """facts: None: the model has CTC or a transducer."""
         super().__init__(loop, limits)
-        self._tokenizer, self._whisper = tokenizer, whisper
+        self._tokenizer, self._facts = tokenizer, facts
 
     def decoding(self, asked: SpeechOptions, name: str) -> tuple[Decoding | None, list[str]]:
         """Return how windows are written, and warnings of what has no effect. name: of the model, for errors.
         Raises `UnsupportedParameter`, `InvalidParameter`."""
-        facts = self._whisper
+        facts = self._facts
         if asked.translate and not (facts and facts.translates):
             raise UnsupportedParameter(
                 f"{name} does not translate.", "It was trained on transcription alone.",
@@ -118,6 +120,12 @@ class TranscriptionClient(BatchClient):
             return None, [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
         if not 0 <= asked.temperature <= 1:
             raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+        if asked.words and not facts.has_words:
+            what, why = (
+                f"{name} has no times for words.",
+                "Its texts are written without times; Whisper and Parakeet do.",
+            )
+            raise UnsupportedParameter(what, why, "Leave word out.", param="timestamp_granularities")
         from localllm.models.encoders.whisper import TEMPERATURES, Decoding
 
         prompt, warnings = self._tokenizer.encode(f" {asked.prompt.strip()}", add_special_tokens=False), list[str]()
@@ -127,10 +135,14 @@ class TranscriptionClient(BatchClient):
         if len(prompt) > facts.most_prompt:
             warnings.append(f"prompt has {len(prompt)} tokens; its last {facts.most_prompt} are used")
         temperatures = (asked.temperature, *(each for each in TEMPERATURES if each > asked.temperature))
+        if not facts.has_attempts:
+            temperatures = temperatures[:1]
+            warnings += ["language has no effect"] * (asked.language is not None)
+            asked = asked._replace(language=None)
         language = self._language(asked.language, name, facts)
         return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words), warnings
 
-    def _language(self, asked: str | None, name: str, facts: WhisperFacts) -> str | None:
+    def _language(self, asked: str | None, name: str, facts: WriterFacts) -> str | None:
         """Return the code of a language. Raises `InvalidParameter` with the languages that the model knows."""
         from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
@@ -162,7 +174,7 @@ class TranscriptionClient(BatchClient):
     def heard(self, window: Window, result: Any) -> Heard:
         """Return what the model's result for a window says."""
         start_s = window.start / 16_000
-        if self._whisper is None:
+        if self._facts is None:
             return Heard(window, self._words(((each.token_id, each) for each in result), start_s), [])
         text: SpokenText = result
         found = [
@@ -253,14 +265,12 @@ def build_transcriber(
         import torch
 
         from localllm.models.encoders.speech_rows import SpeechRows
-        from localllm.models.encoders.transcriber import (
-            Transcriber,
-            count_transcriber_parameters,
-            load_transcriber,
-        )
+        from localllm.models.encoders.transcriber import Transcriber, load_transcriber, transcriber_sizes
+        from localllm.models.encoders.whisper import WhisperModel
 
         spec = spec_of_any(found.path, task="transcribe")
-        plan = plan_transcriber(config, spec, count_transcriber_parameters(found.path), hardware)
+        sizes = transcriber_sizes(found.path, half_weights=config.keeps_half_weights)
+        plan = plan_transcriber(config, spec, sizes, hardware)
         report(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
     with report_phase("tokenizer", on_phase) as report:
         tokenizer = load_tokenizer(found.path)
@@ -269,17 +279,22 @@ def build_transcriber(
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         model = load_transcriber(found.path, device, dtype, half_weights=config.keeps_half_weights)
         report(f"{spec.num_layers} layers, {model.kind}")
-    sizes = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
+    served = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
     most_queued = config.max_num_queued_reqs
     if isinstance(model, Transcriber):
         run = BatchRunner(model, lambda model, batch: model.transcribe([each.samples for each in batch]))
         loop, facts = loop_in_batches(run, plan, most_queued), None
     else:
-        facts = WhisperFacts(tuple(model.special.languages), model.translates, model.special.most_prompt)
+        facts = WriterFacts()
+        if isinstance(model, WhisperModel):
+            special = model.special
+            facts = WriterFacts(
+                tuple(special.languages), model.translates, special.most_prompt, has_words=True, has_attempts=True
+            )
         rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
         runner = RowsRunner(model, rows, lambda ids: compression_ratio(tokenizer.decode(ids)))
         loop = JoiningLoop(runner, max_num_queued=most_queued)
-    client = TranscriptionClient(loop, sizes, tokenizer, facts)
+    client = TranscriptionClient(loop, served, tokenizer, facts)
     return serve_inputs(settings, found, spec, plan, tokenizer, loop, client)
 
 

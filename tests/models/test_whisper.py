@@ -13,7 +13,7 @@ import torch
 
 from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder import native_program
-from localllm.models.encoders.speech_rows import SpeechRows, WrittenText, repeats
+from localllm.models.encoders.speech_rows import SpeechRows, WrittenText, looped_tokens
 from localllm.models.encoders.whisper import (
     Attempt,
     Decoding,
@@ -113,7 +113,7 @@ def test_greedy_tokens_are_those_of_transformers_and_the_same_in_a_batch(
         alone = attempts(model, [window], asked)[0]
         ids = greedy(reference, model.features([window]), model.special.prompt(asked, "de"), model.special.end)
         found = list(alone.text.token_ids)
-        assert found == (ids[: len(found)] if repeats(found) else ids)
+        assert found == (ids[: len(found)] if looped_tokens(found) else ids)
         assert beside.text.token_ids == alone.text.token_ids
         assert beside.text.avg_logprob == pytest.approx(alone.text.avg_logprob, abs=1e-4)
     assert len({each.text.token_ids for each in together}) == 3
@@ -261,10 +261,10 @@ def test_times_of_tokens_are_found_as_published(model: WhisperModel, reference: 
 
 
 def test_repeated_tokens_end_an_attempt() -> None:
-    assert repeats([5, *[1, 2] * 7])
-    assert repeats([3] * 7)
-    assert not repeats([1, 2] * 6)
-    assert not repeats(range(100))
+    assert looped_tokens([5, *[1, 2] * 7]) == 2
+    assert looped_tokens([3] * 7) == 1
+    assert not looped_tokens([1, 2] * 6)
+    assert not looped_tokens(range(100))
 
 
 def test_segments_are_the_texts_between_timestamps() -> None:

@@ -9,7 +9,7 @@ Does not know: how sound is encoded, which token follows another, queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -289,13 +289,13 @@ class SpeechRows:
         )).clone()  # fmt: skip
 
 
-def repeats(token_ids: Sequence[int]) -> bool:
-    """Return whether the tokens end with a few that are repeated too often."""
+def looped_tokens(token_ids: Sequence[int]) -> int:
+    """Return how many tokens the end repeats too often; 0: none."""
     for size in range(1, LOOP_TOKENS + 1):
         tail = list(token_ids[-size * (LOOP_TIMES + 1) :])
         if len(tail) == size * (LOOP_TIMES + 1) and tail == tail[:size] * (LOOP_TIMES + 1):
-            return True
-    return False
+            return size
+    return 0
 
 
 class WrittenText(NamedTuple):
@@ -312,11 +312,11 @@ Rule = Callable[[Tensor, Sequence[Sequence[int]]], Tensor]
 
 
 def draw_text(
-    logits: Tensor, first: int, end: int, most: int, rule: Rule, temperature: float = 0.0, seed: int = 0
+    logits: Tensor, first: int, ends: Collection[int], most: int, rule: Rule, temperature: float = 0.0, seed: int = 0
 ) -> Generator[Read, Tensor, WrittenText]:
     """Write one text token by token: the likeliest, or at a temperature above 0 a draw that depends on seed and text
     alone. logits [V]: after the tokens before the text, which has positions from `first` on and at most `most` tokens.
-    """
+    ends: tokens that end it."""
     draws, ids, chosen, total = torch.Generator().manual_seed(seed), list[int](), list[float](), 0.0
     while True:
         allowed = rule(logits[None], [ids])[0]
@@ -326,17 +326,17 @@ def draw_text(
             token = int((allowed / temperature - noise.log()).argmax())
         logprob = float(allowed[token] - allowed.logsumexp(dim=-1))
         total += logprob
-        if token == end:
+        if token in ends:
             return WrittenText(tuple(ids), tuple(chosen), total / (len(ids) + 1), is_cut=False)
         ids.append(token)
         chosen.append(logprob)
-        if len(ids) >= most or (len(ids) % 8 == 0 and repeats(ids)):
+        if len(ids) >= most or (len(ids) % 8 == 0 and looped_tokens(ids)):
             return WrittenText(tuple(ids), tuple(chosen), total / (len(ids) + 1), is_cut=True)
         logits = (yield Read([[token]], first + len(ids) - 1))[0, -1]
 
 
 def search_text(
-    logits: Tensor, first: int, end: int, most: int, rule: Rule, beams: int
+    logits: Tensor, first: int, ends: Collection[int], most: int, rule: Rule, beams: int
 ) -> Generator[Read, Tensor, WrittenText]:
     """Write the text with the largest mean log probability that a search over `beams` partial texts finds. It is over
     when as many texts have ended. Arguments: as of `draw_text`."""
@@ -352,7 +352,7 @@ def search_text(
             parent, token = divmod(place, sums.shape[1])
             if score == float("-inf") or len(tokens) == beams:
                 break
-            if token != end:
+            if token not in ends:
                 parents.append(parent)
                 tokens.append(token)
             elif rank < beams:
@@ -367,7 +367,7 @@ def search_text(
         length = len(texts[0].token_ids) if texts else 0
         if len(ended) >= beams or not texts:
             return max(ended, key=lambda text: text.avg_logprob)
-        if length >= most or (length % 8 == 0 and repeats(texts[0].token_ids)):
+        if length >= most or (length % 8 == 0 and looped_tokens(texts[0].token_ids)):
             cut = [text._replace(avg_logprob=sum(text.logprobs) / (length + 1)) for text in texts]
             return max(ended or cut, key=lambda text: text.avg_logprob)
         logits = (yield Read([[token] for token in tokens], first + length - 1, parents=parents))[:, -1]

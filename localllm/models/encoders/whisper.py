@@ -302,7 +302,7 @@ class WhisperModel:
         silence = float(logits[0].softmax(dim=-1)[self.special.no_speech])
         most = self.text_len - len(prompt)
         rule = partial(restrict, special=self.special)
-        text = yield from draw_text(logits[1], len(prompt), self.special.end, most, rule, temperature, seed)
+        text = yield from draw_text(logits[1], len(prompt), (self.special.end,), most, rule, temperature, seed)
         return Attempt(text, silence, temperature)
 
     def _with_times(
