@@ -45,7 +45,8 @@ def source_of(config: Config, generation: Config, max_length: int) -> SourceSpec
         what = "The checkpoint does not say which token an answer begins with."
         raise CorruptModel(what, "Neither of its files has decoder_start_token_id.")
     asked = tuple(f"{name}={generation[name]}" for name in _WISHES if generation.get(name) not in (None, 0, 1))
-    return SourceSpec(max_length, (start,) if first is None else (start, first), not_used=asked)
+    starts, end = (start,) if first is None else (start, first), _token(generation, config, "forced_eos_token_id")
+    return SourceSpec(max_length, starts, forced_end=end, not_used=asked)
 
 
 def _token(generation: Config, config: Config, name: str) -> int | None:
