@@ -13,12 +13,12 @@ import transformers
 
 from localllm.cli import main
 from localllm.config.settings import EngineConfig, Settings
+from localllm.engine.pooling_client import TextEncoder
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedModel, UnsupportedOption
 from localllm.llm import LLM
 from localllm.serving.build import build_engine
 from localllm.serving.served import WrongTask
 from localllm.text.chat_template import ChatTemplate
-from localllm.text.embed_text import TextEncoder
 from localllm.text.tokenizer import load_tokenizer
 from tests.models.pooling.checkpoints import save_bert, save_cross_encoder, save_sentence_transformer
 from tests.web.live_server import LiveServer, settings

@@ -126,7 +126,7 @@ VERBS = {
     "version": ("cli.config:show_versions", "show the versions of localllm and its main packages"),
     "completion": ("setup.completion:print_script", "print or install a shell completion script"),
     "man": ("setup.man_page:show_man", "show the manual page"),
-    "update": ("setup.update:update", "install another release of localllm, or go back to the one before"),
+    "update": ("setup.installers:update", "install another release of localllm, or go back to the one before"),
     "uninstall": ("setup.uninstall:uninstall", "remove localllm, and what it stored"),
 }
 """Each verb's function, as `module:function`, and its help. The function that adds its arguments to a parser is beside

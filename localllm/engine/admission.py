@@ -118,8 +118,9 @@ class Admission:
         assert asked.options.length_penalty is None, "a beam search is made of requests of its own"
         prompt, params, max_output_tokens = self.check(asked)
         source = None
-        if self.limits.source is not None:
-            source = EncoderPrompt.of(self._prompt(asked), self.limits.block_size, asked.options.cache_salt)
+        if (own := self.limits.source) is not None:
+            salt = asked.options.cache_salt
+            source = EncoderPrompt.of(self._prompt(asked), self.limits.block_size, salt, own.forced_end)
         bad_words, breakers = self._bad_words(params), self._dry_breakers(params)
         arrived_s = now_s()
         return [

@@ -106,7 +106,9 @@ class BeamSearch:
         _check_width(asked.params.n, admission.limits)
         self.prompt, params, self._max_tokens = admission.check(asked)
         self._asked, self._width, self._length_penalty = asked, params.n, penalty
-        self._has_source = admission.limits.source is not None
+        source = admission.limits.source
+        self._has_source = source is not None
+        self._forced_end = None if source is None or params.ignore_eos else source.forced_end
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(admission.limits.eos_token_ids)
         self._keeps_eos = params.include_stop_str_in_output
         self._shown = params.logprobs  # number of log-probabilities to report per token; None: none at all
@@ -145,9 +147,23 @@ class BeamSearch:
         """Extend the beams by the answers to `requests`, in the same order."""
         following = list(self._following(answers))
         self.num_steps += 1
+        if self.num_steps == self._max_tokens and self._forced_end is not None:
+            self._end_all(self._forced_end)
+            return
         self._ended += [self._grown(each) for each in following if each.ends]
         going_on = sorted((each for each in following if not each.ends), key=lambda each: each.score, reverse=True)
         self._beams = [self._grown(each) for each in going_on[: self._width]]
+
+    def _end_all(self, end: int) -> None:
+        """End every beam with a token whose log probability is 0, since no other may follow."""
+        for beam in self._beams:
+            token_ids, logprobs = beam.token_ids, beam.logprobs
+            if self._keeps_eos:
+                token_ids = (*token_ids, end)
+                if self._shown is not None:
+                    logprobs = (*logprobs, TokenLogprobs((end,), (0.0,), 1))
+            self._ended.append(Beam(token_ids, logprobs, beam.cum_logprob, "stop"))
+        self._beams = []
 
     def best(self) -> list[Beam]:
         """Return the best `width` beams, best first."""

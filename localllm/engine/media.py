@@ -89,13 +89,16 @@ class EncoderPrompt:
     token_ids: tuple[int, ...]
     digest: bytes
     rows: int  # that it takes: its tokens, in whole blocks
+    forced_end: int | None = None  # the last token of an answer that reaches its limit; None: what the model draws
 
     @staticmethod
-    def of(token_ids: Sequence[int], block_size: int, salt: str | None = None) -> EncoderPrompt:
+    def of(
+        token_ids: Sequence[int], block_size: int, salt: str | None = None, forced_end: int | None = None
+    ) -> EncoderPrompt:
         ids = array("i", token_ids)
         key = blake2b((salt or "").encode(), digest_size=32).digest()
         digest = blake2b(ids.tobytes(), key=key, digest_size=DIGEST_BYTES).digest()
-        return EncoderPrompt(tuple(ids), digest, -(-len(ids) // block_size) * block_size)
+        return EncoderPrompt(tuple(ids), digest, -(-len(ids) // block_size) * block_size, forced_end)
 
     @property
     def inputs(self) -> EncoderPrompt:

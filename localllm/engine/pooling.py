@@ -2,7 +2,8 @@
 
 Each input is one forward pass without a KV cache, so only the choice of the batch is scheduled. Requests take turns: a
 batch has the oldest input of the request whose turn it is, and the inputs nearest in length among the next ones of all
-requests, because a batch is padded to its longest input.
+requests, because a batch is padded to its longest input. Inputs whose results are written token by token (windows of
+sound) join and leave between two steps instead (`JoiningLoop`).
 Does not know: torch, text; what is computed (the runner does).
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -67,6 +68,28 @@ class PoolingRunner(Protocol):
         """Free the model."""
 
 
+class JoiningRunner(Protocol):
+    """A runner whose inputs join between two steps, under keys."""
+
+    def fits(self, each: Any, /) -> bool:
+        """Return whether an input can join now. It can if no other has joined, so that none waits for ever."""
+        ...
+
+    def is_last_place(self) -> bool:
+        """Return whether only one more input can join."""
+        ...
+
+    def join(self, key: Any, each: Any, /) -> None: ...
+    def step(self) -> list[tuple[Any, PooledValues | Exception]]:
+        """Run a step. Return the keys of the inputs that have left, with their results or errors. If it raises, all
+        inputs have left."""
+        ...
+
+    def drop(self, key: Any, /) -> None: ...
+    def close(self) -> None:
+        """Free the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolingStats:
     num_waiting: int  # inputs
@@ -99,7 +122,8 @@ class PoolingLoop:
     def __init__(
         self, runner: PoolingRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int
     ) -> None:
-        self.runner, self._max_seqs, self._max_tokens = runner, max_num_seqs, max_num_batched_tokens
+        self.runner: Any = runner
+        self._max_seqs, self._max_tokens = max_num_seqs, max_num_batched_tokens
         self._max_queued = max_num_queued
         self._waiting: deque[_Request] = deque()  # requests with inputs in no batch yet; the next one's turn is first
         self._changed = threading.Condition()
@@ -169,8 +193,8 @@ class PoolingLoop:
 
     def _loop(self) -> None:
         try:
-            while self.why_ended is None and (batch := self._next_batch()) is not None:
-                self._run(batch)
+            while self.why_ended is None and self._turn():
+                pass
         except BaseException as error:
             log.critical("the engine's thread ended; please report this: localllm %s", __version__, exc_info=error)
             self.why_ended = EngineCrashed("The engine crashed.", f"{type(error).__name__}: {error}")
@@ -178,6 +202,13 @@ class PoolingLoop:
             if self.why_ended is not None:
                 self._refuse_all(self.why_ended)
                 self.on_ended()
+
+    def _turn(self) -> bool:
+        """Run the next batch; False once stopped."""
+        batch = self._next_batch()
+        if batch is not None:
+            self._run(batch)
+        return batch is not None
 
     def _run(self, batch: list[_Waiting]) -> None:
         """Run a batch. If it fails, its requests end with an error;
@@ -189,22 +220,24 @@ class PoolingLoop:
             finished = [request for (request, i, _), answer in zip(batch, answers, strict=True)
                         if _answered(request, i, answer)]  # fmt: skip
         except BaseException as error:
-            log.exception("batch failed inputs=%d", len(batch))
-            why = f"{type(error).__name__}: {error}"
-            told = error if isinstance(error, LocalLLMError) else StepFailed("The batch of this request failed.", why)
-            for request, _, _ in batch:
-                _fail(request, told)
+            self._failed([request for request, _, _ in batch], error)
             self._note()
-            if isinstance(error, DeviceLost):
-                self.why_ended = error
             if not isinstance(error, Exception):
                 raise
             return
         tokens = sum(each.length for _, _, each in batch)
         self._note(requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s)
-        for request in finished:  # last, so that statistics already count a request whose answer arrives
-            with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
-                request.future.set_result([answer for answer in request.answers if answer is not None])
+        _finish(finished)
+
+    def _failed(self, requests: Sequence[_Request], error: BaseException) -> None:
+        """End requests with an error, and the engine if its device is lost."""
+        log.error("batch failed inputs=%d", len(requests), exc_info=error)
+        why = f"{type(error).__name__}: {error}"
+        told = error if isinstance(error, LocalLLMError) else StepFailed("The batch of this request failed.", why)
+        for request in requests:
+            _fail(request, told)
+        if isinstance(error, DeviceLost):
+            self.why_ended = error
 
     def _next_batch(self) -> list[_Waiting] | None:
         """Wait for the next batch and return it; None once stopped."""
@@ -260,6 +293,97 @@ class PoolingLoop:
         self._stats = PoolingStats(
             num_waiting, running, old.num_requests + requests, old.num_tokens + tokens, old.busy_s + seconds
         )
+
+
+class JoiningLoop(PoolingLoop):
+    """Inputs join one at a time, between two steps of those that have joined before, and leave when they are done.
+
+    The next one is of the request with the fewest inputs inside. A request that has one inside leaves the last place to
+    others, so that a short request never waits for the end of a long one's inputs.
+    """
+
+    def __init__(self, runner: JoiningRunner, *, max_num_queued: int) -> None:
+        super().__init__(runner, max_num_seqs=1, max_num_batched_tokens=1, max_num_queued=max_num_queued)  # type: ignore[arg-type]
+        self._inside: dict[int, _Waiting] = {}  # by key
+        self._num_joined = 0
+
+    def _turn(self) -> bool:
+        with self._changed:
+            while not (self._inside or self._window() or self._is_stopping):
+                self._changed.wait()
+            if self._is_stopping:
+                for key in list(self._inside):
+                    _fail(self._inside.pop(key)[0], EngineStopped("The engine was stopped."))
+                    self.runner.drop(key)
+                return False
+            for key in [key for key, (request, _, _) in self._inside.items() if request.future.done()]:
+                del self._inside[key]  # its request was cancelled, or another input of it has failed
+                self.runner.drop(key)
+            joining = self._next()
+        if joining is not None:
+            self._join(joining)
+        if self._inside:
+            self._step()
+        return True
+
+    def _next(self) -> _Waiting | None:
+        """Take the input that joins next from its request; None: none waits, or none that fits."""
+        inside = Counter(id(request) for request, _, _ in self._inside.values())
+        for each in sorted(self._window(), key=lambda each: inside[id(each[0])]):
+            request, index, given = each
+            is_left_to_others = inside[id(request)] > 0 and self.runner.is_last_place()
+            if self.runner.fits(given) and not is_left_to_others:
+                del request.waiting[index]
+                self._waiting.remove(request)  # its turn is over
+                self._waiting.append(request)
+                self._waiting = deque(each for each in self._waiting if each.waiting)
+                return each
+            if inside[id(request)] == 0:
+                return None  # it waits for more room than there is, which later ones must not take
+        return None
+
+    def _join(self, joining: _Waiting) -> None:
+        self._num_joined += 1
+        self._inside[self._num_joined] = joining
+        self._note(running=len(self._inside))
+        try:
+            self.runner.join(self._num_joined, joining[2])
+        except BaseException as error:
+            del self._inside[self._num_joined]
+            self._failed([joining[0]], error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _step(self) -> None:
+        started_s = time.perf_counter()
+        try:
+            ended = self.runner.step()
+        except BaseException as error:
+            inside, self._inside = [request for request, _, _ in self._inside.values()], {}
+            self._failed(inside, error)
+            self._note()
+            if not isinstance(error, Exception):
+                raise
+            return
+        finished, tokens = list[_Request](), 0
+        for key, answer in ended:
+            request, index, given = self._inside.pop(key)
+            if isinstance(answer, Exception):
+                self._failed([request], answer)
+            else:
+                tokens += given.length
+                finished += [request] if _answered(request, index, answer) else []
+        self._note(
+            running=len(self._inside), requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s
+        )
+        _finish(finished)
+
+
+def _finish(requests: Sequence[_Request]) -> None:
+    """Answer requests. The last thing of a batch, so that statistics already count a request whose answer arrives."""
+    for request in requests:
+        with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
+            request.future.set_result([answer for answer in request.answers if answer is not None])
 
 
 def _answered(request: _Request, index: int, answer: PooledValues) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from localllm.engine.memory.ledger import Ledger
 from localllm.engine.pooling import BatchInput, PooledValues, PoolingInput, PoolingLoop
@@ -19,7 +20,8 @@ from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
 from localllm.models.encoders.recipe import Want
-from localllm.text.embed_text import TextEncoder
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer import Tokenizer
 
 Text = str | Sequence[int]
 """A text, or its token ids."""
@@ -38,6 +40,49 @@ class Answers:
 
     values: list[list[float]]
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """Converts a text to the token ids that an embedding model reads: of the text, or of the rendering of a chat
+    template, which sentence-transformers also saves; there the text is a user's message, and a prompt the system's."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None  # None: plain text
+    switches: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    lower_case: bool = False  # texts are lower-cased first
+
+    def encode(self, text: str, prompt: str = "") -> list[int]:
+        """Return the token ids with special tokens. prompt: a prefix of the text, or the system's message."""
+        if self.lower_case:
+            text, prompt = text.lower(), prompt.lower()
+        if self.template is None:
+            return self.tokenizer.encode(prompt + text)
+        messages = [{"role": "system", "content": prompt}] if prompt else []
+        messages.append({"role": "user", "content": text})
+        switches = {"add_generation_prompt": False, **self.switches}
+        return self.tokenizer.encode(self.template.render(messages, **switches), add_special_tokens=False)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the ids of two texts as one input, and for each token which text it is from."""
+        if self.lower_case:
+            first, second = first.lower(), second.lower()
+        return self.tokenizer.encode_pair(first, second)
+
+    def cut(self, token_ids: Sequence[int], length: int, prompt: str = "") -> list[int]:
+        """Return at most `length` of a text's ids.
+        Keeps what ends every text: a closing token, or the template's end."""
+        if len(token_ids) <= length:
+            return list(token_ids)
+        tail = _common_tail(self.encode("0", prompt), self.encode("1 2 3 4", prompt))
+        return _with_tail(token_ids, tail, length)
+
+    def cut_pair(self, token_ids: Sequence[int], types: Sequence[int], length: int) -> tuple[list[int], list[int]]:
+        """Cut a pair to `length` tokens: its second text becomes shorter."""
+        if len(token_ids) <= length:
+            return list(token_ids), list(types)
+        tail = _common_tail(self.encode_pair("0", "0")[0], self.encode_pair("0", "1 2 3 4")[0])
+        return _with_tail(token_ids, tail, length), _with_tail(types, types[len(types) - len(tail) :], length)
 
 
 class BatchClient(LoopClient):
@@ -193,3 +238,14 @@ class PoolingClient(BatchClient):
 
     async def _answer(self, inputs: list[PoolingInput], is_background: bool) -> Answers:
         return Answers(await self.run(inputs, is_background), sum(each.length for each in inputs))
+
+
+def _with_tail(values: Sequence[int], tail: Sequence[int], length: int) -> list[int]:
+    return [*values[: length - len(tail)], *tail] if len(tail) < length else list(values[:length])
+
+
+def _common_tail(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    count = 0
+    while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
+        count += 1
+    return list(first[len(first) - count :])

@@ -15,7 +15,7 @@ from localllm.engine.recorder import now_s
 from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
 from localllm.engine.speculation import Speculation
-from localllm.engine.step import Row, RowResult, StepPlan, StepResult
+from localllm.engine.step import Row, RowResult, StepPlan, StepResult, TokenLogprobs
 from localllm.errors import LocalLLMError, RequestError, StepFailed
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,10 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
     first = request.first_token_s is None
     if request.is_redrawn:  # drawn behind a token that its grammar refused
         return None if done is None else _progress(request, done)
+    drawn, result = result.token_ids, _with_forced_end(request, result)
     kept, finish_reason, stop_reason = _accept(request, result.token_ids)
+    if finish_reason == "stop" and result.token_ids[:kept] != drawn[:kept]:
+        finish_reason = "length"
     if kept < len(result.token_ids) and finish_reason is None:
         request.is_redrawn = True
         if request.state is State.RUNNING:
@@ -112,6 +115,22 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         drafts=request.acceptance.counts,
         cache_miss=request.cache_miss,
     )
+
+
+def _with_forced_end(request: Request, result: RowResult) -> RowResult:
+    """Return the result with the end as the last token that a request may have, of models that were trained so (BART):
+    its log probability is then 0."""
+    last = request.max_output_tokens - request.num_output_tokens - 1  # its place among the row's tokens
+    end = None if request.source is None else request.source.forced_end
+    is_free = request.grammar is None and not request.params.ignore_eos
+    if end is None or not is_free or last >= len(result.token_ids) or result.token_ids[last] == end:
+        return result
+    token_ids, logprobs = list(result.token_ids), list(result.logprobs)
+    token_ids[last] = end
+    if logprobs:
+        shown = logprobs[last]
+        logprobs[last] = TokenLogprobs((end, *shown.token_ids[1:]), (0.0, *shown.logprobs[1:]), shown.rank)
+    return result._replace(token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
 def _prompt_tokens_done(request: Request, row: Row) -> int | None:

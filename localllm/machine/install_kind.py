@@ -2,7 +2,7 @@
 
 Read from marks that installers leave: uv's receipt, pipx's metadata, the BUNDLE file of an offline bundle, pip's
 record of an editable install, and the marks of container engines.
-Does not know: versions, updates (setup/update.py), torch.
+Does not know: versions, updates (setup/installers.py), torch.
 """
 
 from __future__ import annotations

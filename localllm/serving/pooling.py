@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config.settings import Settings
 from localllm.engine.pooling import PoolingInput, PoolingLoop
-from localllm.engine.pooling_client import BatchClient, PoolingClient, PoolingLimits
+from localllm.engine.pooling_client import BatchClient, PoolingClient, PoolingLimits, TextEncoder
 from localllm.errors import InvalidParameter, UnsupportedModel
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.spec.model_spec import ModelSpec
-    from localllm.text.embed_text import TextEncoder
     from localllm.text.tokenizer import Tokenizer
 
 
@@ -57,33 +56,33 @@ def build_pooling(
     with report_phase("weights", on_phase) as report:
         model = _load(found, recipe, plan.device, plan.dtype, config.trust_remote_code, report)
     pooling_limits = PoolingLimits(plan.max_model_len, plan.max_num_seqs, model.vocab_size)
-    return serve_in_batches(
-        settings, found, spec, plan, tokenizer, BatchRunner(model, _outputs),
-        lambda loop: PoolingClient(
-            loop, encoder, pooling_limits, model.dim, recipe.prompts, model.labels, model.wants
-        ),
-    )  # fmt: skip
+    loop = loop_in_batches(BatchRunner(model, _outputs), plan, config.max_num_queued_reqs)
+    client = PoolingClient(loop, encoder, pooling_limits, model.dim, recipe.prompts, model.labels, model.wants)
+    return serve_inputs(settings, found, spec, plan, tokenizer, loop, client)
 
 
-def serve_in_batches(
+def loop_in_batches(runner: BatchRunner, plan: MemoryPlan, max_num_queued: int) -> PoolingLoop:
+    return PoolingLoop(
+        runner,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_queued=max_num_queued,
+    )
+
+
+def serve_inputs(
     settings: Settings,
     found: ResolvedModel,
     spec: ModelSpec,
     plan: MemoryPlan,
     tokenizer: Tokenizer,
-    runner: BatchRunner,
-    client_of: Callable[[PoolingLoop], BatchClient],
+    loop: PoolingLoop,
+    client: BatchClient,
 ) -> ServedModel:
-    """Return the served model around a loaded runner whose inputs are independent of each other."""
+    """Return the served model around a loop whose inputs are independent of each other."""
     from localllm.text.chat_template import ChatTemplate
 
     config = settings.engine
-    loop = PoolingLoop(
-        runner,
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_num_queued=config.max_num_queued_reqs,
-    )
     name, aliases = names_of(settings, found)
     return ServedModel(
         name=name,
@@ -92,7 +91,7 @@ def serve_in_batches(
         plan=plan,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.of(tokenizer),
-        client=client_of(loop),
+        client=client,
         created_s=time.time(),
         loop=loop,
         sampling_defaults={},
@@ -131,7 +130,6 @@ def _outputs(model: PoolingModel, batch: Sequence[PoolingInput]) -> list[list[fl
 def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) -> TextEncoder:
     """Return the encoder of texts. Raises `UnsupportedModel` if the chat template cannot render a single text."""
     from localllm.text.chat_template import ChatTemplate
-    from localllm.text.embed_text import TextEncoder
 
     if not recipe.as_message:
         return TextEncoder(tokenizer, lower_case=recipe.lower_case)

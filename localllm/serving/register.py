@@ -67,7 +67,7 @@ class Register:
         if task != "transcribe" and not hears:
             what, why = f"--speech-model {name} does not transcribe speech.", f"It {DOES[task][0]}."
             raise ConfigError(
-                what, why, "Parakeet and Whisper transcribe: docs/guides/speech.md.", param="speech_model"
+                what, why, "Parakeet, Whisper and Moonshine transcribe: docs/guides/speech.md.", param="speech_model"
             )
         own = {**BESIDE, **own} if hears else own
         server = replace(settings.server, served_model_name=table.names if table else ())

@@ -1,7 +1,8 @@
 """Build a served model that transcribes, and its client: sound in, words with times out.
 
-Windows of a sound are cut at pauses (media/speech.py) and run in batches, on the loop of models that embed or score.
-A model that hears transcribes, too: each window is a chat of one turn (`ChatTranscriber`).
+Windows of a sound are cut at pauses (media/speech.py). They run in batches, on the loop of models that embed or score,
+or, where their texts are written token by token, join and leave between two tokens. A model that hears transcribes,
+too: each window is a chat of one turn (`ChatTranscriber`).
 Does not know: HTTP, formats of answers, which models stay loaded (manager.py).
 """
 
@@ -9,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from localllm.config.settings import Settings
 from localllm.engine.params import SamplingParams
-from localllm.engine.pooling import PoolingLoop
+from localllm.engine.pooling import JoiningLoop, PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.answers.generation import collect, generation_of
@@ -24,7 +25,7 @@ from localllm.serving.answers.pictures import PromptIds, require_room
 from localllm.serving.answers.sounds import Hearing, Senses, SoundPart
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
-from localllm.serving.pooling import BatchRunner, serve_in_batches
+from localllm.serving.pooling import BatchRunner, loop_in_batches, serve_inputs
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.text.transcript import (
     UNSPACED,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from localllm.engine.media import MediaSpan
     from localllm.media.sound import Samples
     from localllm.media.speech import VadOptions, Window
+    from localllm.models.encoders.speech_rows import SpeechModel, SpeechRows
     from localllm.models.encoders.whisper import Decoding, SpokenText
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.vision.sound import Wish
@@ -62,7 +64,12 @@ SILENT_SHARE = 1 / 3
 @dataclass(frozen=True, slots=True)
 class WindowInput:
     samples: Any  # int16 [n] at 16 kHz
-    decoding: Decoding | None = None  # of Whisper, which reads 30 s always
+    decoding: Decoding | None = None  # of a model that writes token by token; it counts as 30 s, which Whisper reads
+
+    @property
+    def beams(self) -> int:
+        """Texts of the window that are written at once."""
+        return 1
 
     @property
     def length(self) -> int:
@@ -80,12 +87,14 @@ class SpeechOptions(NamedTuple):
     words: bool = False  # with their times
 
 
-class WhisperFacts(NamedTuple):
-    """The abilities of a Whisper model."""
+class WriterFacts(NamedTuple):
+    """The abilities of a model that writes a window's text token by token."""
 
-    languages: tuple[str, ...]  # codes; none: English alone
-    translates: bool
-    most_prompt: int  # tokens of a prompt that are read, the last ones; 0: none
+    languages: tuple[str, ...] = ()  # codes; none: one language, which is not told apart
+    translates: bool = False
+    most_prompt: int = 0  # tokens of a prompt that are read, the last ones; 0: none
+    has_words: bool = False  # with their times
+    has_attempts: bool = False  # a window is written again at higher temperatures
 
 
 class Heard(NamedTuple):
@@ -99,16 +108,16 @@ class Heard(NamedTuple):
 
 class TranscriptionClient(BatchClient):
     def __init__(
-        self, loop: PoolingLoop, limits: PoolingLimits, tokenizer: Tokenizer, whisper: WhisperFacts | None = None
+        self, loop: PoolingLoop, limits: PoolingLimits, tokenizer: Tokenizer, facts: WriterFacts | None = None
     ) -> None:
-        """whisper: None: the model has CTC or a transducer."""
+        """facts: None: the model has CTC or a transducer."""
         super().__init__(loop, limits)
-        self._tokenizer, self._whisper = tokenizer, whisper
+        self._tokenizer, self._facts = tokenizer, facts
 
     def decoding(self, asked: SpeechOptions, name: str) -> tuple[Decoding | None, list[str]]:
         """Return how windows are written, and warnings of what has no effect. name: of the model, for errors.
         Raises `UnsupportedParameter`, `InvalidParameter`."""
-        facts = self._whisper
+        facts = self._facts
         if asked.translate and not (facts and facts.translates):
             raise UnsupportedParameter(
                 f"{name} does not translate.", "It was trained on transcription alone.",
@@ -120,6 +129,12 @@ class TranscriptionClient(BatchClient):
             return None, [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
         if not 0 <= asked.temperature <= 1:
             raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+        if asked.words and not facts.has_words:
+            what, why = (
+                f"{name} has no times for words.",
+                "Its texts are written without times; Whisper and Parakeet do.",
+            )
+            raise UnsupportedParameter(what, why, "Leave word out.", param="timestamp_granularities")
         from localllm.models.encoders.whisper import TEMPERATURES, Decoding
 
         prompt, warnings = self._tokenizer.encode(f" {asked.prompt.strip()}", add_special_tokens=False), list[str]()
@@ -129,10 +144,14 @@ class TranscriptionClient(BatchClient):
         if len(prompt) > facts.most_prompt:
             warnings.append(f"prompt has {len(prompt)} tokens; its last {facts.most_prompt} are used")
         temperatures = (asked.temperature, *(each for each in TEMPERATURES if each > asked.temperature))
+        if not facts.has_attempts:
+            temperatures = temperatures[:1]
+            warnings += ["language has no effect"] * (asked.language is not None)
+            asked = asked._replace(language=None)
         language = self._language(asked.language, name, facts)
         return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words), warnings
 
-    def _language(self, asked: str | None, name: str, facts: WhisperFacts) -> str | None:
+    def _language(self, asked: str | None, name: str, facts: WriterFacts) -> str | None:
         """Return the code of a language. Raises `InvalidParameter` with the languages that the model knows."""
         from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
@@ -164,7 +183,7 @@ class TranscriptionClient(BatchClient):
     def heard(self, window: Window, result: Any) -> Heard:
         """Return what the model's result for a window says."""
         start_s = window.start / 16_000
-        if self._whisper is None:
+        if self._facts is None:
             return Heard(window, self._words(((each.token_id, each) for each in result), start_s), [])
         text: SpokenText = result
         found = [
@@ -382,7 +401,7 @@ def build_transcriber(
 ) -> ServedModel:
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.encoders.recipe import spec_of_any
-    from localllm.models.fit.pooling import plan_transcriber
+    from localllm.models.fit.pooling import WINDOW_FRAMES, plan_transcriber
     from localllm.text.tokenizer import load_tokenizer
 
     config = settings.engine
@@ -390,11 +409,13 @@ def build_transcriber(
     with report_phase("fit", on_phase) as report:
         import torch
 
-        from localllm.models.encoders.transcriber import count_transcriber_parameters, load_transcriber
+        from localllm.models.encoders.speech_rows import SpeechRows
+        from localllm.models.encoders.transcriber import Transcriber, load_transcriber, transcriber_sizes
         from localllm.models.encoders.whisper import WhisperModel
 
         spec = spec_of_any(found.path, task="transcribe")
-        plan = plan_transcriber(config, spec, count_transcriber_parameters(found.path), hardware)
+        sizes = transcriber_sizes(found.path, half_weights=config.keeps_half_weights)
+        plan = plan_transcriber(config, spec, sizes, hardware)
         report(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
     with report_phase("tokenizer", on_phase) as report:
         tokenizer = load_tokenizer(found.path)
@@ -403,18 +424,67 @@ def build_transcriber(
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         model = load_transcriber(found.path, device, dtype, half_weights=config.keeps_half_weights)
         report(f"{spec.num_layers} layers, {model.kind}")
-    sizes = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
-    facts = None
-    if isinstance(model, WhisperModel):
-        facts = WhisperFacts(tuple(model.special.languages), model.translates, model.special.most_prompt)
+    served = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
+    most_queued = config.max_num_queued_reqs
+    if isinstance(model, Transcriber):
+        run = BatchRunner(model, lambda model, batch: model.transcribe([each.samples for each in batch]))
+        loop, facts = loop_in_batches(run, plan, most_queued), None
+    else:
+        facts = WriterFacts()
+        if isinstance(model, WhisperModel):
+            special = model.special
+            facts = WriterFacts(
+                tuple(special.languages), model.translates, special.most_prompt, has_words=True, has_attempts=True
+            )
+        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
+        runner = RowsRunner(model, rows, lambda ids: compression_ratio(tokenizer.decode(ids)))
+        loop = JoiningLoop(runner, max_num_queued=most_queued)
+    client = TranscriptionClient(loop, served, tokenizer, facts)
+    return serve_inputs(settings, found, spec, plan, tokenizer, loop, client)
 
-    def transcribed(model: Any, batch: Sequence[WindowInput]) -> list[Any]:
-        windows, decodings = [each.samples for each in batch], [each.decoding for each in batch]
-        if facts is None:
-            return model.transcribe(windows)  # type: ignore[no-any-return]
-        return model.transcribe(windows, decodings, lambda ids: compression_ratio(tokenizer.decode(ids)))  # type: ignore[no-any-return]
 
-    return serve_in_batches(
-        settings, found, spec, plan, tokenizer, BatchRunner(model, transcribed),
-        lambda loop: TranscriptionClient(loop, sizes, tokenizer, facts),
-    )  # fmt: skip
+class RowsRunner:
+    """Windows that join and leave between two steps of a model that writes their texts."""
+
+    def __init__(self, model: SpeechModel, rows: SpeechRows, ratio_of: Callable[[Sequence[int]], float]) -> None:
+        self._model: SpeechModel | None = model
+        self._rows: SpeechRows | None = rows
+        self._ratio_of = ratio_of
+
+    @property
+    def rows(self) -> SpeechRows:
+        assert self._rows is not None, "the runner is closed"
+        return self._rows
+
+    def fits(self, each: WindowInput) -> bool:
+        return self.rows.fits(each.beams)
+
+    def is_last_place(self) -> bool:
+        return self.rows.num_free <= 1
+
+    def join(self, key: int, each: WindowInput) -> None:
+        model, rows = self._model, self.rows
+        assert model is not None, "the runner is closed"
+        writing = model.write(each.samples, each.decoding, self._ratio_of)
+        self._guarded(lambda: rows.join(key, each.samples, writing, each.beams))
+
+    def step(self) -> list[tuple[int, Any]]:
+        return self._guarded(self.rows.step)  # type: ignore[no-any-return]
+
+    def drop(self, key: int) -> None:
+        self.rows.drop(key)
+
+    def close(self) -> None:
+        self._model = self._rows = None
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Call something that runs on the device. Raises `DeviceLost` if the device is lost."""
+        from localllm.runner.device_errors import check_device, translated
+
+        assert self._model is not None, "the runner is closed"
+        try:
+            with translated():
+                return call()
+        except Exception:
+            check_device(self._model.device)
+            raise

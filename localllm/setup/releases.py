@@ -1,7 +1,7 @@
 """The releases of localllm: at a package index, on a page that links wheels, or in a folder of wheels.
 
 A release's wheel is not downloaded: its metadata and its changelog are read with HTTP ranges, some 100 KB.
-Does not know: what is installed, how an update is done (update.py).
+Does not know: what is installed, how an update is done (installers.py).
 """
 
 from __future__ import annotations

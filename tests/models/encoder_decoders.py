@@ -30,13 +30,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 LANGUAGES = ("__de__", "__en__")
 
 
-def save_encoder_decoder(path: Path, family: str, seed: int = 0) -> Path:
-    """Save a tiny random model. Norms, biases and what is added to the logits are shaken, so that each counts."""
+def save_encoder_decoder(path: Path, family: str, seed: int = 0, **more: Any) -> Path:
+    """Save a tiny random model. Norms, biases and what is added to the logits are shaken, so that each counts.
+    more: further fields of its config."""
     import torch
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     kind, sizes = FAMILIES[family]
-    config = AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, **sizes)
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, **{**sizes, **more})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForSeq2SeqLM.from_config(config).eval()

@@ -1,4 +1,4 @@
-"""A meter of the memory that tensors hold, on any device."""
+"""A meter of the memory that tensors hold, on any device. Packed weights are not counted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class PeakBytes(TorchDispatchMode):
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE):  # made of others, which are seen
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        given = {id_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        given = {
+            id_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and not each.is_mkldnn
+        }
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and id_of(each) not in given | self._held.keys():
+            if isinstance(each, torch.Tensor) and not each.is_mkldnn and id_of(each) not in given | self._held.keys():
                 storage = each.untyped_storage()
                 self._held[id_of(each)] = storage.nbytes()
                 self._now += storage.nbytes()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny import save_tiny_tokenizer
+from localllm.models.encoders.speech_rows import SpeechRows
+from tests.tiny import VOCAB_SIZE, save_tiny_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
          "intermediate_size": 64, "subsampling_conv_channels": 16}  # fmt: skip
@@ -105,3 +107,43 @@ def save_whisper(path: Path, seed: int = 0, *, english: bool = False, decoder_la
     features = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
     (path / "preprocessor_config.json").write_text(json.dumps(features))
     return path
+
+
+def save_moonshine(path: Path, seed: int = 0, *, streaming: bool = False) -> Path:
+    """Save a tiny random Moonshine. Heads of 20 numbers, of which 18 or 16 rotate; its answers on noise end."""
+    from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
+
+    save_tiny_tokenizer(path, ["<unk>", "<s>", "</s>"])
+    sizes: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 72, "vocab_size": VOCAB_SIZE}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "pad_token_id": 2}
+    if streaming:
+        encoder = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                   "num_key_value_heads": 2, "sliding_windows": [[16, 4], [16, 0]]}  # fmt: skip
+        sizes |= {"encoder_config": encoder, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    else:
+        sizes |= {f"{part}_num_{what}": 2 for part in ("encoder", "decoder") for what in ("hidden_layers",
+                  "attention_heads")}  # fmt: skip
+    kind = "moonshine_streaming" if streaming else "moonshine"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSpeechSeq2Seq.from_config(AutoConfig.for_model(kind, **sizes, **ids)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.25))
+    model.save_pretrained(path)
+    features = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "do_normalize": False, "sampling_rate": 16_000}
+    (path / "preprocessor_config.json").write_text(json.dumps({**features, "return_attention_mask": streaming}))
+    return path
+
+
+def written(model: Any, windows: Sequence[Any], writings: Sequence[Any], beams: int = 1, places: int = 0) -> list[Any]:
+    """Return the result of each window, written side by side. places: most windows at once; 0: as many as there are."""
+    rows, waiting, found = SpeechRows(model, places or len(windows)), list(range(len(windows))), dict[int, Any]()
+    while waiting or rows.keys:
+        while waiting and rows.fits(beams):
+            key = waiting.pop(0)
+            rows.join(key, windows[key], writings[key], beams)
+        found |= dict(rows.step())
+    if errors := [each for each in found.values() if isinstance(each, Exception)]:
+        raise errors[0]
+    return [found[key] for key in range(len(windows))]

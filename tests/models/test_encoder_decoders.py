@@ -204,6 +204,29 @@ def test_beams_are_those_of_transformers(llm: LLM, path_of: PathOf) -> None:
     assert [[1, *beam.tokens[-6:]] for beam in found.sequences] == wanted.tolist()
 
 
+def test_a_forced_end_is_the_last_token_of_an_answer_at_its_limit(tmp_path: Path) -> None:
+    path = save_encoder_decoder(tmp_path, "mbart", forced_eos_token_id=2)
+    reference, ids = load_reference(path), prompt(21, seed=21)
+    with LLM(str(path), max_num_seqs=4) as llm:
+        for limit in (4, 9):
+            wanted = reference.generate(torch.tensor([ids]), max_new_tokens=limit, num_beams=1)[0].tolist()
+            params = SamplingParams(temperature=0, max_tokens=limit, logprobs=1)
+            (answer,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+            (found,) = answer.outputs
+            assert [1, *found.token_ids] == wanted
+            assert (found.token_ids[-1], found.finish_reason) == (2, "length")
+            assert found.logprobs is not None
+            assert found.logprobs[-1][2].logprob == 0.0
+        free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (other,) = llm.generate({"prompt_token_ids": ids}, free, use_tqdm=False)
+        assert other.outputs[0].token_ids[-1] != 2
+        wanted = reference.generate(torch.tensor([ids]), max_new_tokens=6, num_beams=3, num_return_sequences=3,
+                                    length_penalty=0.0)  # fmt: skip
+        beams = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.0, include_stop_str_in_output=True)
+        (searched,) = llm.beam_search([{"prompt_token_ids": ids}], beams)
+        assert [[1, *beam.tokens[-6:]] for beam in searched.sequences] == wanted.tolist()
+
+
 def test_equal_prompts_are_encoded_once(llm: LLM) -> None:
     store = llm._engine.engine[0].scheduler.table.encoded  # type: ignore[union-attr]
     held = len(store._held)

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.models.encoders.recipe import spec_of_any, task_of
-from localllm.models.encoders.transcriber import Transcriber, count_transcriber_parameters, load_transcriber
+from localllm.models.encoders.recipe import NOT_TRANSCRIBING, spec_of_any, task_of
+from localllm.models.encoders.speech_rows import SpeechRows
+from localllm.models.encoders.transcriber import Transcriber, load_transcriber, transcriber_sizes
+from localllm.models.encoders.whisper import Decoding
+from localllm.models.fit.pooling import WINDOW_FRAMES, plan_transcriber
 from tests.media.sounds import sounds
+from tests.models.harness import NO_GPU
+from tests.models.peak_bytes import PeakBytes
 from tests.models.speech_models import save_parakeet
 
 KINDS = ("ctc", "tdt")
@@ -87,7 +93,8 @@ def test_task_spec_and_parameters_are_read_from_the_files(folders: dict[str, Pat
         spec = spec_of_any(folders[kind])
         assert (task_of(folders[kind]), spec.task, spec.num_layers, spec.hidden_size) == ("transcribe",) * 2 + (2, 32)
         module = loaded(folders, kind).module
-        assert count_transcriber_parameters(folders[kind]) >= sum(each.numel() for each in module.parameters())
+        predicted = transcriber_sizes(folders[kind]).weights_bytes("cpu", "float32")
+        assert predicted >= 4 * sum(each.numel() for each in module.parameters())
 
 
 def test_other_features_are_refused(tmp_path: Path) -> None:
@@ -96,3 +103,51 @@ def test_other_features_are_refused(tmp_path: Path) -> None:
         (path / "preprocessor_config.json").write_text(json.dumps({name: value}))
         with pytest.raises(error):
             load_transcriber(path, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("name", NOT_TRANSCRIBING)
+def test_families_without_support_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    from transformers import AutoConfig
+
+    kind = {"CanaryForConditionalGeneration": "canary", "CohereAsrForConditionalGeneration": "cohere_asr"}[name]
+    config = AutoConfig.for_model(kind)
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"{NOT_TRANSCRIBING[name]} is not supported"):
+        spec_of_any(tmp_path)
+
+
+def save_wide(path: Path, kind: str) -> Path:
+    """Save a random model whose layers are few but as wide as in a small published one."""
+    from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
+
+    sizes: dict[str, Any] = {"vocab_size": 2000}
+    if kind == "whisper":
+        ids = {"pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3, "decoder_start_token_id": 4}
+        sizes |= {"d_model": 384, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
+                  "decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536, **ids}  # fmt: skip
+    elif kind == "moonshine":
+        sizes |= {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2}
+    else:
+        sizes |= {"num_key_value_heads": 8, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForSpeechSeq2Seq.from_config(config)
+    model.save_pretrained(path)
+    if kind == "whisper":
+        tokens = {"decoder_start_token_id": 4, "eos_token_id": 3, "no_timestamps_token_id": 490}
+        (path / "generation_config.json").write_text(json.dumps(tokens))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["whisper", "moonshine", "moonshine_streaming"])
+def test_the_peak_of_windows_is_predicted(tmp_path: Path, kind: str) -> None:
+    path = save_wide(tmp_path, kind)
+    model: Any = load_transcriber(path, torch.device("cpu"), torch.float32)
+    plan = plan_transcriber(EngineConfig(device="cpu"), spec_of_any(path), transcriber_sizes(path), NO_GPU)
+    windows = sounds(*[30] * 4)
+    with PeakBytes() as meter, torch.inference_mode():
+        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
+        for key, window in enumerate(windows):
+            rows.join(key, window, model.write(window, Decoding(temperatures=(0.0,)), lambda ids: 1.0))
+            rows.step()
+    assert meter.peak <= plan.activation_bytes <= 1.3 * meter.peak

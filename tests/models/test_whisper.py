@@ -13,21 +13,21 @@ import torch
 
 from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder import native_program
+from localllm.models.encoders.speech_rows import SpeechRows, WrittenText, looped_tokens
 from localllm.models.encoders.whisper import (
     Attempt,
     Decoding,
-    Passes,
     SpecialTokens,
+    SpokenText,
     WhisperModel,
     align,
     load_whisper,
-    repeats,
     restrict,
     segments_of,
 )
 from tests.media.sounds import sounds
 from tests.models.operations import DefinedLibrary
-from tests.models.speech_models import save_whisper
+from tests.models.speech_models import save_whisper, written
 
 GREEDY = (0.0,)
 
@@ -51,11 +51,14 @@ def reference(folder: Path) -> Any:
 
 def attempts(model: WhisperModel, windows: list[np.ndarray], asked: Decoding, language: str = "de") -> list[Attempt]:
     """Return one attempt at each window, with its timestamps."""
-    with torch.inference_mode():
-        states = model.states(model.features(windows))
-        prompts = [model.special.prompt(asked, language)] * len(windows)
-        sources = model._sources(states)
-        return model._attempt(sources, prompts, [asked.temperatures[0]] * len(windows), [asked.seed] * len(windows))
+    prompt = model.special.prompt(asked, language)
+    return written(model, windows, [model.attempt(prompt, asked.temperatures[0], asked.seed) for _ in windows])
+
+
+def transcribed(
+    model: WhisperModel, windows: list[np.ndarray], asked: list[Decoding], ratio_of: Any
+) -> list[SpokenText]:
+    return written(model, windows, [model.write(*each, ratio_of) for each in zip(windows, asked, strict=True)])
 
 
 def test_features_are_those_of_transformers(model: WhisperModel) -> None:
@@ -109,10 +112,11 @@ def test_greedy_tokens_are_those_of_transformers_and_the_same_in_a_batch(
     for window, beside in zip(windows, together, strict=True):
         alone = attempts(model, [window], asked)[0]
         ids = greedy(reference, model.features([window]), model.special.prompt(asked, "de"), model.special.end)
-        assert list(alone.token_ids) == (ids[: len(alone.token_ids)] if repeats(alone.token_ids) else ids)
-        assert beside.token_ids == alone.token_ids
-        assert beside.avg_logprob == pytest.approx(alone.avg_logprob, abs=1e-4)
-    assert len({each.token_ids for each in together}) == 3
+        found = list(alone.text.token_ids)
+        assert found == (ids[: len(found)] if looped_tokens(found) else ids)
+        assert beside.text.token_ids == alone.text.token_ids
+        assert beside.text.avg_logprob == pytest.approx(alone.text.avg_logprob, abs=1e-4)
+    assert len({each.text.token_ids for each in together}) == 3
 
 
 def test_native_steps_write_what_torchs_write(model: WhisperModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,22 +124,23 @@ def test_native_steps_write_what_torchs_write(model: WhisperModel, monkeypatch: 
     if native() is None:
         monkeypatch.setattr(native_program, "native", DefinedLibrary)
     calls, found = list[torch.Tensor](), dict[bool, list[torch.Tensor]]()
-    plain = Passes.__call__
+    plain = SpeechRows._next_tokens
 
-    def watched(self: Passes, *call: Any) -> torch.Tensor:
-        calls.append(plain(self, *call))
-        return calls[-1]
+    def watched(self: SpeechRows, texts: dict[Any, Any]) -> dict[Any, torch.Tensor]:
+        found = plain(self, texts)
+        calls.extend(found.values())
+        return found
 
-    monkeypatch.setattr(Passes, "__call__", watched)
+    monkeypatch.setattr(SpeechRows, "_next_tokens", watched)
     forward = Mock(side_effect=native_program.NativeProgram.forward, autospec=True)
     for is_native in (True, False):
         if not is_native:
-            monkeypatch.setattr(Passes, "_native", lambda self: None)
+            monkeypatch.setattr(SpeechRows, "_native", lambda self: None)
         with patch.object(native_program.NativeProgram, "forward", lambda *call: forward(*call)):
             attempts(model, sounds(2.5, 30, 11), Decoding("de", temperatures=GREEDY))
         found[is_native] = calls[:]
         calls.clear()
-    assert forward.call_count == len(found[True]) - 1 > 5
+    assert len(found[True]) > forward.call_count > 5  # one call for all rows
     for ours, torchs in zip(found[True], found[False], strict=True):
         assert (ours - torchs).abs().max() <= 1e-5 * torchs.abs().max()
 
@@ -164,19 +169,21 @@ def test_the_rules_are_those_of_transformers_for_random_texts(model: WhisperMode
         ids = torch.cat((torch.full((4, 3), special.start), written), dim=1)
         for each in chain:
             expected = each(ids, expected)
-        found = restrict(logits, written, special)
+        found = restrict(logits, written.tolist(), special)
         assert torch.equal(found, expected), trial
         changed += int(torch.isinf(found[:, : special.first_time]).all(dim=1).sum())
     assert changed > 100
 
 
 def test_attempts_are_accepted_as_the_paper_says() -> None:
-    plain = Attempt((1, 2), -0.5, 0.1, 0.0, is_cut=False)
-    assert plain.is_accepted(1.2)
-    for change in ({"avg_logprob": -1.1}, {"is_cut": True}):
-        assert not Attempt(**{name: getattr(plain, name) for name in plain.__slots__} | change).is_accepted(1.2)
-    assert not plain.is_accepted(2.5)
-    silent = Attempt((1, 2), -1.1, 0.7, 0.0, is_cut=False)
+    def attempt(avg_logprob: float, no_speech_prob: float = 0.1, *, is_cut: bool = False) -> Attempt:
+        return Attempt(WrittenText((1, 2), (-0.5, -0.5), avg_logprob, is_cut), no_speech_prob, 0.0)
+
+    assert attempt(-0.5).is_accepted(1.2)
+    assert not attempt(-1.1).is_accepted(1.2)
+    assert not attempt(-0.5, is_cut=True).is_accepted(1.2)
+    assert not attempt(-0.5).is_accepted(2.5)
+    silent = attempt(-1.1, 0.7)
     assert silent.is_silent
     assert silent.is_accepted(9.0)
 
@@ -187,23 +194,23 @@ def test_a_window_has_as_many_attempts_as_temperatures_until_one_is_accepted(
     monkeypatch.setattr(Attempt, "is_accepted", lambda self, ratio: ratio < 2)  # random texts are never likely
     window = sounds(30)
     asked = [Decoding("de", temperatures=(0.0, 0.4, 1.0), seed=3)]
-    assert model.transcribe(window, asked, lambda ids: 1.0)[0].temperature == 0.0
+    assert transcribed(model, window, asked, lambda ids: 1.0)[0].temperature == 0.0
     asked_ratios = iter([9.0, 1.0])
-    second = model.transcribe(window, asked, lambda ids: next(asked_ratios))[0]
+    second = transcribed(model, window, asked, lambda ids: next(asked_ratios))[0]
     assert second.temperature == 0.4
-    assert model.transcribe(window, asked, lambda ids: 9.0)[0].temperature == 1.0
+    assert transcribed(model, window, asked, lambda ids: 9.0)[0].temperature == 1.0
     asked_ratios = iter([9.0, 9.0])
-    beside = model.transcribe([*sounds(30), *sounds(4)], asked * 2, lambda ids: next(asked_ratios, 1.0))[0]
+    beside = transcribed(model, [*sounds(30), *sounds(4)], asked * 2, lambda ids: next(asked_ratios, 1.0))[0]
     assert beside.segments == second.segments  # a draw does not depend on the neighbours
 
 
 def test_the_language_is_found_and_a_prompt_is_read(model: WhisperModel, reference: Any) -> None:
     window = sounds(30)
     greedy = Decoding(temperatures=GREEDY)
-    found = model.transcribe(window, [greedy], len)[0].language
+    found = transcribed(model, window, [greedy], len)[0].language
     ids = reference.detect_language(model.features(window)).tolist()[0]
     assert model.special.languages[found] == ids
-    told = model.transcribe(window * 2, [greedy._replace(language="fr", prompt=(7, 8)), greedy], len)
+    told = transcribed(model, window * 2, [greedy._replace(language="fr", prompt=(7, 8)), greedy], len)
     assert told[0].language == "fr"
     assert told[0].segments != told[1].segments
     assert model.special.prompt(Decoding(prompt=tuple(range(300))), "en")[1] == 300 - 31  # half of 64 positions
@@ -226,7 +233,7 @@ def test_times_of_tokens_are_found_as_published(model: WhisperModel, reference: 
 
     asked = Decoding("de", temperatures=GREEDY, words=True, prompt=(7, 9))
     windows = sounds(11, 30, 0.3)
-    found = model.transcribe(windows, [asked] * 3, lambda ids: 1.0)
+    found = transcribed(model, windows, [asked] * 3, lambda ids: 1.0)
     for window, text in zip(windows, found, strict=True):
         ids = [token for segment in text.segments for token in segment.token_ids]
         prompt = [*model.special.prompt(asked._replace(prompt=()), "de")]
@@ -250,14 +257,14 @@ def test_times_of_tokens_are_found_as_published(model: WhisperModel, reference: 
                 assert token.probability == pytest.approx(float(chances[at, ids[at]]), rel=1e-3, abs=1e-7)
                 at += 1
         assert at
-    assert not model.transcribe(windows[:1], [asked._replace(words=False)], lambda ids: 1.0)[0].segments[0].tokens
+    assert not transcribed(model, windows[:1], [asked._replace(words=False)], lambda ids: 1.0)[0].segments[0].tokens
 
 
 def test_repeated_tokens_end_an_attempt() -> None:
-    assert repeats([5, *[1, 2] * 7])
-    assert repeats([3] * 7)
-    assert not repeats([1, 2] * 6)
-    assert not repeats(range(100))
+    assert looped_tokens([5, *[1, 2] * 7]) == 2
+    assert looped_tokens([3] * 7) == 1
+    assert not looped_tokens([1, 2] * 6)
+    assert not looped_tokens(range(100))
 
 
 def test_segments_are_the_texts_between_timestamps() -> None:

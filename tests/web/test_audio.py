@@ -23,7 +23,7 @@ from localllm.media import speech
 from localllm.serving.build import build_engine
 from localllm.text.transcript import TimedToken, TranscriptSegment, Word, cues_of, segments_of, srt, vtt, words_of
 from tests.media.sounds import sounds, tone, wav
-from tests.models.speech_models import save_parakeet, save_whisper
+from tests.models.speech_models import save_moonshine, save_parakeet, save_whisper
 from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
@@ -312,11 +312,11 @@ def test_whisper_has_times_for_words(whisper: LiveServer) -> None:
 
 
 def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
-    client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none")
     fields: Any = {"model": "whisper", "file": ("a.wav", noise(33)), "language": "de"}
     extra = {"vad_filter": False}
-    plain = client.audio.transcriptions.create(**fields, extra_body=extra).text
-    events = list(client.audio.transcriptions.create(**fields, stream=True, extra_body=extra))
+    with openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none") as client:
+        plain = client.audio.transcriptions.create(**fields, extra_body=extra).text
+        events = list(client.audio.transcriptions.create(**fields, stream=True, extra_body=extra))
     assert "".join(each.delta for each in events if each.type == "transcript.text.delta") == plain
 
 
@@ -342,6 +342,35 @@ def test_a_distilled_or_english_whisper_does_not_translate(tmp_path: Path) -> No
             found = llm.transcribe(noise(), vad_filter=False)
             assert found.segments
             assert found.language in (("en",) if name == "english" else ("en", "de", "fr", "zh"))
+
+
+# Moonshine ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moonshine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = save_moonshine(tmp_path_factory.mktemp("moonshine"))
+    engine = EngineConfig(model=str(path), device="cpu")
+    model = build_engine(Settings(engine, ServerConfig(served_model_name=("moonshine",))))
+    with LiveServer(model, settings(max_audio_seconds=60)) as server:
+        yield server
+
+
+def test_moonshine_writes_a_segment_for_each_window(moonshine: LiveServer) -> None:
+    verbose = post(moonshine, noise(33), response_format="verbose_json").json()
+    assert [each["start"] for each in verbose["segments"]] == sorted(each["start"] for each in verbose["segments"])
+    assert verbose["segments"][-1]["end"] == pytest.approx(33)
+    assert (verbose["text"], verbose["language"]) == (" ".join(each["text"] for each in verbose["segments"]), "")
+    assert "-->" in post(moonshine, noise(33), response_format="srt").text
+    assert post(moonshine, temperature="0.9", seed="1").json()["text"] != post(moonshine).json()["text"]
+    hints = post(moonshine, language="de", prompt="names").headers["x-localllm-warning"]
+    assert hints.split("; ") == ["prompt has no effect", "language has no effect"]
+
+
+def test_moonshine_has_no_times_for_words_and_does_not_translate(moonshine: LiveServer) -> None:
+    refused = post(moonshine, response_format="verbose_json", **{"timestamp_granularities[]": "word"})
+    assert (refused.status_code, "moonshine has no times for words." in refused.text) == (400, True)
+    assert "does not translate" in post(moonshine, path="/v1/audio/translations").text
 
 
 # Words and subtitles --------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ Does not know: torch, tokens, weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from localllm.config.settings import TASKS, Task
 from localllm.errors import ConfigError, CorruptModel, UnsupportedModel
@@ -37,8 +37,18 @@ _MODE_NAMES: dict[str, Mode] = {mode: mode for mode in _MODES.values()} | {"last
 """Values of `pooling_mode`, which sentence-transformers writes from version 6 on."""
 _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 WHISPER = "WhisperForConditionalGeneration"
+MOONSHINES = ("MoonshineForConditionalGeneration", "MoonshineStreamingForConditionalGeneration")
 TRANSCRIBERS = {"ParakeetForCTC": "ctc", "ParakeetForTDT": "tdt", WHISPER: "whisper"}
-"""Architectures that transcribe, and what follows their encoder (transcriber.py, whisper.py)."""
+TRANSCRIBERS |= dict.fromkeys(MOONSHINES, "moonshine")
+"""Architectures that transcribe, and what follows their encoder (transcriber.py, whisper.py, moonshine.py)."""
+NOT_TRANSCRIBING = {
+    "CanaryForConditionalGeneration": "Canary",
+    "CohereAsrForConditionalGeneration": "Cohere Transcribe",
+}
+"""Architectures that transcribe, but not here, by name."""
+SPEECH_HINT = "localllm pull nvidia/parakeet-tdt-0.6b-v3, or openai/whisper-base on a small machine."
+MOST_BEAMS = 8
+"""Texts of one window that are written at once at most."""
 _TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
 HEADS = {
     "Qwen2ForRewardModel": "reward",
@@ -79,7 +89,7 @@ def task_of(path: Path, asked: str = "auto") -> Task:
     if not (path / "config.json").is_file():
         return "generate"
     name = _architecture(read_json_object(path / "config.json"))
-    if name in TRANSCRIBERS:
+    if name in TRANSCRIBERS or name in NOT_TRANSCRIBING:
         return "transcribe"
     if name == "MarianMTModel":  # the only one that generates with such a name
         return "generate"
@@ -235,6 +245,16 @@ def spec_of_any(
     return pooling_spec(path, read_recipe(path, found), trust_remote_code=trust_remote_code)
 
 
+class TranscriberSizes(NamedTuple):
+    """Sizes of a model that transcribes."""
+
+    weights_bytes: Callable[[str, str], int]  # (device, dtype) -> bytes of the loaded model
+    encoded: int = 0  # numbers that are held at once while a window of 30 s is encoded
+    per_position: int = 0  # numbers of keys and values of a position, of all layers of the decoder; 0: there is none
+    source_len: int = 0  # most positions of a window's sound
+    text_len: int = 0  # most positions of a text
+
+
 def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> ModelSpec:
     """Return the spec of a pooling model. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -255,14 +275,18 @@ def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool =
 def transcriber_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     """Return the spec of a model that transcribes, with the sizes of its encoder."""
     config = load_config(path, trust_remote_code=trust_remote_code)
-    encoder = getattr(config, "encoder_config", config)  # Whisper's config has its encoder's sizes itself
+    name = str((config.architectures or [type(config).__name__])[0])
+    if name not in TRANSCRIBERS:
+        what = f"{NOT_TRANSCRIBING.get(name, name)} is not supported."
+        raise UnsupportedModel(what, "Parakeet (CTC, TDT), Whisper and Moonshine transcribe here.", SPEECH_HINT)
+    encoder = getattr(config, "encoder_config", config)  # Whisper's and Moonshine's configs have its sizes themselves
     encoder.vocab_size = config.vocab_size
-    if encoder is config:
+    if hasattr(config, "max_target_positions"):
         encoder.max_position_embeddings = config.max_target_positions
     sizes = sizes_of(encoder)
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return ModelSpec(
-        architecture=str((config.architectures or [type(config).__name__])[0]),
+        architecture=name,
         task="transcribe",
         implementation="transformers",
         hidden_act="silu",

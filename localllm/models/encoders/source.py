@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder of text: transformers' own module, which reads prompts as the decoder's source.
+"""The encoder of an encoder-decoder: transformers' own module, which makes the decoder's source of a prompt or sound.
 
 The whole model is built without memory, its decoder is deleted, and the weights of the rest are read. The decoder is
 localllm's own (families/encoder_decoder.py). What its cross-attention reads of a source is kept in a `SourcePool`.
@@ -76,7 +76,10 @@ def _without_decoder(config: Any) -> type[Any]:
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            del self.decoder
+            decoder: Any = self._modules.pop("decoder")
+            if hasattr(decoder, "pos_emb"):  # Moonshine Streaming's, of the encoder's states
+                self.decoder = torch.nn.Module()
+                self.decoder.pos_emb, self.decoder.proj = decoder.pos_emb, decoder.proj
             if not hasattr(self, "shared"):  # it reads sound
                 return
             self.encoder.embed_tokens.weight = self.shared.weight

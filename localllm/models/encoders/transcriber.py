@@ -24,10 +24,16 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
-from localllm.models.encoders.recipe import TRANSCRIBERS, WHISPER
+from localllm.models.encoders import moonshine
+from localllm.models.encoders.moonshine import MoonshineModel, load_moonshine
+from localllm.models.encoders.recipe import MOONSHINES, TRANSCRIBERS, WHISPER, TranscriberSizes
+from localllm.models.encoders.source import with_encoder_bytes
 from localllm.models.encoders.whisper import WhisperModel, load_whisper
+from localllm.models.loader import resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.transformers_backend.config_class import load_config
 from localllm.models.transformers_backend.module import read_module, use_device_layouts
+from localllm.models.weights.parameters import held_bytes
 
 RATE = 16_000
 LEAST_SAMPLES = RATE // 2
@@ -138,8 +144,8 @@ class Transcriber:
 
 def load_transcriber(
     path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False
-) -> Transcriber | WhisperModel:
-    """Load the model of folder `path`. half_weights: of Whisper's decoder, see `load_model`. Raises
+) -> Transcriber | WhisperModel | MoonshineModel:
+    """Load the model of folder `path`. half_weights: of a decoder, see `load_model`. Raises
     `CorruptModel`, `UnsupportedModel`."""
     import transformers
 
@@ -147,6 +153,8 @@ def load_transcriber(
     architecture = str((config.architectures or [""])[0])
     if architecture == WHISPER:
         return load_whisper(path, device, dtype, half_weights=half_weights)
+    if architecture in MOONSHINES:
+        return load_moonshine(path, device, dtype, half_weights=half_weights)
     recipe = _recipe(path, config)
     module = read_module(
         getattr(transformers, architecture), path, config, dtype, attention="eager", trust_remote_code=False
@@ -157,17 +165,35 @@ def load_transcriber(
     return Transcriber(module, architecture, recipe, device)
 
 
-def count_transcriber_parameters(path: Path) -> int:
-    """Return the number of parameters and buffers, from shapes alone."""
+def transcriber_sizes(path: Path, *, half_weights: bool = False) -> TranscriberSizes:
+    """Return the sizes of the model in folder `path`, from shapes and headers alone. half_weights: see `load_model`."""
     import transformers
 
     config = load_config(path, trust_remote_code=False)
-    with torch.device("meta"):
-        module = getattr(transformers, str(config.architectures[0]))(config)
-    # A tied head is packed for the device, beside the embedding whose rows are read.
-    tied: int = module.proj_out.weight.numel() if config.architectures[0] == WHISPER else 0
-    own: int = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
-    return tied + own
+    architecture = str(config.architectures[0])
+
+    def weights_bytes(device: str, dtype: str) -> int:
+        kind = getattr(torch, dtype)
+        with torch.device("meta"):
+            if architecture != WHISPER and architecture not in MOONSHINES:
+                return held_bytes(getattr(transformers, architecture)(config).to(kind))
+            spec = with_encoder_bytes(path, read_spec(path))
+        assert spec.source is not None, "it is an encoder-decoder"
+        own = resident_bytes(path, spec, torch.device(device), kind, half_weights=half_weights)
+        return own + spec.source.encoder_bytes * int(kind.itemsize) // 4
+
+    if architecture == WHISPER:
+        # While a window is encoded: a layer's stream, its sum and the wide part before and after the activation.
+        width, source_len, text_len = config.d_model, config.max_source_positions, config.max_target_positions
+        return TranscriberSizes(
+            weights_bytes, 15 * source_len * width, 2 * config.decoder_layers * width, source_len, text_len
+        )
+    if architecture in MOONSHINES:
+        source_len, text_len = moonshine.lengths_of(config)
+        encoded = moonshine.encoded_numbers(config)
+        per_position = 2 * config.num_hidden_layers * config.hidden_size
+        return TranscriberSizes(weights_bytes, encoded, per_position, source_len, text_len)
+    return TranscriberSizes(weights_bytes)
 
 
 def _recipe(path: Path, config: Any) -> dict[str, Any]:

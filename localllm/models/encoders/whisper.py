@@ -1,9 +1,8 @@
 """Whisper: an encoder of 30 s of sound, and a decoder that writes text with timestamps (Radford et al. 2022).
 
-The encoder is transformers' module. The decoder is localllm's own (families/encoder_decoder.py): keys and values of the
-encoded sound are computed once for a window, the text's are kept for all rows of a batch. On a CPU, steps of a few
-rows run in the native library. Rules of the paper decide what may be written next (`restrict`), and whether a window
-is written again with more chance (`Attempt.is_accepted`).
+The encoder is transformers' module. The decoder is localllm's own and writes windows side by side (speech_rows.py).
+Rules of the paper decide what may be written next (`restrict`), and whether a window is written again with more chance
+(`Attempt.is_accepted`).
 
     <|startofprev|> text before <|startoftranscript|><|en|><|transcribe|><|0.00|> a text<|1.24|><|1.24|> more<|2.00|>
 
@@ -12,8 +11,9 @@ Does not know: files, windows, words, queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +25,9 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
-from localllm.kernels.layer_cache import LayerKV
-from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.decoder.native_program import (
-    MAX_ROWS,
-    DecodeRows,
-    NativeProgram,
-    NotSupportedNatively,
-    open_native_program,
-)
 from localllm.models.encoders.source import SourceEncoder, load_encoder
-from localllm.models.inputs import ForwardInputs, GroupInputs, SourceInputs
+from localllm.models.encoders.speech_rows import Read, WrittenText, draw_text
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.transformers_backend.config_class import load_config
@@ -49,8 +40,6 @@ LEAST_LOGPROB, MOST_RATIO, SILENCE = -1.0, 2.4, 0.6
 that is left empty if its text is not likely."""
 FIRST_TIME_S = 1.0
 """Latest time of the first timestamp, unless generation_config.json has another one."""
-LOOP_TOKENS, LOOP_TIMES = 8, 6
-"""An attempt ends when at most so many tokens are repeated more often than that."""
 
 
 class Decoding(NamedTuple):
@@ -142,68 +131,54 @@ class SpecialTokens:
         return [*before, self.start, *([self.languages[language]] if self.languages else []), *task]
 
 
-def restrict(logits: Tensor, written: Tensor, special: SpecialTokens) -> Tensor:
-    """Return logits [B, V] fp32 in which a token that may not follow is -inf. written [B, n] int64: the text so far.
+def restrict(logits: Tensor, texts: Sequence[Sequence[int]], special: SpecialTokens) -> Tensor:
+    """Return logits [B, V] fp32 in which a token that may not follow is -inf. texts: the tokens of each row so far.
 
     Timestamps come in pairs, except before the end, and never go back. The first token is a timestamp. If timestamps
     together are likelier than each text token, a timestamp follows.
     """
-    first, count = special.first_time, written.shape[1]
+    first, no = special.first_time, float("-inf")
     logits = logits.clone()
-    logits[:, [*special.suppressed, special.no_timestamps]] = float("-inf")
-    if not count:
-        logits[:, list(special.suppressed_first)] = float("-inf")
-        logits[:, :first] = float("-inf")
-        logits[:, first + special.latest_first + 1 :] = float("-inf")
-        return logits
-    is_time = written >= first
-    last = is_time[:, -1]
-    second_last = is_time[:, -2] if count > 1 else torch.ones_like(last)
-    opened, closed = last & second_last, last & ~second_last
-    logits[:, first:].masked_fill_(opened[:, None], float("-inf"))
-    logits[:, : special.end].masked_fill_(closed[:, None], float("-inf"))
-    newest = torch.where(is_time, written, first - 1).amax(dim=1)
-    least = torch.where(closed, newest, newest + 1)
-    ids = torch.arange(first, logits.shape[1], device=logits.device)
-    logits[:, first:].masked_fill_((ids < least[:, None]) & is_time.any(dim=1)[:, None], float("-inf"))
-    likely = logits.log_softmax(dim=-1)
-    must = likely[:, first:].logsumexp(dim=-1) > likely[:, :first].amax(dim=-1)
-    return logits.index_put_(
-        (must.nonzero()[:, 0, None], torch.arange(first, device=logits.device)), logits.new_tensor(float("-inf"))
-    )
+    logits[:, [*special.suppressed, special.no_timestamps]] = no
+    for row, text in zip(logits, texts, strict=True):
+        if not text:
+            row[list(special.suppressed_first)] = no
+            row[:first] = no
+            row[first + special.latest_first + 1 :] = no
+            continue
+        is_time, was_time = text[-1] >= first, len(text) < 2 or text[-2] >= first
+        newest = max(text)
+        if is_time and was_time:
+            row[first:] = no
+        elif is_time:
+            row[: special.end] = no
+        if newest >= first:
+            row[first : newest if is_time and not was_time else newest + 1] = no
+        if row[first:].logsumexp(dim=-1) > row[:first].amax():
+            row[:first] = no
+    return logits
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One try at a window."""
 
-    token_ids: tuple[int, ...]  # with timestamps, without the end
-    avg_logprob: float  # of the tokens and the end
+    text: WrittenText  # with timestamps
     no_speech_prob: float
     temperature: float
-    is_cut: bool  # it had not ended after the most tokens, or repeated itself
 
     def text_ids(self, special: SpecialTokens) -> list[int]:
-        return [token for token in self.token_ids if token < special.end]
+        return [token for token in self.text.token_ids if token < special.end]
 
     @property
     def is_silent(self) -> bool:
-        return self.no_speech_prob > SILENCE and self.avg_logprob < LEAST_LOGPROB
+        return self.no_speech_prob > SILENCE and self.text.avg_logprob < LEAST_LOGPROB
 
     def is_accepted(self, ratio: float) -> bool:
         """Return whether no further attempt is made. ratio: the compression ratio of the text."""
         if self.is_silent:
             return True
-        return not self.is_cut and self.avg_logprob >= LEAST_LOGPROB and ratio <= MOST_RATIO
-
-
-def repeats(token_ids: Sequence[int]) -> bool:
-    """Return whether the tokens end with a few that are repeated too often."""
-    for size in range(1, LOOP_TOKENS + 1):
-        tail = list(token_ids[-size * (LOOP_TIMES + 1) :])
-        if len(tail) == size * (LOOP_TIMES + 1) and tail == tail[:size] * (LOOP_TIMES + 1):
-            return True
-    return False
+        return not self.text.is_cut and self.text.avg_logprob >= LEAST_LOGPROB and ratio <= MOST_RATIO
 
 
 def segments_of(token_ids: Iterable[int], special: SpecialTokens, step_s: float, end_s: float) -> list[SpokenSegment]:
@@ -246,96 +221,8 @@ def align(costs: npt.NDArray[np.float64]) -> list[int]:
     return starts
 
 
-BLOCK_SIZE = 16  # positions of a block
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlocks:
-    """Keys and values of all layers for the rows of a batch, each row in blocks of its own."""
-
-    layers: list[LayerKV]
-    table: Tensor  # [B, blocks] int32
-
-    @staticmethod
-    def of(model: DecoderModel, rows: int, length: int) -> RowBlocks:
-        """Return blocks, not filled. length: positions of each row."""
-        spec, blocks = model.spec, -(-length // BLOCK_SIZE)
-        shape = kv_cache_shape(rows * blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-
-        def empty() -> Tensor:
-            return torch.empty(shape, dtype=model.dtype, device=model.device)
-
-        layers = [LayerKV(empty(), empty()) for _ in range(spec.num_layers)]
-        return RowBlocks(layers, torch.arange(rows * blocks, dtype=torch.int32, device=model.device).view(rows, -1))
-
-    def of_rows(self, rows: Sequence[int]) -> RowBlocks:
-        return RowBlocks(self.layers, self.table[list(rows)])
-
-    def slots(self, first: int, stop: int) -> Tensor:
-        """Return the slots [B, stop - first] int64 of the positions."""
-        at = torch.arange(first, stop, device=self.table.device)
-        return self.table[:, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
-
-
-class Passes:
-    """The decoder's passes over a batch of texts, each beside its own window of sound."""
-
-    def __init__(self, model: DecoderModel, sources: RowBlocks, source_len: int, length: int) -> None:
-        """sources: what cross-attention reads. length: positions of each text."""
-        self._model, self._sources, self._source_len = model, sources, source_len
-        self._cache = RowBlocks.of(model, len(sources.table), length)
-        self._program: NativeProgram | None = None
-        self._may_be_native = model.device.type == "cpu" and len(sources.table) <= MAX_ROWS
-
-    def __call__(
-        self, tokens: Tensor, first: int, wanted: Sequence[int], watch: Callable[[int, Tensor], None] | None = None
-    ) -> Tensor:
-        """Return logits [B, wanted, V] fp32 at some of the tokens [B, n], whose positions are `first` and on; writes
-        the keys and values of all. watch: called with each layer's queries [B * n, heads, head_dim] for the sound."""
-        rows, count = tokens.shape
-        if first and count == 1 and (program := self._native()) is not None:
-            return program.forward(self._decode_rows(tokens, first))[:, None].clone()
-        stop, ends = first + count, torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=tokens.device)
-        places = (torch.arange(rows, device=tokens.device)[:, None] * count + torch.tensor(wanted)).flatten()
-        hidden = self._model.forward(
-            ForwardInputs(
-                token_ids=tokens.flatten(), positions=torch.arange(first, stop, device=tokens.device).repeat(rows),
-                groups=(GroupInputs(self._cache.table, self._cache.slots(first, stop).flatten()),),
-                context_lens=torch.full_like(ends[1:], stop), cu_seqlens_q=ends, logits_indices=places,
-                num_decodes=rows if count == 1 else 0, query_lens=(count,) * rows, context_lens_host=(stop,) * rows,
-                source=self._source(count)._replace(watch=watch),
-            ),
-            self._cache.layers,
-        )  # fmt: skip
-        logits = self._model.compute_logits(hidden.index_select(0, places))
-        assert logits is not None, "the model is on one device"
-        return logits.view(rows, len(wanted), -1)
-
-    def _source(self, count: int) -> SourceInputs:
-        """Return what `count` tokens of each row attend to."""
-        table = self._sources.table.repeat_interleave(count, dim=0)
-        lens = torch.full((len(table),), self._source_len, dtype=torch.int32, device=table.device)
-        return SourceInputs(self._sources.layers, table, lens, (self._source_len,) * len(table))
-
-    def _native(self) -> NativeProgram | None:
-        if self._program is None and self._may_be_native:
-            try:
-                self._program = open_native_program(self._model, self._cache.layers, self._sources.layers)
-            except NotSupportedNatively:
-                self._may_be_native = False
-        return self._program
-
-    def _decode_rows(self, tokens: Tensor, position: int) -> DecodeRows:
-        table, count = self._cache.table, len(tokens)
-        addresses = table.data_ptr() + np.arange(count) * table.stride(0) * table.element_size()
-        return DecodeRows(
-            tokens[:, 0].numpy(), np.full(count, position), self._cache.slots(position, position + 1).numpy().T,
-            addresses[None], source=self._source(1),
-        )  # fmt: skip
-
-
 class WhisperModel:
-    """Whisper on one device. One call is one batch of windows."""
+    """Whisper on one device."""
 
     kind = "whisper"
 
@@ -347,10 +234,11 @@ class WhisperModel:
         self.encoder, self.decoder, self.special, self.device = encoder, decoder, special, device
         config = self.config = encoder.module.config
         self.step_s: float = WINDOW_S / config.max_source_positions
-        self._heads, self._most = config.decoder_attention_heads, config.max_target_positions
+        self.source_len, self.text_len = config.max_source_positions, config.max_target_positions
+        heads = range(config.decoder_attention_heads)
         filters = mel_filter_bank(1 + FFT // 2, config.num_mel_bins, 0.0, RATE / 2, RATE, "slaney", "slaney")
         layers = range(config.decoder_layers // 2, config.decoder_layers)
-        all_upper = ((layer, head) for layer in layers for head in range(self._heads))
+        all_upper = ((layer, head) for layer in layers for head in heads)
         self._aligned: dict[int, list[int]] = {}
         for layer, head in special.alignment_heads or all_upper:
             self._aligned.setdefault(layer, []).append(head)
@@ -374,40 +262,9 @@ class WhisperModel:
         mels = (self._filters @ spectrum[..., :-1].abs().square()).clamp(min=1e-10).log10()
         return (torch.maximum(mels, mels.amax(dim=(1, 2), keepdim=True) - 8.0) + 4.0) / 4.0
 
-    @torch.inference_mode()
-    def transcribe(
-        self, windows: Sequence[npt.NDArray[np.int16]], asked: Sequence[Decoding],
-        ratio_of: Callable[[Sequence[int]], float],
-    ) -> list[SpokenText]:  # fmt: skip
-        """Return the text of each window, in order. ratio_of: the compression ratio of the text of some tokens."""
-        sources = self._sources(self.states(self.features(windows)))
-        languages = self._languages(sources, [each.language for each in asked])
-        prompts = [self.special.prompt(*each) for each in zip(asked, languages, strict=True)]
-        best: dict[int, Attempt] = {}
-        for turn in range(max(len(each.temperatures) for each in asked)):
-            left = [
-                i for i, each in enumerate(asked)
-                if turn < len(each.temperatures)
-                and not (i in best and best[i].is_accepted(ratio_of(best[i].text_ids(self.special))))
-            ]  # fmt: skip
-            # Rows of one pass have prompts of one length.
-            for size in sorted({len(prompts[i]) for i in left}):
-                rows = [i for i in left if len(prompts[i]) == size]
-                temperatures = [asked[i].temperatures[turn] for i in rows]
-                seeds = [asked[i].seed * 64 + turn for i in rows]
-                attempts = self._attempt(sources.of_rows(rows), [prompts[i] for i in rows], temperatures, seeds)
-                best |= dict(zip(rows, attempts, strict=True))
-        texts = list[SpokenText]()
-        for i, window in enumerate(windows):
-            found, end_s = best[i], min(WINDOW_S, len(window) / RATE)
-            segments = [] if found.is_silent else segments_of(found.token_ids, self.special, self.step_s, end_s)
-            if asked[i].words and segments:
-                prompt = self.special.prompt(asked[i]._replace(prompt=()), languages[i])
-                segments = self._with_times(segments, sources.of_rows([i]), prompt, end_s)
-            texts.append(
-                SpokenText(languages[i], tuple(segments), found.temperature, found.avg_logprob, found.no_speech_prob)
-            )
-        return texts
+    def encode(self, samples: npt.NDArray[np.int16]) -> Tensor:
+        """Return the states [S, hidden] of a window."""
+        return self.states(self.features([samples]))[0]
 
     @torch.inference_mode()
     def states(self, features: Tensor) -> Tensor:
@@ -416,42 +273,54 @@ class WhisperModel:
         states: Tensor = encoder(features.to(self.encoder.module.dtype)).last_hidden_state
         return states.to(self.decoder.dtype)
 
-    def _sources(self, states: Tensor) -> RowBlocks:
-        """Return what the decoder's cross-attention reads of states [B, S, hidden]."""
-        found = RowBlocks.of(self.decoder, *states.shape[:2])
-        self.decoder.store_source(states.flatten(0, 1), found.layers, found.slots(0, states.shape[1]).flatten())
-        return found
+    def write(
+        self, samples: npt.NDArray[np.int16], asked: Decoding, ratio_of: Callable[[Sequence[int]], float]
+    ) -> Generator[Read, Tensor, SpokenText]:
+        """Write a window: find its language, make attempts until one is accepted, and find the times of its tokens."""
+        language, end_s = asked.language or (yield from self._language()), min(WINDOW_S, len(samples) / RATE)
+        prompt = self.special.prompt(asked, language)
+        for turn, temperature in enumerate(asked.temperatures):
+            found = yield from self.attempt(prompt, temperature, asked.seed * 64 + turn)
+            if found.is_accepted(ratio_of(found.text_ids(self.special))):
+                break
+        segments = [] if found.is_silent else segments_of(found.text.token_ids, self.special, self.step_s, end_s)
+        if asked.words and segments:
+            prompt = self.special.prompt(asked._replace(prompt=()), language)
+            segments = yield from self._with_times(segments, prompt, end_s)
+        return SpokenText(language, tuple(segments), temperature, found.text.avg_logprob, found.no_speech_prob)
 
-    def _passes(self, sources: RowBlocks, length: int) -> Passes:
-        return Passes(self.decoder, sources, self.config.max_source_positions, length)
+    def _language(self) -> Generator[Read, Tensor, str]:
+        """Return the likeliest language of a window."""
+        if not self.special.languages:
+            return "en"
+        logits = (yield Read([[self.special.start]], 0))[0, 0]
+        return list(self.special.languages)[int(logits[list(self.special.languages.values())].argmax())]
 
-    def _languages(self, sources: RowBlocks, asked: Sequence[str | None]) -> list[str]:
-        """Return the language of each window: what was asked, or the likeliest."""
-        codes = list(self.special.languages)
-        if not codes or all(asked):
-            return [language or "en" for language in asked]
-        start = torch.full((len(asked), 1), self.special.start, device=self.device)
-        logits = self._passes(sources, 1)(start, 0, (0,))[:, 0]
-        likeliest = logits[:, list(self.special.languages.values())].argmax(dim=-1).tolist()
-        return [language or codes[best] for language, best in zip(asked, likeliest, strict=True)]
+    def attempt(self, prompt: list[int], temperature: float, seed: int) -> Generator[Read, Tensor, Attempt]:
+        """Write a window once. prompt: the tokens before its text."""
+        logits = (yield Read([prompt], 0, (prompt.index(self.special.start), -1)))[0]
+        silence = float(logits[0].softmax(dim=-1)[self.special.no_speech])
+        most = self.text_len - len(prompt)
+        rule = partial(restrict, special=self.special)
+        text = yield from draw_text(logits[1], len(prompt), (self.special.end,), most, rule, temperature, seed)
+        return Attempt(text, silence, temperature)
 
     def _with_times(
-        self, segments: Sequence[SpokenSegment], source: RowBlocks, prompt: list[int], end_s: float
-    ) -> list[SpokenSegment]:
+        self, segments: Sequence[SpokenSegment], prompt: list[int], end_s: float
+    ) -> Generator[Read, Tensor, list[SpokenSegment]]:
         """Return the segments of a window with times of their tokens, by the attention of the alignment heads to the
         sound while the text is read once more, without timestamps. end_s: of the window."""
         ids = [token for segment in segments for token in segment.token_ids]
-        tokens = torch.tensor([[*prompt, self.special.no_timestamps, *ids]], device=self.device)
-        frames = min(max(1, round(end_s / self.step_s)), self.config.max_source_positions)
-        weights, blocks = list[Tensor](), source.table[0].long()
+        tokens = [*prompt, self.special.no_timestamps, *ids]
+        frames = min(max(1, round(end_s / self.step_s)), self.source_len)
+        weights = list[Tensor]()
 
-        def watch(layer: int, queries: Tensor) -> None:
+        def watch(layer: int, queries: Tensor, keys: Tensor) -> None:
             if heads := self._aligned.get(layer):
-                keys = source.layers[layer].k[heads][:, blocks].flatten(1, 2)[:, :frames]
-                weights.append((queries[:, heads].transpose(0, 1) @ keys.mT / keys.shape[-1] ** 0.5).float())
+                kept = keys[heads, :frames]
+                weights.append((queries[:, heads].transpose(0, 1) @ kept.mT / kept.shape[-1] ** 0.5).float())
 
-        wanted = range(len(prompt), tokens.shape[1] - 1)
-        logits = self._passes(source, tokens.shape[1])(tokens, 0, wanted, watch)[0]
+        logits = (yield Read([tokens], 0, range(len(prompt), len(tokens) - 1), watch=watch))[0]
         # A row attends to what it predicts. The first rows have read the prompt alone, the last one predicts the end.
         likely = torch.cat(weights).softmax(dim=-1)  # [heads, rows, frames]
         spread = likely.std(dim=1, keepdim=True, unbiased=False).clamp(min=1e-9)
@@ -468,46 +337,6 @@ class WhisperModel:
             at = stop
         return timed
 
-    def _attempt(
-        self, sources: RowBlocks, prompts: list[list[int]], temperatures: Sequence[float],
-        seeds: Sequence[int],
-    ) -> list[Attempt]:  # fmt: skip
-        """Write all rows to their ends. prompts: of one length."""
-        special, rows, width = self.special, len(prompts), len(prompts[0])
-        most, at = self._most - width, prompts[0].index(special.start)
-        passes = self._passes(sources, self._most)
-        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-        written = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)
-        sums, ended = torch.zeros(rows, device=self.device), [False] * rows
-        lengths, cut, silence = [0] * rows, [False] * rows, [0.0] * rows
-        tokens = torch.tensor(prompts, device=self.device)
-        for step in range(most):
-            logits = passes(tokens, width + step - 1, (0,)) if step else passes(tokens, 0, (at, width - 1))
-            if not step:
-                silence = logits[:, 0].softmax(dim=-1)[:, special.no_speech].tolist()
-            allowed = restrict(logits[:, -1], written, special)
-            tokens = _drawn(allowed, temperatures, draws)
-            logprobs = allowed.log_softmax(dim=-1).gather(1, tokens)[:, 0]
-            over = torch.tensor(ended, device=self.device)
-            sums += logprobs.masked_fill(over, 0.0)
-            written = torch.cat((written, tokens), dim=1)
-            for row, token in enumerate(tokens[:, 0].tolist()):
-                if ended[row]:
-                    continue
-                ended[row] = token == special.end
-                if not ended[row]:
-                    lengths[row] = step + 1
-                    cut[row] = step + 1 == most or (step % 8 == 7 and repeats(written[row].tolist()))
-                    ended[row] = cut[row]
-            if all(ended):
-                break
-        return [
-            Attempt(tuple(ids[:length]), total / (length + 1), quiet, temperature, was_cut)
-            for ids, length, total, quiet, temperature, was_cut in zip(
-                written.tolist(), lengths, sums.tolist(), silence, temperatures, cut, strict=True
-            )
-        ]
-
 
 def _median(x: Tensor, width: int) -> Tensor:
     """Return the median of `width` values around each one along the last dimension; ends are mirrored."""
@@ -515,16 +344,6 @@ def _median(x: Tensor, width: int) -> Tensor:
         return x
     padded: Tensor = F.pad(x, (width // 2, width // 2), mode="reflect")
     return padded.unfold(-1, width, 1).sort().values[..., width // 2]
-
-
-def _drawn(logits: Tensor, temperatures: Sequence[float], draws: Sequence[torch.Generator]) -> Tensor:
-    """Return a token for each row [B, 1]: the likeliest, or a draw that depends on the row alone."""
-    chosen = logits.argmax(dim=-1)
-    for row, (temperature, draw) in enumerate(zip(temperatures, draws, strict=True)):
-        if temperature > 0:
-            noise = torch.empty(logits.shape[1]).exponential_(generator=draw).to(logits.device)
-            chosen[row] = (logits[row] / temperature - noise.log()).argmax()
-    return chosen[:, None]
 
 
 def load_whisper(path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False) -> WhisperModel:

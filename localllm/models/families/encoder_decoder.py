@@ -1,4 +1,5 @@
-"""Encoder-decoders of text (BART, mBART, Marian, Pegasus, M2M-100, NLLB, T5, Flan-T5, mT5, UMT5) and Whisper's decoder.
+"""Encoder-decoders of text (BART, mBART, Marian, Pegasus, M2M-100, NLLB, T5, Flan-T5, mT5, UMT5), and the decoders of
+Whisper and Moonshine.
 
 The encoder reads the prompt, and transformers' code computes it (models/encoders/source.py); the families describe the
 decoder. Each of its layers attends to the answer so far, then to the encoder's states, the source.
@@ -12,11 +13,14 @@ the 1.0 checkpoints tie the head and scale its input (Raffel et al. 2020, arXiv:
 gated, with a head of their own. UMT5: each layer has its own bias (Chung et al. 2023, arXiv:2304.09151).
 Whisper: mBART with one learned position less, keys without a bias, and a tied head (Radford et al. 2022,
 arXiv:2212.04356); models/encoders/whisper.py drives it.
+Moonshine: rotary positions of neighbouring dimensions, norms without a bias, a gated feed-forward part whose gate is
+stored last (Jeffries et al. 2024, arXiv:2410.15608); models/encoders/moonshine.py drives it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from localllm.errors import CorruptModel, UnsupportedModel
@@ -41,7 +45,8 @@ def source_of(config: Config, generation: Config, max_length: int) -> SourceSpec
         what = "The checkpoint does not say which token an answer begins with."
         raise CorruptModel(what, "Neither of its files has decoder_start_token_id.")
     asked = tuple(f"{name}={generation[name]}" for name in _WISHES if generation.get(name) not in (None, 0, 1))
-    return SourceSpec(max_length, (start,) if first is None else (start, first), not_used=asked)
+    starts, end = (start,) if first is None else (start, first), _token(generation, config, "forced_eos_token_id")
+    return SourceSpec(max_length, starts, forced_end=end, not_used=asked)
 
 
 def _token(generation: Config, config: Config, name: str) -> int | None:
@@ -225,4 +230,54 @@ WHISPER = Family(
     {}, _WHISPER_STORAGE, lambda config: renamed({**_BART_DEFAULTS, **config}, _WHISPER_NAMES),
     note="it transcribes",
 )  # fmt: skip
-ENCODER_DECODERS = (BART, MBART, MARIAN, PEGASUS, M2M, T5, MT5, UMT5, WHISPER)
+_MOONSHINE_SIZES = {
+    "decoder_num_hidden_layers": "num_hidden_layers",
+    "decoder_num_attention_heads": "num_attention_heads",
+    "decoder_num_key_value_heads": "num_key_value_heads",
+    "decoder_hidden_act": "hidden_act",
+}
+_MOONSHINE_DEFAULTS = {"tie_word_embeddings": True, "partial_rotary_factor": 0.9, "max_position_embeddings": 512}
+_STREAMING_DEFAULTS = {"tie_word_embeddings": False, "partial_rotary_factor": 0.8, "max_position_embeddings": 4096}
+_MOONSHINE_STORAGE = Storage(
+    renames=(
+        (r"^lm_head", "proj_out"),
+        (r"^model\.(layers|norm|embed_tokens)", r"model.decoder.\1"),
+        (r"cross_layernorm", "CROSS"),
+        (r"post_attention_layernorm", "final_layernorm"),
+        (r"CROSS", "post_attention_layernorm"),
+        (r"cross_attn", "encoder_attn"),
+        (r"mlp\.down_proj", "mlp.fc2"),
+    ),
+    fused_gate_up="fc1",
+    gate_is_last=True,
+    ignored=(r"model\.encoder\..*", r"proj_out\.weight", r"model\.decoder\.(pos_emb|proj)\.weight"),
+)
+
+
+def _moonshine_names(defaults: Config, config: Config) -> Config:
+    named = renamed({**defaults, **config}, _MOONSHINE_SIZES)
+    heads, kv_heads = named.get("num_attention_heads"), named.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        why = f"Its {heads} heads share {kv_heads} keys; supported: each head has its own."
+        raise UnsupportedModel("This Moonshine model is not supported.", why)
+    return named
+
+
+def _moonshine_differences(config: Config) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias"))
+    return {
+        "norm": NormSpec(1e-5, "layer", bias=False), "rope_interleaved": True, "attention_bias": bias, "mlp_bias": True,
+    }  # fmt: skip
+
+
+MOONSHINE = Family(
+    "Moonshine", ("MoonshineForConditionalGeneration",), _moonshine_differences, {}, _MOONSHINE_STORAGE,
+    partial(_moonshine_names, _MOONSHINE_DEFAULTS), note="it transcribes",
+)  # fmt: skip
+MOONSHINE_STREAMING = replace(
+    MOONSHINE, name="Moonshine Streaming", architectures=("MoonshineStreamingForConditionalGeneration",),
+    common_names=partial(_moonshine_names, _STREAMING_DEFAULTS),
+)  # fmt: skip
+ENCODER_DECODERS = (
+    BART, MBART, MARIAN, PEGASUS, M2M, T5, MT5, UMT5, WHISPER, MOONSHINE, MOONSHINE_STREAMING
+)  # fmt: skip

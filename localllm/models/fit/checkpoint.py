@@ -133,9 +133,10 @@ def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardwar
 
     assert spec.task != "generate"
     if spec.task == "transcribe":
-        from localllm.models.encoders.transcriber import count_transcriber_parameters
+        from localllm.models.encoders.transcriber import transcriber_sizes
 
-        plan = plan_transcriber(config, spec, count_transcriber_parameters(path), hardware)
+        sizes = transcriber_sizes(path, half_weights=config.keeps_half_weights)
+        plan = plan_transcriber(config, spec, sizes, hardware)
     else:
         from localllm.models.encoders.model import count_parameters
         from localllm.models.encoders.recipe import read_recipe

@@ -8,7 +8,7 @@ from __future__ import annotations
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.encoders.recipe import WHISPER, PoolingRecipe
+from localllm.models.encoders.recipe import MOST_BEAMS, PoolingRecipe, TranscriberSizes
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.devices import asked_division, choose_gpu, free_and_reserve, several_ranks_refused
 from localllm.models.fit.memory_plan import MemoryPlan
@@ -34,10 +34,10 @@ def plan_pooling(
     scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
     activations = tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4
     notes = (recipe.note,) if recipe.note else ()
-    return _plan(config, spec, num_parameters, hardware, length, tokens, activations, notes)
+    return _plan(config, spec, num_parameters * size, hardware, length, tokens, activations, notes)
 
 
-def plan_transcriber(config: EngineConfig, spec: ModelSpec, num_parameters: int, hardware: Hardware) -> MemoryPlan:
+def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSizes, hardware: Hardware) -> MemoryPlan:
     """Return the plan of a model that transcribes. Its lengths are frames of features, of 10 ms. Raises like
     `plan_pooling`."""
     _refuse_options(config, spec, "A model that transcribes")
@@ -45,21 +45,24 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, num_parameters: int,
         what, why = f"--max-model-len does not apply to {spec.architecture}.", "Sound is cut into windows of 30 s."
         raise UnsupportedOption(what, why, "Leave the flag out.", param="max_model_len")
     gpu = choose_gpu(config, hardware)
-    size = DTYPE_BYTES[_dtype(config, spec, gpu)]
+    dtype = _dtype(config, spec, gpu)
+    size = DTYPE_BYTES[dtype]
     frames = max(WINDOW_FRAMES, config.max_num_batched_tokens or WINDOW_FRAMES * (16 if gpu else 4))
-    # The first convolution makes 256 channels of half of the frames and half of about 80 features. The encoder then
-    # reads an eighth of the frames, each with scores of all others in its window, in fp32.
-    convolution = 2 * (frames // 2) * 40 * 256 * size
-    width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
-    layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
-    if spec.architecture == WHISPER:
-        # Its encoder reads a state for two frames, without the scores. The decoder keeps keys and values of the states
-        # and of the text in each layer, and has as many layers as the encoder at most.
-        convolution = frames * spec.hidden_size * size
-        kept = spec.num_layers * 2 * spec.hidden_size * (WINDOW_FRAMES // 2 + spec.max_position) * size
-        windows = -(-frames // WINDOW_FRAMES)
-        layers = frames // 2 * width * size + windows * (kept + 6 * 4 * spec.vocab_size)
-    return _plan(config, spec, num_parameters, hardware, WINDOW_FRAMES, frames, convolution + layers, ())
+    if sizes.per_position:
+        # One window is encoded at a time. The decoder keeps keys and values of the sound and of the texts of all
+        # windows that are written at once, and has their logits, in fp32, in a few copies.
+        windows = frames // WINDOW_FRAMES
+        rows = max(windows, MOST_BEAMS)
+        kept = sizes.per_position * (windows * sizes.source_len + rows * sizes.text_len) * size
+        activations = kept + max(sizes.encoded * size, 4 * 4 * windows * spec.vocab_size)
+    else:
+        # The first convolution makes 256 channels of half of the frames and half of about 80 features. The encoder then
+        # reads an eighth of the frames, each with scores of all others in its window, in fp32.
+        width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
+        layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
+        activations = 2 * (frames // 2) * 40 * 256 * size + layers
+    weights = sizes.weights_bytes("cpu" if gpu is None else f"cuda:{gpu.index}", dtype)
+    return _plan(config, spec, weights, hardware, WINDOW_FRAMES, frames, activations, ())
 
 
 def _refuse_options(config: EngineConfig, spec: ModelSpec, kind: str) -> None:
@@ -85,14 +88,13 @@ def _dtype(config: EngineConfig, spec: ModelSpec, gpu: Gpu | None) -> str:
 
 
 def _plan(
-    config: EngineConfig, spec: ModelSpec, num_parameters: int, hardware: Hardware, length: int, tokens: int,
+    config: EngineConfig, spec: ModelSpec, weights: int, hardware: Hardware, length: int, tokens: int,
     activations: int, notes: tuple[str, ...],
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of batches of `tokens` whose inputs have at most `length`. Raises `DoesNotFit`."""
     gpu = choose_gpu(config, hardware)
     dtype = _dtype(config, spec, gpu)
     free, reserve = free_and_reserve(hardware, gpu)
-    weights = num_parameters * DTYPE_BYTES[dtype]
     if weights + activations > free - reserve:
         where = gpu.name if gpu else "RAM"
         raise DoesNotFit(

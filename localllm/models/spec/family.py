@@ -100,6 +100,7 @@ class Storage:
     renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement), in order: Llama's name -> the stored one
     fused_qkv: str | None = None  # name of the fused q, k and v matrix, instead of q_proj
     fused_gate_up: str | None = None  # name of the fused gate and up matrix, instead of gate_proj
+    gate_is_last: bool = False  # rows of that matrix: those of up, then those of gate
     qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
     """(num_heads, num_kv_heads, head_dim) -> stored rows of the fused matrix in the order q, k, v."""
     fused_recurrent: tuple[FusedRecurrent, ...] = ()

@@ -68,6 +68,7 @@ class SourceSpec(NamedTuple):
     max_length: int  # tokens of a prompt
     start_ids: tuple[int, ...]  # tokens before each answer: the start token, and a forced first token
     encoder_bytes: int = 0  # of the encoder in float32; 0: not counted yet (models/encoders/source.py)
+    forced_end: int | None = None  # the last token of an answer that reaches its limit; None: what the model draws
     not_used: tuple[str, ...] = ()  # wishes of generation_config.json that requests have to make themselves
 
 

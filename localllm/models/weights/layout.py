@@ -115,7 +115,9 @@ class StoredLayout:
             fused = f"{prefix}.{storage.fused_qkv}"
             return [fused], [self._stored_rows(fused) if order is None else order]
         if storage.fused_gate_up and words[0] == "gate_proj" and len(stems) == 2:
-            fused = f"{prefix}.{storage.fused_gate_up}"
+            fused, width = f"{prefix}.{storage.fused_gate_up}", spec.intermediate_size
+            if storage.gate_is_last:
+                return [fused], [torch.arange(2 * width, device="cpu").roll(-width)]
             return [fused], [self._stored_rows(fused)]
         names, orders = list(stems), [self._stored_rows(stem) for stem in stems]
         for matrix in storage.fused_recurrent:
