@@ -56,7 +56,7 @@ class MatrixPart(NamedTuple):
 
 
 def parts_of(matrix: NativeMatrix) -> list[MatrixPart]:
-    """Return the parts of a matrix without its bias, in the order of the fields."""
+    """Return the parts of a matrix, in the order of the fields but for the bias, which is last."""
     outputs, inputs, kind = matrix.outputs, matrix.inputs, matrix.kind
     blocks = -(-outputs // OUTPUTS)
     if kind >= KIND_STORED:
@@ -70,7 +70,8 @@ def parts_of(matrix: NativeMatrix) -> list[MatrixPart]:
         weights = blocks * OUTPUTS * each[Kind(kind)]
     parts = [MatrixPart("weights", weights)]
     parts += [MatrixPart("scales", blocks * OUTPUTS * 4)] if matrix.scales else []
-    return parts + ([MatrixPart("input_order", inputs * 4)] if matrix.input_order else [])
+    parts += [MatrixPart("input_order", inputs * 4)] if matrix.input_order else []
+    return parts + ([MatrixPart("bias", blocks * OUTPUTS * 4)] if matrix.bias else [])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

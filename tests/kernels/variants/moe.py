@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from localllm.kernels.moe.align import _align_kernel, _combine_kernel
+from localllm.kernels.moe.from_lanes import _elements_kernel, _nibbles_kernel
 from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, grouped_gemm_tile, has_tensor_cores
 from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel, planar_gemm_tile
 from localllm.kernels.moe.route import _route_kernel
@@ -154,6 +155,25 @@ def planar(
     )
 
 
+def nibbles(name: str, kind: int, block_bytes: int, lanes: int = 32, **more: Any) -> Variant:
+    """The experts of a prompt as they arrive: 4 bits in the layout of the CPU."""
+    pointers = {"codes_ptr": "*u8", "halves_ptr": "*i16", "words_ptr": "*i16", "scales_ptr": "*i16"}
+    pointers |= {"mins_ptr": "*i16"} if kind == 6 else {}
+    return Variant(
+        name=f"{name}, 2880 inputs",
+        kernel=_nibbles_kernel,
+        signature={**pointers, **dict.fromkeys(("record_bytes", "first", "N", "GROUPS", "num_outputs"), "i32")},
+        constants={
+            **({} if kind == 6 else {"mins_ptr": None}), "KIND": kind, "LANES": lanes, "BLOCK_BYTES": block_bytes,
+            "CODE_BYTES": 1024,
+        },
+        aligned=("record_bytes", "first"),
+        archs=(75, 80, 89, 90, 120),
+        max_registers=128,
+        **more,
+    )  # fmt: skip
+
+
 ROUTE = Variant(
     name="Qwen3-30B-A3B: 8 of 128",
     kernel=_route_kernel,
@@ -269,4 +289,25 @@ VARIANTS = [
     planar("E8 N14336 K4096", 64, 2, "silu", gpu=80, depth=4096, archs=(80, 89, 120)),
     planar("E128 N768 K2048", 16, 8, "silu", gpu=75, depth=2048, dtype="fp16", archs=(75,)),
     planar("E128 N768 K2048", 16, 8, "silu", gpu=0, depth=2048, archs=(), hip=True),
+    nibbles("MXFP4", 7, 1024 + 64, hip=True),
+    nibbles("Q4_0", 5, 1024 + 128),
+    nibbles("Q4_K", 6, 1024 + 256),
+    nibbles("NVFP4", 8, 1024 + 256, lanes=16),
+    *(
+        Variant(
+            name=f"{name}, 2880 inputs",
+            kernel=_elements_kernel,
+            signature={
+                "in_ptr": f"*{kind}",
+                "out_ptr": f"*{kind}",
+                **dict.fromkeys(("record_size", "first", "N", "K"), "i32"),
+            },
+            constants={"LANE": lane},
+            aligned=("record_size", "first"),
+            archs=(75, 80, 89, 90, 120),
+            max_registers=128,
+            hip=kind == "i16",
+        )
+        for name, kind, lane in (("16 bits", "i16", 2), ("int8", "i8", 4), ("float32", "i32", 1))
+    ),
 ]

@@ -1,0 +1,149 @@
+"""Experts unpacked from the bytes that a CPU multiplies: the same bits as where they came from."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.half import blocked
+from localllm.kernels.cpu.matrix import HeldMatrix, matrix_of, parts_of
+from localllm.kernels.cpu.native.structures import KIND_STORED, OUTPUTS, Kind, Stored
+from localllm.kernels.cpu.q4 import pack_q4
+from localllm.kernels.gguf_linear import repack_gguf
+from localllm.kernels.moe.from_lanes import bias_of, can_unpack, from_lanes
+from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
+from localllm.kernels.planar.layout import pack_words
+from localllm.kernels.planar.linear import PlanarWeight
+from tests.kernels.harness import gguf_linear
+
+TRIPLE = 3  # experts in a group
+SHAPES = [(64, 128), (100, 160), (130, 96)]
+
+
+def nvfp4(rows: int, columns: int) -> PlanarWeight:
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+    scales = torch.rand(-(-columns // 64) * 4, rows).half()
+    scales[columns // 16 :] = 0
+    table = gguf_linear("MXFP4", 1, 32).table
+    return PlanarWeight(pack_words(codes, 4, 16), scales, columns, lanes=16, group=16, zero=0, table=table)
+
+
+def planar(kind: Kind, rows: int, columns: int) -> PlanarWeight:
+    if kind == Kind.NVFP4:
+        return nvfp4(rows, columns)
+    return gguf_linear(
+        {Kind.Q4: "Q4_0", Kind.Q4_MIN: "Q4_1", Kind.MXFP4: "MXFP4", Kind.IQ4: "IQ4_NL"}[kind], rows, columns
+    )
+
+
+def record_of(pieces: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+    """A record with these fields behind 64 other bytes, each at a multiple of 64."""
+    places, parts, end = dict[str, tuple[int, int]](), [torch.full((64,), 0xAB, dtype=torch.uint8)], 64
+    for name, values in pieces.items():
+        held = values.contiguous().view(-1).view(torch.uint8)
+        places[name] = end, len(held)
+        parts += [held, torch.full((-len(held) % 64,), 0xCD, dtype=torch.uint8)]
+        end += len(held) + -len(held) % 64
+    return torch.cat(parts), places
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("kind", [Kind.Q4, Kind.Q4_MIN, Kind.MXFP4, Kind.NVFP4, Kind.IQ4])
+def test_four_bits_are_what_was_packed(kind: Kind, rows: int, columns: int, device: torch.device) -> None:
+    torch.manual_seed(int(kind) + rows)
+    weights, records, places = [], [], {}
+    for _ in range(TRIPLE):
+        weights.append(planar(kind, rows, columns))
+        if kind == Kind.MXFP4:  # all powers, the subnormal ones too
+            exponents = torch.randint(0, 255, (columns // 32, rows))
+            bits = torch.where(exponents > 1, (exponents - 1) << 7, torch.where(exponents == 1, 64, 32)).short()
+            weights[-1].scales[: columns // 32] = bits.view(torch.bfloat16)
+        packed = pack_q4(weights[-1])
+        assert packed.kind == kind
+        record, places = record_of({"weights": packed.blocks})
+        records.append(record)
+    assert can_unpack(kind, places)
+    got = from_lanes(torch.stack(records).to(device), kind, (rows, columns), places, torch.float32)
+    assert isinstance(got, PlanarExperts)
+    assert got.shape == (TRIPLE, rows, columns)
+    for expert, wanted in enumerate(weights):
+        own = got[expert]
+        assert (own.bits, own.lanes, own.group, own.zero, own.zeros, own.table) == (
+            4, wanted.lanes, wanted.group, wanted.zero, None, wanted.table,
+        )  # fmt: skip
+        assert torch.equal(own.words.cpu(), wanted.words)
+        for name in ("scales", "mins"):
+            mine, theirs = getattr(own, name), getattr(wanted, name)
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine.cpu().float(), theirs.float())
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16, Kind.I8])
+def test_whole_weights_are_what_was_packed(kind: Kind, rows: int, columns: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    pieces, wanted, biases = [], [], []
+    for _ in range(TRIPLE):
+        padded, bias = -(-rows // OUTPUTS) * OUTPUTS, torch.randn(rows)
+        if kind == Kind.I8:
+            matrix = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+            wide = torch.zeros(padded, columns, dtype=torch.int8)
+            wide[:rows] = matrix
+            lanes = wide.view(-1, OUTPUTS, columns // 4, 4).transpose(1, 2)
+            scales = torch.nn.functional.pad(torch.rand(rows), (0, padded - rows))
+            wanted.append(matrix.float() * scales[:rows, None])
+            fields = {"weights": lanes, "scales": scales}
+        elif kind == Kind.F32:
+            matrix = torch.randn(rows, columns)
+            wide = torch.nn.functional.pad(matrix, (0, 0, 0, padded - rows))
+            fields = {"weights": wide.view(-1, OUTPUTS, columns).transpose(1, 2)}
+            wanted.append(matrix)
+        else:
+            matrix = torch.randn(rows, columns).to(torch.bfloat16 if kind == Kind.BF16 else torch.float16)
+            fields = {"weights": blocked(matrix)}
+            wanted.append(matrix.float())
+        biases.append(bias)
+        pieces.append(record_of({**fields, "bias": torch.nn.functional.pad(bias, (0, padded - rows))}))
+    records, places = torch.stack([record for record, _ in pieces]).to(device), pieces[0][1]
+    got = from_lanes(records, kind, (rows, columns), places, torch.float32)
+    assert isinstance(got, ScaledExperts if kind == Kind.I8 else Tensor)
+    for expert, exact in enumerate(wanted):
+        assert torch.equal(got[expert].cpu(), exact)
+    found = bias_of(records, rows, places, torch.float32)
+    assert found is not None
+    assert torch.equal(found.cpu(), torch.stack(biases))
+    assert bias_of(records, rows, {"weights": places["weights"]}, torch.float32) is None
+
+
+def test_rows_of_a_file_are_repacked_as_a_device_holds_them(device: torch.device) -> None:
+    rows, columns, kind = 70, 256, KIND_STORED + Stored.Q6_K
+    torch.manual_seed(0)
+    stored = [torch.randint(0, 256, (rows, 210), dtype=torch.uint8) for _ in range(TRIPLE)]
+    records, places = zip(*(record_of({"weights": each}) for each in stored), strict=True)
+    got = from_lanes(torch.stack(records).to(device), kind, (rows, columns), places[0], torch.float32)
+    assert isinstance(got, PlanarExperts)
+    for expert, each in enumerate(stored):
+        wanted = repack_gguf(each, "Q6_K", columns)
+        for name, values in got[expert].tensors().items():
+            whole = getattr(wanted, name)
+            assert torch.equal(values.cpu().contiguous().view(torch.uint8), whole.contiguous().view(torch.uint8)), name
+
+
+def test_what_no_kernel_reads_is_known_before() -> None:
+    assert not can_unpack(KIND_STORED + Stored.IQ2_XXS, {"weights": (0, 64)})
+    assert not can_unpack(Kind.Q4, {"weights": (0, 64), "input_order": (64, 64)})
+    assert not can_unpack(Kind.Q8, {"weights": (0, 64)})
+
+
+def test_a_matrix_is_made_of_its_parts_and_its_bias() -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70, 48), torch.randn(70)
+    held = matrix_of(weight, bias)
+    assert isinstance(held, HeldMatrix)
+    assert [(part.field, part.num_bytes) for part in parts_of(held.matrix)] == [
+        ("weights", 128 * 48 * 4), ("bias", 128 * 4),
+    ]  # fmt: skip
+    bare = matrix_of(weight)
+    assert bare is not None
+    assert [part.field for part in parts_of(bare.matrix)] == ["weights"]
