@@ -44,7 +44,7 @@ from tests.models.operations import DefinedLibrary
 from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
+LATENT = ("axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
 REFUSED = {
     **dict.fromkeys(LATENT, "latent attention"),
     "nemotron_h": "experts without a gate",
