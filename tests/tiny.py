@@ -456,6 +456,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v32": ("DeepseekV32Config", {**_GROUPS, **_LATENT, **_INDEXER, "mlp_layer_types": ["sparse", "dense"]}),
+    "axk2": (
+        "AXK2Config",
+        {**_GROUPS, **_LATENT, **_INDEXER, "mlp_layer_types": ["dense", "sparse"], "gated_norm_rank": 8},
+    ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1}),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",

@@ -16,8 +16,9 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 Kernel = Literal[
-    "products", "attention", "rotation", "norms", "activations", "experts", "adapters", "recurrent", "sampling", "steps"
-]
+    "products", "attention", "indexer", "rotation", "norms", "activations", "experts", "adapters", "recurrent",
+    "sampling", "steps",
+]  # fmt: skip
 """A group is what is replaced at once: its kernels pass each other values that a twin neither makes nor reads."""
 
 ALL_KERNELS: frozenset[Kernel] = frozenset(get_args(Kernel))

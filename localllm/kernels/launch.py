@@ -27,7 +27,8 @@ from localllm.kernels.triton_build import build_with_zig, has_compiler, leave_ou
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "DeviceFeatures", "LaunchOptions", "TensorDescriptor", "cdiv",
     "device_features", "early_launch", "is_last_program", "launch_options", "launches_early", "launching_with",
-    "next_power_of_2", "prefetch_rows", "runs_triton", "tl", "triton", "uses", "wait_for_inputs",
+    "next_power_of_2", "prefetch_rows", "reads_lengths_on_device", "runs_triton", "tl", "triton",
+    "uses", "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
@@ -137,6 +138,11 @@ def runs_triton(x: OnDevice, kernel: Kernel) -> bool:
     """Return whether an operation on x uses its kernel (True) or the plain-torch twin (False), as on a CPU. On a GPU
     it is the kernel, unless the model is served without it."""
     return (INTERPRETED or x.device.type == "cuda") and kernel not in launch_options().without
+
+
+def reads_lengths_on_device(x: OnDevice) -> bool:
+    """Return whether attention on x's device reads the lengths of a step there (True) or on the host."""
+    return runs_triton(x, "attention") and runs_triton(x, "indexer")
 
 
 def uses(feature: Feature) -> bool:

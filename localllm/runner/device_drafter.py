@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import NewSlot
-from localllm.kernels.launch import runs_triton
+from localllm.kernels.launch import reads_lengths_on_device
 from localllm.kernels.prepare_drafts import DraftRules, PairInputs, prepare_pairs, record_draft
 from localllm.kernels.sampling.tables import SlotTables
 from localllm.models.decoder.decoder import Taps
@@ -180,4 +180,4 @@ class DrafterOnDevice:
 
 def _on_host(context_lens: Tensor) -> tuple[int, ...]:
     """Return the lengths for the plain-torch twins, which read them on the host."""
-    return () if runs_triton(context_lens, "attention") else tuple(context_lens.tolist())
+    return () if reads_lengths_on_device(context_lens) else tuple(context_lens.tolist())

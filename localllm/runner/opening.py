@@ -240,6 +240,8 @@ def open_on(
     if options is None:
         options = launch_options_of(config, device)
         options = known_choice(config, device, options).options(options)
+    if spec.index is None and options.without != ALL_KERNELS:  # without an indexer there is nothing to replace
+        options = replace(options, without=options.without - {"indexer"})
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     recorded = recorded and "graphs" not in options.avoids
     recorded = recorded and options.without <= RECORDED_TWINS  # others wait for the device, which a recording cannot

@@ -27,12 +27,14 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import KernelFallBack, NewSlot, Row, StateUse, StepPlan
 from localllm.errors import ConfigError, DeviceLost
-from localllm.kernels.checks.case import Case, CheckedProduct, Judgement, Subject
+from localllm.kernels.checks.case import Case, CheckedProduct, IndexReads, Judgement, Subject
 from localllm.kernels.checks.choose import Chooser, FallBack, KernelChoice, without_failed
 from localllm.kernels.checks.record import CheckRecord, RecordKey, VariantFailure, folder_of
 from localllm.kernels.checks.table import COMPILATION, SIDE_BY_SIDE, TABLE, CheckedKernel, KernelVariant, kernel_of
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import DEFAULTS, INTERPRETED, LaunchOptions, launch_options
+from localllm.kernels.layer_cache import kv_of
+from localllm.kernels.paged_attention import KVReads
 from localllm.kernels.triton_build import compile_ahead, compiled_mark
 from localllm.machine.hardware import count_cores
 from localllm.models.fit import MemoryPlan
@@ -280,10 +282,18 @@ def subject_of(model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: to
     cache = small_cache(spec, plan, device)
     gates = {each.gate_up for each in parts_of_kind(model, GatedMLP) if isinstance(each.activation, str)}
     widths = {each.weight.shape[0] // 2 for each in gates if isinstance(each, Linear)}
+    index, indexer = spec.index, None
+    if index is not None and spec.latent is not None:
+        kept = next(kv for kv in map(kv_of, cache.layers) if kv is not None and kv.index_keys is not None)
+        assert kept.index_keys is not None
+        reads = KVReads(spec.num_heads, tuple(kept.k.shape), kept.k.dtype, None)
+        indexer = IndexReads(
+            reads, spec.latent.rope_size, index.topk, index.num_heads, index.head_dim, kept.index_keys.dtype
+        )
     return Subject(
         device, getattr(torch, plan.dtype), spec.vocab_size, plan.max_model_len,
         products=tuple(_products(model)), attention=tuple(dict.fromkeys(cache.reads)), block_size=plan.block_size,
-        hidden_size=spec.hidden_size, widths=tuple(sorted(widths)),
+        indexer=indexer, hidden_size=spec.hidden_size, widths=tuple(sorted(widths)),
     )  # fmt: skip
 
 

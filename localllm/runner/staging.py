@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import runs_triton
+from localllm.kernels.launch import reads_lengths_on_device, runs_triton
 from localllm.kernels.layer_cache import DraftedInputs, StateStep
 from localllm.kernels.paged_attention import KVReads, WorkLists, splits_decodes, splitting
 from localllm.kernels.prepare_step import (
@@ -237,9 +237,7 @@ class StagedInputs:
 
     def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
         context = self._host_rows.context
-        if not runs_triton(
-            inputs.context_lens, "attention"
-        ):  # the twins read lengths on the host, which knows bounds of them
+        if not reads_lengths_on_device(inputs.context_lens):  # twins read them on the host, which knows bounds of them
             context = tuple(inputs.context_lens.tolist())
         return ForwardInputs(
             token_ids=inputs.token_ids,

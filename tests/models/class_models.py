@@ -106,6 +106,41 @@ _QWEN4 = {
     "ple_embed_dim": 64,
     "hc_lowrank": 16,
 }
+_GLM5_NEXT = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "indexer_types": ["full"] * 4,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+}
+_MINIMAX_M3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "index_n_heads": 2,  # as many as key heads
+    "index_head_dim": 16,
+    "index_block_size": 8,
+    "index_topk_blocks": 2,
+}
+_STEP = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "sliding_window": WINDOW,
+    "num_sliding_attention_heads": 6,  # windowed layers have more heads than the others
+    "moe_router_scaling_factor": 2.5,
+    "share_expert_dim": 40,
+    "swiglu_limits": [0.0, 0.0, 0.0, 0.4],
+    "swiglu_limits_shared": [0.0, 0.0, 0.5, 0.0],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_SECTIONS = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
+}
 _ZAMBA = {
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -125,6 +160,18 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 1.5}},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "first_k_dense_replace": 1},
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            *["compressed_sparse_attention"] * 2,
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 3,
+    },
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -137,6 +184,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gemma4_text": {"global_head_dim": 32},
+    "glm_ocr": _SECTIONS,
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [0]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -155,10 +204,22 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 16},
     "mimo_v2_flash": {"v_head_dim": 12},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "text_config": {"time_step_min": 1e-12}},
     "nemotron_h": {"time_step_min": 1e-12},  # its scan clamps the time step there, and its single step does not
+    "paddleocr_vl": _SECTIONS,
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
     "xmod": {"default_language": "en_XX"},
+    "glm5_next": {"text_config": _GLM5_NEXT},
+    "hy_v4": {
+        "num_hidden_layers": 4,
+        "layer_types": ["indexed_attention"] * 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "shared"],
+    },
+    "minimax_m3_vl": {"text_config": _MINIMAX_M3},
+    "minimax_m3_vl_text": _MINIMAX_M3,
+    "step3p7": {"text_config": _STEP},
     "zamba": _ZAMBA,
     "zamba2": {**_ZAMBA, "time_step_min": 1e-12},
     "zaya": {"num_experts_per_tok": 1},
@@ -214,6 +275,7 @@ def _shrunk(kind: Any, special: Mapping[str, Any]) -> dict[str, Any]:
         plain = vars(kind())
     except ValueError:  # some classes cannot be built with their defaults
         plain = vars(kind(**own))
+    own |= {name: value for name, value in special.items() if not hasattr(plain.get(name), "to_dict")}
     depth = next((plain[name] for name in DEPTHS if isinstance(plain.get(name), int)), 0)
     kept = _kept_layers(plain, depth)
     small: dict[str, Any] = {}

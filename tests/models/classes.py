@@ -93,7 +93,7 @@ def try_class(model_type: str, model_impl: str = "auto") -> Outcome:
         try:
             make_class_model(path, model_type)
             prompts = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length + 2) for length in LENGTHS]
-            reference = _reference(path, prompts)
+            reference = class_logits(path, prompts)
         except Exception as error:
             return Outcome("not buildable", _place(error))
         try:
@@ -148,7 +148,7 @@ def largest_difference(harness: Any, prompts: list[list[int]], reference: list[T
 
 
 @torch.inference_mode()
-def _reference(path: Path, prompts: list[list[int]]) -> list[Tensor]:
+def class_logits(path: Path, prompts: list[list[int]]) -> list[Tensor]:
     import transformers
 
     config = json.loads((path / "config.json").read_text())

@@ -18,6 +18,8 @@ RUN = (
     "jetmoe",  # keys that the class repeats for each chosen expert
     "mimo_v2_flash",  # twice the key heads in windowed layers, and narrower values
     "minicpm3",  # values narrower than keys
+    "deepseek_v4",  # compressed entries beside a window, and an indexer of them; several residual streams
+    "hy_v4",  # keys that an indexer chooses, for layers that share the choice; sinks
 )
 HYBRIDS = (
     "falcon_h1",  # attention and Mamba-2 side by side; a head that reads an attribute of the layers
@@ -30,16 +32,19 @@ HYBRIDS = (
 COMPOSITES = {
     "aria": "transformers",
     "exaone4_5": "own",
+    "glm5_next": "transformers",  # a linear attention, and keys that an indexer chooses by pools
     "idefics2": "own",  # its text part is named text_model
     "hyperclovax_vision_v2": "transformers",  # the whole model says that embeddings are tied
     "lfm3_vl": "transformers",
     "minicpmv4_7": "own",  # recurrent layers
+    "minimax_m3_vl": "transformers",  # blocks of keys that an indexer chooses; the whole model reads the stored names
+    "mistral_large4": "transformers",  # latents and choices that layers share
     "muse_glimmer": "own",
     "ovis2": "own",
+    "step3p7": "transformers",  # only the whole model has a class; more heads in windowed layers
 }
 REFUSED = {
     "trocr": r"TrOCRForCausalLM is not supported: its attention cannot be replaced",
-    "deepseek_v4": r"layers of type .*compressed",
     "llama4_text": r"layers of type chunked_attention",
     "mpt": r"MptForCausalLM is not supported: its attention cannot be replaced",
     "rwkv": r"type 'rwkv' are not supported.*no num_attention_heads",
@@ -63,13 +68,6 @@ def test_hybrids_run_through_their_classes(model_type: str) -> None:
 def test_a_model_that_no_family_lists_runs_by_its_text_part(model_type: str) -> None:
     outcome = try_class(model_type)
     assert outcome.kind == COMPOSITES[model_type], outcome.detail
-
-
-def test_a_text_part_stored_in_another_way_is_refused_by_name() -> None:
-    """transformers renames MiniMax M3's experts by the type of the whole model."""
-    outcome = try_class("minimax_m3_vl")
-    assert outcome.kind == "refused", outcome
-    assert "The text part of MiniMaxM3SparseForConditionalGeneration is not read alone" in outcome.detail
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

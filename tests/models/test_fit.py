@@ -43,17 +43,18 @@ def test_a_context_that_ends_before_the_trained_one_says_why() -> None:
         plan(short, NO_GPU, max_model_len=2049)
 
 
-def test_a_context_beyond_what_an_indexer_chooses_needs_a_cpu() -> None:
+def test_an_indexer_takes_memory_and_bounds_no_context() -> None:
     index = IndexSpec(2048, num_heads=4, head_dim=32, interleaved=False, layers=(True,) * LLAMA_8B.num_layers)
     latent = LatentSpec(512, 64, 128, 128, 256, index=index)
     spec = replace(LLAMA_8B, latent=latent, num_kv_heads=1, head_dim=576)
     assert plan(spec, NO_GPU).max_model_len > 2048
     made = plan(spec, gpu_machine(70, 80))
-    assert made.max_model_len == 2048
-    assert "--device cpu" in made.notes[0]
-    with pytest.raises(ConfigError, match="Beyond 2,048 tokens"):
-        plan(spec, gpu_machine(70, 80), max_model_len=4096)
+    assert made.max_model_len > 2048
     without = replace(spec, latent=replace(latent, index=None))
+    scores, positions = 2**24 * 4, made.max_num_batched_tokens * 2048 * 4
+    assert made.activation_bytes - plan(without, gpu_machine(70, 80)).activation_bytes in range(
+        1, scores + positions + 1
+    )
     assert kv_bytes_per_token(spec, "bfloat16") - kv_bytes_per_token(without, "bfloat16") == 32 * 32 * 2
     assert kv_bytes_per_token(spec, "int8") - kv_bytes_per_token(without, "int8") == 32 * 32 * 2
 

@@ -18,6 +18,7 @@ from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.kv_cache import KVCache
+from tests.models.class_models import make_class_model
 from tests.models.harness import Harness, assert_close, prompt, reference, reference_logits
 from tests.runner.harness import MAX_LEN, assert_same, knowing, serve, tokens_of
 
@@ -132,6 +133,29 @@ def test_the_cache_takes_the_planned_bytes(kv_dtype: str, tiny_model_path: Calla
     assert with_index is not None
     assert without is None
     assert with_index.dtype == (torch.float32 if kv_dtype == "float32" else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["deepseek_v4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax_m3_vl_text", "hy_v4"))],
+)
+def test_what_a_class_chooses_or_compresses_depends_on_the_request_alone(model_type: str, tmp_path: Path) -> None:
+    """Chunks, prefix hits, preemptions and drafts, where transformers' code reads what localllm keeps of each token."""
+    make_class_model(tmp_path, model_type)
+    spec = read_spec(tmp_path)
+    assert spec.implementation == "transformers"
+    model = load_model(tmp_path, spec, CPU, torch.float32, max_model_len=MAX_LEN)
+    few, again = make_requests()[:3], make_requests()[:3]
+    alone = {request.request_id: serve(model, spec, [request])[0][request.request_id] for request in few}
+    for request in again:
+        request.request_id = f"again {request.request_id}"
+    both = [*make_requests()[:3], *again]
+    told, scheduler = serve(model, spec, both, depth=2, num_blocks=17, step=20, speculates=True)
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.num_preemptions > 0
+    assert scheduler.recorder.prefix_cache_hits > 0
+    for name, outputs in told.items():
+        assert tokens_of(outputs) == tokens_of(alone[name.removeprefix("again ")]), name
 
 
 def make_requests() -> list[Request]:

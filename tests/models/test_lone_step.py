@@ -46,7 +46,7 @@ from tests.tiny import FAMILIES, VOCAB_SIZE
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 REFUSED = {
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "an indexer"),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), "an indexer"),
     "nemotron_h": "experts without a gate",
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",

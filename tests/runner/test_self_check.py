@@ -18,12 +18,14 @@ from localllm.engine.step import KernelFallBack
 from localllm.errors import CheckStoppedDevice, ConfigError, DoesNotFit
 from localllm.kernels import launch
 from localllm.kernels.checks import choose as choose_module
-from localllm.kernels.checks.case import Subject
+from localllm.kernels.checks import floats
+from localllm.kernels.checks.case import IndexReads, Subject
 from localllm.kernels.checks.choose import KernelChoice
 from localllm.kernels.checks.record import CheckRecord, RecordKey
 from localllm.kernels.checks.table import TABLE, KernelVariant
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options, launching_with
+from localllm.kernels.paged_attention import KVReads
 from localllm.kernels.paged_attention import device as attention
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import MemoryPlan, plan_memory
@@ -108,7 +110,7 @@ def test_the_whole_model_gives_the_same_logits_twice(model: Any, spec: ModelSpec
 
 
 @with_twins
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "deepseek_v2", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "deepseek_v2", "deepseek_v32", "qwen3_5", "mamba2"])
 def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[str], Path]) -> None:
     from localllm.models.loader import load_model
     from localllm.models.read_spec import read_spec
@@ -355,6 +357,32 @@ def test_a_right_gpu_passes(spec: ModelSpec) -> None:
     choice = check_device(EngineConfig(), CPU, DEFAULTS, subject)
     assert not choice.fall_backs
     assert choice.num_checked > 8
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        ("", None),
+        ("choose_on_device", lambda chosen: chosen + (chosen == 0).int()),
+        ("attend_on_device", lambda out: out * 1.1),
+    ],
+)
+def test_the_kernels_of_an_indexer_are_compared(
+    function: str, change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the shapes that are served; where one is wrong, PyTorch chooses keys and attends to them."""
+    reads = KVReads(4, (1, 8, 16, 24), torch.float32, None)
+    index = IndexReads(reads, rope_size=8, topk=20, num_heads=4, head_dim=16, dtype=torch.float32)
+    subject = Subject(CPU, torch.float32, max_model_len=70, indexer=index)
+    if function:
+        compute = getattr(floats, function)
+        monkeypatch.setattr(floats, function, lambda *given: change(compute(*given)))
+    (kernel,) = (each for each in TABLE if "indexer" in each.sources)
+    choice = choose_module.Chooser(subject, CheckRecord(None, KEY), DEFAULTS, table=(kernel,)).choose(with_model=True)
+    assert choice.num_checked == (2 if function == "attend_on_device" else 1 if function else 4)
+    assert bool(choice.fall_backs) == bool(function)
+    assert choice.options(DEFAULTS).without == ({"indexer"} if function else set())
 
 
 @needs_kernels

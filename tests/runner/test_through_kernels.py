@@ -14,7 +14,7 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.kernels import launch, linear
+from localllm.kernels import indexer, launch, linear
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import LaunchOptions
 from localllm.kernels.skinny_gemm import SkinnyProduct
@@ -25,6 +25,7 @@ from localllm.models.drafters.draft_model import DraftModel
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.drafters.opening import open_drafter, plan_drafter
 from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.models.layers import latent_attention
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
@@ -94,6 +95,30 @@ def test_families_far_from_llama(
         return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=2) for n in (1, 19)]
 
     check_kernels(model, spec, two, "replayed", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("glm_moe_dsa", "replayed"), pytest.param("deepseek_v32", "staged", marks=pytest.mark.slow)],
+)
+def test_contexts_beyond_what_an_indexer_chooses(
+    family: str, way: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 keys are chosen: a recorded step is replayed below, at and beyond that length; layers share a choice."""
+    spec = read_spec(tiny_model_path(family))
+    assert spec.index is not None
+    assert spec.index.topk == 24
+    model = load_model(tiny_model_path(family), spec, torch.device("cpu"), torch.float32, max_model_len=harness.MAX_LEN)
+    used: list[int] = []
+    choose = indexer.choose_on_device
+    monkeypatch.setattr(latent_attention, "choose_on_device", lambda *given: used.append(1) or choose(*given))
+
+    def two() -> list[Request]:
+        greedy = SamplingParams(temperature=0.0, max_tokens=4)
+        return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=4) for n in (22, 27)]
+
+    check_kernels(model, spec, two, way, monkeypatch)
+    assert used
 
 
 def test_windowed_layers_that_give_blocks_back(
@@ -189,16 +214,20 @@ def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monk
             )
 
 
-def test_a_latent_prediction_layer_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "length"), [("deepseek_v3", 9), ("deepseek_v32", 29)])
+def test_a_latent_prediction_layer_through_the_kernels(
+    family: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pairs of a text and one draft behind them, over one cache for keys and values: hidden states, logits and the
-    cache are those of the twins. No key of the first token is read: it is NaN."""
-    path = make_mtp_model(tmp_path, "deepseek_v3")
+    cache are those of the twins, also where an indexer chooses 24 keys. No key of the first token is read: it is
+    NaN."""
+    path = make_mtp_model(tmp_path, family)
     spec = read_spec(path)
     model = load_model(path, spec, torch.device("cpu"), torch.float32)
     assert isinstance(model, DecoderModel)
     plan = plan_drafter(path, "mtp", spec, path)
     drafter = open_drafter(plan, model, torch.device("cpu"), torch.float32, max_model_len=64)
-    table, features = torch.tensor([[3, 1]], dtype=torch.int32), torch.randn(9, spec.hidden_size)
+    table, features = torch.tensor([[3, 1, 2, 4]], dtype=torch.int32), torch.randn(length, spec.hidden_size)
 
     def pairs(first: int, count: int) -> ForwardInputs:
         places = torch.arange(first, first + count)
@@ -212,12 +241,13 @@ def test_a_latent_prediction_layer_through_the_kernels(tmp_path: Path, monkeypat
 
     @torch.inference_mode()
     def run() -> list[torch.Tensor]:
-        cache = KVCache(drafter.spec, (4,), BLOCK, torch.device("cpu"), "float32").layers
+        cache = KVCache(drafter.spec, (5,), BLOCK, torch.device("cpu"), "float32").layers
         (kv,) = cache
         assert kv is not None
-        kv.k.fill_(torch.nan)
-        hidden = drafter.extend(pairs(1, 9), cache, features)
-        drafted = drafter.step(pairs(10, 1), cache, hidden)
+        for tensor in kv.tensors():
+            tensor.fill_(torch.nan)
+        hidden = drafter.extend(pairs(1, length), cache, features)
+        drafted = drafter.step(pairs(1 + length, 1), cache, hidden)
         logits = drafter.logits(drafted)
         assert logits is not None
         return [hidden, drafted, logits, kv.k]

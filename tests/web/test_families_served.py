@@ -8,6 +8,8 @@ import pytest
 
 from tests.gguf_files import GGUF_SIZES, write_gguf
 from tests.gguf_hybrids import HYBRIDS, write_hybrid
+from tests.models.class_models import make_class_model
+from tests.models.classes import class_logits
 from tests.models.harness import prompt, reference, reference_greedy, reference_logits
 from tests.models.vision_models import VISION_MODELS as VISION
 from tests.models.vision_models import make_model
@@ -24,7 +26,8 @@ OTHERS = (
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
     "afmoe", "exaone_moe", "granite_moe_shared",
 )  # fmt: skip
-WITHOUT_GGUF = ("flex_olmo",)  # its tensors have no names in GGUF files
+BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "mistral_large4", "minimax_m3_vl", "step3p7", "mimo_v2_flash")
+WITHOUT_GGUF = ("axk2", "flex_olmo")  # their tensors have no names in GGUF files
 TOKENS, STEPS = prompt(40), 8
 
 
@@ -48,6 +51,17 @@ def answered(model: Path, folder: Path) -> list[int]:
 def test_a_family_answers_from_its_folder(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
     path = tiny_model_path(family)
     assert answered(path, tmp_path) == reference_greedy(reference(path), TOKENS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", BY_CLASS)
+def test_a_class_of_transformers_answers(model_type: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    make_class_model(path, model_type)
+    save_tiny_tokenizer(path)
+    ids = answered(path, tmp_path)
+    (logits,) = class_logits(path, [[*TOKENS, *ids]])
+    assert ids == logits[len(TOKENS) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.slow

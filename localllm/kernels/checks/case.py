@@ -18,6 +18,18 @@ from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.paged_attention import KVReads
 
+
+class IndexReads(NamedTuple):
+    """An indexer of a model, and the latents that its choice is read from; fixed while serving."""
+
+    reads: KVReads  # of a layer with an indexer; num_heads: of the whole layer
+    rope_size: int  # of the latent: its first numbers, which belong to the key alone
+    topk: int
+    num_heads: int  # of the indexer
+    head_dim: int
+    dtype: torch.dtype  # of index keys
+
+
 RMS_FACTOR, MAX_FACTOR = 1.5, 8.0
 """Limits of a kernel's error as multiples of torch's error in the same type: on average, and of a single number."""
 ROUNDINGS = {torch.float32: 32.0}
@@ -70,6 +82,7 @@ class Subject:
     record: Record | None = None  # None: no step is recorded
     products: tuple[CheckedProduct, ...] = ()
     attention: tuple[KVReads, ...] = ()
+    indexer: IndexReads | None = None
     block_size: int = 64
     hidden_size: int = 0
     widths: tuple[int, ...] = ()  # of gated activations

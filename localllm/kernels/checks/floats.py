@@ -7,15 +7,22 @@ Does not know: layers, the order of operations in a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.checks.case import Case, CheckedProduct, Subject, close_to
+from localllm.kernels.checks.case import Case, CheckedProduct, IndexReads, Judgement, Subject, close_to
 from localllm.kernels.gated import gated, gated_reference
+from localllm.kernels.indexer import (
+    attend_on_device,
+    attend_to_chosen,
+    choose_on_device,
+    chosen_rows,
+    queries_on_device,
+)
 from localllm.kernels.kv_format import UNIT, window_name
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import (
@@ -221,6 +228,86 @@ def _in_fp32(kv: LayerKV) -> LayerKV:
         factor = 1.0 if scale is None else scale[:, None, None, None] if scale.ndim == 1 else scale[..., None]
         wide.append(values.float() * factor)
     return LayerKV(wide[0], wide[1])
+
+
+def chosen_cases(subject: Subject) -> Iterator[Case]:
+    """Yield the choice of keys by an indexer, and attention to them, for rows of one token and for prompts."""
+    index = subject.indexer
+    if index is None or subject.max_model_len <= index.topk:
+        return
+    least = index.topk - 1
+    contexts = sorted({min(context, subject.max_model_len) for context in (1, 65, least, least + 2, 2 * least + 67)})
+    for queries in (1, 0):
+        lengths = [queries or min(context, TOKENS) for context in contexts]
+        yield from _chosen_cases(subject, index, contexts, lengths)
+
+
+def _chosen_cases(subject: Subject, index: IndexReads, contexts: list[int], lengths: list[int]) -> Iterator[Case]:
+    kv, table = _cache(subject, index.reads, contexts)
+    kv = LayerKV(kv.k, kv.k, kv.k_scale, kv.k_scale)
+    _, total, block_size, width = kv.k.shape
+    tokens = sum(lengths)
+    keys = subject.random(1, total, block_size, index.head_dim, dtype=torch.float32).to(index.dtype)
+    q = subject.random(tokens, index.num_heads, index.head_dim)
+    weights = subject.random(tokens, index.num_heads, dtype=torch.float32)
+    heads = subject.random(tokens, index.reads.num_heads, width)
+    positions = [context - n + i for context, n in zip(contexts, lengths, strict=True) for i in range(n)]
+    queries = queries_on_device(
+        table, torch.tensor(contexts, dtype=torch.int32, device=subject.device),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=subject.device),
+        torch.tensor(positions, device=subject.device),
+    )  # fmt: skip
+    rows = [row for row in chosen_rows(table, block_size, lengths, contexts, 0) if row is not None]
+
+    def scores() -> Tensor:
+        """Return [T, longest context] fp32; -inf: not seen."""
+        found = torch.full((tokens, contexts[-1]), float("-inf"), device=subject.device)
+        for row in rows:
+            own = keys[0].index_select(0, row.blocks).view(-1, index.head_dim)[: row.context_len].float()
+            products = torch.einsum("thd,kd->thk", q[row.tokens].to(index.dtype).float(), own).relu_()
+            found[row.tokens, : row.context_len] = torch.einsum("thk,th->tk", products, weights[row.tokens])
+        for token, position in enumerate(positions):
+            found[token, position + 1 :] = float("-inf")
+        return found
+
+    def chosen() -> list[Tensor]:
+        return [choose_on_device(q, weights, keys, queries, index.topk)]
+
+    def judge(results: Sequence[Tensor]) -> Judgement:
+        """Judge the scores of the chosen keys, each once, against the largest."""
+        (picked,), known = results, scores()
+        marked = torch.zeros(tokens, contexts[-1] + 1, dtype=torch.bool, device=subject.device)
+        marked[:, :-1].scatter_(1, picked.clamp(min=0).long(), True)
+        marked[:, 0] &= (picked == 0).any(1)
+        got = known.masked_fill(~marked[:, :-1], float("-inf")).topk(min(index.topk, contexts[-1])).values
+        best = known.topk(min(index.topk, contexts[-1])).values
+        if not torch.equal(got.isinf(), best.isinf()):
+            return Judgement(float("nan"), 0.0)
+        return close_to(lambda: best.nan_to_num(neginf=0.0), share=1e-3)([got.nan_to_num(neginf=0.0)])
+
+    named = f"{'1 query a row' if tokens == len(lengths) else 'prompts'}, {index.topk} keys"
+    yield Case(f"choice of {named}", chosen, judge)
+    some = torch.full((tokens, index.topk), -1, dtype=torch.int32)
+    for token, position in enumerate(positions):
+        own = torch.linspace(0, position, min(position + 1, index.topk)).int()
+        some[token, : len(own)] = own
+    some = some.to(subject.device)
+    scale = width**-0.5
+
+    def attended(kv: LayerKV, heads: Tensor) -> Tensor:
+        """Return what the twin gives."""
+        out = torch.zeros(tokens, index.reads.num_heads * width, dtype=heads.dtype, device=subject.device)
+        by_row = [some[row.tokens].long() for row in rows]
+        attend_to_chosen(heads, kv, rows, by_row, scale, out)
+        return out.view(tokens, -1, width)[:, :, index.rope_size :]
+
+    wide = _in_fp32(kv).k
+    yield Case(
+        f"attention to {named}, {_kind_of_reads(index.reads)}",
+        lambda: [attend_on_device(heads, kv, queries, some, scale, index.rope_size)],
+        close_to(lambda: attended(LayerKV(wide, wide), heads.float()), lambda: attended(kv, heads),
+                 _in_16_bits(index.reads)),
+    )  # fmt: skip
 
 
 def norm_cases(subject: Subject) -> Iterator[Case]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from localllm.kernels.checks.case import Case, Subject
 from localllm.kernels.checks.floats import (
     activation_cases,
+    chosen_cases,
     decode_cases,
     norm_cases,
     prefill_cases,
@@ -176,6 +177,7 @@ TABLE: tuple[CheckedKernel, ...] = (
         True,
         ("paged_attention",),
     ),
+    _kernel_or_twin("attention to chosen keys", "indexer", SLOW, chosen_cases, "indexer"),
     _kernel_or_twin("rotation", "rotation", "about 20 % slower", rotation_cases, "rotary_store_kv"),
     _kernel_or_twin("norms", "norms", "about 20 % slower", norm_cases, "rms_norm", "layer_norm"),
     _kernel_or_twin("activations", "activations", "about 10 % slower", activation_cases, "gated"),

@@ -53,7 +53,7 @@ from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, Group, Summed
 from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
-from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
 from localllm.models.spec.shard import Shard, in_width, kv_heads_of, local_spec, whole_shard
@@ -202,7 +202,7 @@ class DecoderBuilder:
                 norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
             )
             return PostNormLayer(kind, attention, after_attention, mlp, after_mlp)
-        input_norm = norm(f"{prefix}input_layernorm")
+        input_norm = self._gated_norm(f"{prefix}input_layernorm")
         if topology == "parallel_one_norm":
             return self._parallel(ParallelLayer(kind, input_norm, attention, None, mlp))
         if topology == "sandwich":
@@ -212,10 +212,12 @@ class DecoderBuilder:
                 norm(f"{prefix}post_{n}_layernorm", eps=eps) for n in ("attention", "feedforward")
             )
             return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
-        after_attention = norm(f"{prefix}post_attention_layernorm")
+        mixture = self.spec.mixture
+        is_gated = mixture is not None and mixture.is_in(index)
+        mlp_norm = (self._gated_norm if is_gated else norm)(f"{prefix}post_attention_layernorm")
         if topology == "parallel":
-            return self._parallel(ParallelLayer(kind, input_norm, attention, after_attention, mlp))
-        return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
+            return self._parallel(ParallelLayer(kind, input_norm, attention, mlp_norm, mlp))
+        return PreNormLayer(kind, input_norm, attention, mlp_norm, mlp)
 
     def _kind(self, index: int) -> LayerKind:
         spec = self.spec
@@ -247,6 +249,15 @@ class DecoderBuilder:
         assert factor == 1.0, "a bias would need the factor too"
         bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
         return LayerNorm(weight, bias, spec.eps)
+
+    def _gated_norm(self, stem: str) -> RMSNorm | LayerNorm | GatedNorm:
+        """Return a norm with a gate, if the family has such norms."""
+        rank, hidden = self.spec.norm.gate_rank, self.spec.hidden_size
+        if not rank:
+            return self.norm(stem)
+        plain, linear = self.norm(f"{stem}.norm"), self.weights.linear
+        assert isinstance(plain, RMSNorm)
+        return GatedNorm(plain, linear([f"{stem}.W_down"], (rank, hidden)), linear([f"{stem}.W_up"], (hidden, rank)))
 
     def _embedding_norm(self) -> RMSNorm | LayerNorm | None:
         if self.spec.embedding_norm == "unweighted":

@@ -2,8 +2,9 @@
 
 Canonical names, below `model.layers.N.`:
 
-    latent          self_attn.q_proj, or q_a_proj, q_a_layernorm and q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm,
-                    kv_b_proj, o_proj (DeepSeek's names), and of an indexer indexer.wq_b, wk, k_norm, weights_proj
+    latent          self_attn.q_proj, or q_a_proj, q_a_layernorm and q_b_proj;
+                    kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj (DeepSeek's names), and of an indexer
+                    indexer.wq_b, wk, k_norm, weights_proj
     short_conv      conv.in_proj, conv.conv, conv.out_proj
     gated_delta     linear_attn.in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log, dt_bias, norm, out_proj
     mamba2          mamba.in_proj, conv1d, A_log, dt_bias, D, norm, out_proj
@@ -52,7 +53,10 @@ def build_latent_attention(
     q_norm = q_up = None
     if not direct:
         q_norm = RMSNorm(weights.take([f"{prefix}q_a_layernorm.weight"], (q_rows,)), NORM_EPS)
-        q_up = weights.linear([f"{prefix}q_b_proj"], (heads * head, q_rows), order=_query_rows(latent, own))
+        rows, columns, order = heads * head, q_rows, _query_rows(latent, own)
+        if latent.gated:
+            rows, columns, order = rows + heads * latent.value_size, 2 * q_rows, _gated_query_rows(latent, own)
+        q_up = weights.linear([f"{prefix}q_b_proj"], (rows, columns), order=order)
     expanded = latent.nope_size + latent.value_size
     expansion = weights.take(
         [f"{prefix}kv_b_proj.weight"],
@@ -106,6 +110,14 @@ def _query_rows(latent: LatentSpec, heads: range) -> Tensor:
     size = latent.nope_size + latent.rope_size
     head = torch.cat((latent.nope_size + _rope_order(latent), torch.arange(latent.nope_size, device="cpu")))
     return (torch.arange(heads.start, heads.stop, device="cpu")[:, None] * size + head).flatten()
+
+
+def _gated_query_rows(latent: LatentSpec, heads: range) -> Tensor:
+    """Return the row order of these heads' queries, then their gates: stored head by head."""
+    size, stored = latent.nope_size + latent.rope_size, latent.nope_size + latent.rope_size + latent.value_size
+    queries, each = _query_rows(latent, heads), torch.arange(heads.start, heads.stop, device="cpu")[:, None]
+    gates = each * stored + torch.arange(size, stored, device="cpu")
+    return torch.cat((queries // size * stored + queries % size, gates.flatten()))
 
 
 def _key_rows(latent: LatentSpec) -> Tensor:

@@ -1,11 +1,14 @@
-"""DeepSeek-V2 to V3.2, models trained with V3's code, and dots.llm1.
+"""DeepSeek-V2 to V3.2, models trained with V3's code, A.X K2, and dots.llm1.
 
 DeepSeek-V2 and V2-Lite, V3, Moonlight, GLM-4.7-Flash: latent attention, with one cached key and value for all heads,
 and many small experts beside shared ones; the first layers are dense (arXiv:2405.04434). V3 scores experts by sigmoids
 with a correction for the choice, in groups (arXiv:2412.19437).
 DeepSeek-V3.2 and GLM-5 add an indexer that chooses the index_topk earlier tokens to attend to (arXiv:2512.02556). Up to
-index_topk tokens it chooses all of them, and attention is V3's: there the context ends on a GPU, and of a GGUF file
-without the indexer. In GLM-5.2 most layers attend to what an earlier layer has chosen (arXiv:2603.12201).
+index_topk tokens it chooses all of them, and attention is V3's: there the context of a GGUF file without the indexer
+ends. The indexer's kernels have not run on a GPU yet. In GLM-5.2 most layers attend to what an earlier layer has chosen
+(arXiv:2603.12201).
+A.X K2 is DeepSeek-V3.2 with a gate on what attention returns, made with the queries from their latent before and after
+its norm, and low-rank gates on the norms before attention and before experts (SK Telecom, 2026).
 dots.llm1 (142B-A14B): the attention of Qwen3 with the mixture of DeepSeek-V3 (arXiv:2506.05767).
 """
 
@@ -18,7 +21,7 @@ from typing import Any
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.spec.family import DEEPSEEK_MTP, Config, Family, Storage, windowed_layers
-from localllm.models.spec.fields import size
+from localllm.models.spec.fields import NormSpec, number, size
 from localllm.models.spec.gguf import (
     EXPERT_GROUPS,
     FINE_EXPERTS,
@@ -74,6 +77,12 @@ def _indexed(config: Config, *, interleaved: bool) -> dict[str, Any]:
         "does not contain the indexer."
     )
     return {**differences, "max_position": most, "context_limit": limit}
+
+
+def _axk2(config: Config) -> dict[str, Any]:
+    differences = _indexed(config, interleaved=False)
+    norm = NormSpec(number(config, "rms_norm_eps"), gate_rank=size(config, "gated_norm_rank"))
+    return {**differences, "latent": replace(differences["latent"], gated=True), "norm": norm}
 
 
 def _with_indexer(config: Config) -> tuple[bool, ...]:
@@ -219,7 +228,7 @@ GLM_LITE = Family(
     note=_PREDICTION,
     mtp=DEEPSEEK_MTP,
 )
-_INDEXED_NOTE = f"on a GPU up to index_topk tokens; {_PREDICTION}"
+_INDEXED_NOTE = f"its indexer has not run on a GPU yet; {_PREDICTION}"
 V32 = Family(
     "DeepSeek-V3.2",
     ("DeepseekV32ForCausalLM",),
@@ -247,6 +256,24 @@ GLM5 = Family(
     note=_INDEXED_NOTE,
     mtp=DEEPSEEK_MTP,
     gguf={"glm-dsa": GGUFFacts("GlmMoeDsaForCausalLM", _GGUF_INDEXED, _gguf_indexed)},
+)
+
+AXK2 = Family(
+    "A.X K2",
+    ("AXK2ForCausalLM",),
+    _axk2,
+    {
+        **_V3_DEFAULTS,
+        "first_k_dense_replace": 1,
+        "n_group": None,
+        "topk_group": None,
+        "index_topk": 2048,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "gated_norm_rank": 16,
+    },
+    storage=STORAGE,
+    note="its indexer has not run on a GPU yet",
 )
 
 

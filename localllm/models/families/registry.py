@@ -98,6 +98,7 @@ FAMILIES = (
     deepseek.V32,
     deepseek.GLM_LITE,
     deepseek.GLM5,
+    deepseek.AXK2,
     glm.SOLAR,
     ernie.FAMILY,
     deepseek.DOTS1,

@@ -263,7 +263,12 @@ class StepMemory:
             wide = self._stream(4, q)
         if self.on_gpu:
             wide = self.max_num_seqs * SPLITS * (q + 2 * spec.num_heads) * 4  # partial sums
+            wide += 0 if spec.index is None else self._chosen_keys(spec.index.topk)
         return self._stream(3) + self._stream(1, qk) + self._stream(1, q) + wide
+
+    def _chosen_keys(self, topk: int) -> int:
+        """Return the bytes of the keys that an indexer chooses on a GPU: scores of all keys, then positions."""
+        return INDEX_NUMBERS * 4 + self.max_num_batched_tokens * topk * 4
 
     def _masks(self, context: int) -> int:
         """Return the bytes of the masks, which a CPU builds for a whole chunk once for all layers, in fp32."""

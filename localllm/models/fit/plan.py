@@ -84,8 +84,6 @@ def make_plan(
     hardware: memory as it was before the load.
     """
     load_method(config.quantization, spec.quantization)  # raises for a combination that is unsupported
-    if config.device != "cpu" and any(gpu.is_supported for gpu in hardware.gpus):
-        spec = _of_indexer(spec)
     _check_position_limit(config, spec)
     if spec.source is not None:
         config = _of_encoder_decoder(config, spec)
@@ -110,18 +108,6 @@ def _of_encoder_decoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
             hint = "--device cpu, or leave the flag out." if name == "device" else "Leave the flag out."
             raise UnsupportedOption(f"{flag} is not supported for {spec.architecture}.", why, hint, param=name)
     return replace(config, device="cpu")
-
-
-def _of_indexer(spec: ModelSpec) -> ModelSpec:
-    """Return the spec for a GPU, where a context ends with the tokens that an indexer chooses."""
-    index = spec.index
-    if index is None or spec.max_position <= index.topk:
-        return spec
-    limit = (
-        f"Beyond {format_count(index.topk)} tokens this model attends only to those that its indexer chooses, which is "
-        "supported with --device cpu."
-    )
-    return replace(spec, max_position=index.topk, context_limit=limit)
 
 
 def _check_deterministic(plan: MemoryPlan) -> MemoryPlan:

@@ -22,7 +22,7 @@ from torch import Tensor
 from localllm.kernels.cpu.attention import cache_fields, reads_cache
 from localllm.kernels.cpu.native.structures import Activation, HeadNorm, HeadsMade, NativeAttention
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
-from localllm.kernels.indexer import ChosenRow, chosen_rows
+from localllm.kernels.indexer import ChosenRow, DeviceQueries, chosen_rows, queries_on_device
 from localllm.kernels.launch import runs_triton
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, RawHeads, paged_attention, plan_attention, rotates_heads
@@ -166,15 +166,15 @@ class SourceStep:
 
 @dataclass(slots=True)
 class ChosenKeys:
-    """The keys that the last indexer of a step has chosen for each row: positions [count, topk]."""
+    """The keys that the last indexer of a step has chosen: positions [count, topk] for each row, or for all queries."""
 
-    positions: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] | Tensor = field(default_factory=list)
 
 
 class SparseStep(NamedTuple):
-    """The rows of a step that attend to chosen keys, and the choice, which all layers share."""
+    """The queries of a step that attend to chosen keys, and the choice, which all layers share."""
 
-    rows: Sequence[ChosenRow]
+    queries: Sequence[ChosenRow] | DeviceQueries  # some rows for the twin, all queries for kernels
     choice: ChosenKeys
     first_key: int = 0  # keys before this position are not chosen
 
@@ -184,8 +184,15 @@ def sparse_step(
 ) -> tuple[SparseStep | None, ForwardInputs]:
     """Return the step's rows that attend to chosen keys, None if all see at most `topk`, and the inputs from which the
     attention of the other rows is planned. In these, such rows are as short as they can be: their results are
-    overwritten. On a GPU no context is longer than `topk` (models/fit/plan.py)."""
-    if runs_triton(group.block_table, "attention") or max(inputs.context_lens_host, default=0) <= topk:
+    overwritten. Kernels compute every query by its chosen keys, unless no context can be longer than `topk`."""
+    if runs_triton(group.block_table, "indexer"):
+        if group.block_table.shape[1] * block_size <= topk:
+            return None, inputs
+        queries = queries_on_device(
+            group.block_table, inputs.context_lens, inputs.cu_seqlens_q, inputs.positions, inputs.first_key
+        )
+        return SparseStep(queries, choice, inputs.first_key), inputs
+    if max(inputs.context_lens_host, default=0) <= topk:
         return None, inputs
     firsts, drafts = None, inputs.decode_queries > 1
     if drafts:  # queries beyond the context are padding

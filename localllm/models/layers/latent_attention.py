@@ -21,7 +21,13 @@ from torch import Tensor
 
 from localllm.kernels.cpu.attention import cache_fields, reads_cache
 from localllm.kernels.cpu.native.structures import HeadsMade, NativeAttention
-from localllm.kernels.indexer import attend_to_chosen, choose_keys
+from localllm.kernels.indexer import (
+    DeviceQueries,
+    attend_on_device,
+    attend_to_chosen,
+    choose_keys,
+    choose_on_device,
+)
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.linear import linear
@@ -59,8 +65,11 @@ class Indexer:
         if step.sparse is not None:
             factor = (q.shape[1] * q.shape[2]) ** -0.5
             weights = self.weights(x).float().mul_(factor)
-            rows, choice, first_key = step.sparse
-            choice.positions = choose_keys(q, weights, kv.index_keys, rows, self.topk, first_key)
+            queries, choice, first_key = step.sparse
+            if isinstance(queries, DeviceQueries):
+                choice.positions = choose_on_device(q, weights, kv.index_keys, queries, self.topk)
+            else:
+                choice.positions = choose_keys(q, weights, kv.index_keys, queries, self.topk, first_key)
 
 
 class LatentAttention:
@@ -82,7 +91,8 @@ class LatentAttention:
     ) -> None:
         self.sizes, self.indexer = sizes, indexer
         self.down = down  # queries or their latents, then the key's rotated dimensions, then its latent
-        self.q_norm, self.q_up = q_norm, q_up  # expand a query's latent; each head's rotated dimensions come first
+        self.q_norm, self.q_up = q_norm, q_up  # expand a query's latent; each head's rotated dimensions come first;
+        # behind the queries come the gates of all heads' values, if there are any
         self.kv_norm = kv_norm
         self.to_latent = to_latent  # [heads, latent, nope]
         self.from_latent = from_latent  # [heads, value, latent]
@@ -94,12 +104,17 @@ class LatentAttention:
         rope, num_heads = self.sizes.rope_size, len(self.to_latent)
         projected = self.down(x)
         q, key = projected.split([projected.shape[1] - self.sizes.cached_size, self.sizes.cached_size], dim=1)
+        gates = None
         if self.q_up is not None and self.q_norm is not None:
             q_latent = self.q_norm(q)
             if self.indexer is not None:
                 self.indexer(x, q_latent, kv, step)
-            q = self.q_up(q_latent)
-        q = q.view(len(x), num_heads, -1)
+            if self.sizes.gated:
+                queries = num_heads * (rope + self.sizes.nope_size)
+                q, gates = self.q_up(torch.cat((q_latent, q), dim=1)).tensor_split([queries], dim=1)
+            else:
+                q = self.q_up(q_latent)
+        q = q.unflatten(1, (num_heads, -1))
         heads = x.new_empty((len(x), num_heads + 1, self.sizes.cached_size))  # the queries of each head, then the key
         heads[:, :-1, :rope] = q[:, :, :rope]
         heads[:, :-1, rope:] = _each_head(q[:, :, rope:], self.to_latent)
@@ -110,14 +125,24 @@ class LatentAttention:
         del heads
         if step.query_scale is not None:
             q.mul_(step.query_scale)
-        attended = self._attend(q, kv, step).view(len(x), num_heads, -1)
-        return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
+        if step.sparse is not None and isinstance(step.sparse.queries, DeviceQueries):
+            chosen = step.sparse.choice.positions
+            assert isinstance(chosen, Tensor), "all queries have been chosen for at once"
+            attended = attend_on_device(q, kv, step.sparse.queries, chosen, self.scale, rope)
+        else:
+            attended = self._attend(q, kv, step).view(len(x), num_heads, -1)[:, :, rope:]
+        values = _each_head(attended, self.from_latent).flatten(1)
+        if gates is not None:
+            values = (values.float() * gates.float().sigmoid()).to(values.dtype)
+        return self.out(values)
 
     def write(self, writer: Writer, kind: Any, kv: LayerKV, norm: Any) -> None:
         """Write the operations up to the last projection; the result is in the writer's buffer `attended`. The query
         heads are split into parts of equal size, which threads take."""
         if self.indexer is not None:
             raise NotSupportedNatively("an indexer")
+        if self.sizes.gated:
+            raise NotSupportedNatively("gates of latent attention")
         if not reads_cache(kv):
             raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         sizes, heads = self.sizes, len(self.to_latent)
@@ -162,7 +187,10 @@ class LatentAttention:
         ]
         out = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
         if step.sparse is not None:
-            attend_to_chosen(q, kv, step.sparse.rows, step.sparse.choice.positions, self.scale, out)
+            queries, choice, _ = step.sparse
+            assert not isinstance(queries, DeviceQueries), "kernels compute such queries"
+            assert isinstance(choice.positions, list), "each row has been chosen for"
+            attend_to_chosen(q, kv, queries, choice.positions, self.scale, out)
         return out
 
 

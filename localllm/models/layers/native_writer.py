@@ -37,7 +37,7 @@ from localllm.kernels.layer_cache import LayerCache, LayerKV, LayerState
 from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLinear
-from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.spec.model_spec import ModelSpec
 
 ACTIVATIONS = {
@@ -328,6 +328,8 @@ class Writer:
         return [held.matrix for held in matrices]
 
     def normed_by(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:
+        if isinstance(norm, GatedNorm):
+            raise NotSupportedNatively("gated norms")
         if norm is None:
             return NativeNorm(NormKind.NONE)
         bias = norm.bias if isinstance(norm, LayerNorm) else None

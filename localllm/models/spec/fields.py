@@ -54,6 +54,7 @@ class NormSpec:
     bias: bool = False
     plus_one: bool = False  # weights are stored as w - 1 (Gemma, Nemotron)
     after_eps: float | None = None  # of the norms after a part; None: eps (Muse Glimmer)
+    gate_rank: int = 0  # norms before attention and before experts are gated, through so many numbers; 0: none (A.X K2)
 
 
 def layer_norm(config: Mapping[str, Any], eps_name: str, *, bias: bool = True) -> NormSpec:

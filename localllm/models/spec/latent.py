@@ -41,6 +41,9 @@ class LatentSpec:
     value_size: int  # dimensions of one head's values
     q_latent_size: int | None = None  # size of the queries' own latent, if they have one
     interleaved: bool = True  # stored rows: neighbouring dimensions rotate together
+    gated: bool = False
+    """Queries are made from their latent before and after its norm, with a gate for each number of a head's output,
+    whose rows follow the head's query in q_b_proj (A.X K2)."""
     index: IndexSpec | None = None  # None: queries attend to all keys
 
     @property

@@ -172,6 +172,8 @@ class ModelSpec:
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
     recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, instead of attention
+    layer_index_sizes: tuple[int, ...] = ()
+    """Per layer the numbers of a key by which blocks of keys are chosen, 0: none; empty: none in any (MiniMax M3)."""
     layer_kinds: tuple[LayerPart, ...] = ()  # per layer what mixes tokens; empty: attention
     mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None
@@ -290,6 +292,8 @@ def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
 
 def index_size(spec: ModelSpec, layer: int) -> int:
     """Return the numbers of the index key that a layer keeps for each token; 0: it has no indexer."""
+    if spec.layer_index_sizes:
+        return spec.layer_index_sizes[layer]
     return spec.index.head_dim if spec.index is not None and spec.index.layers[layer] else 0
 
 

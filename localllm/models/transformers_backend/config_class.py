@@ -29,15 +29,16 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
 
 def load_causal_config(path: Path, architecture: str, *, trust_remote_code: bool) -> Any:
     """Return the config that `AutoModelForCausalLM` takes: the checkpoint's, or its text part's if the model reads more
-    than text. Raises `UnsupportedModel` if neither has such a class."""
+    than text; so, too, if only the whole model has a class. Raises `UnsupportedModel` if there is none."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     names = [kind.__name__ for kind in causal_classes(config)]
     if architecture in names or is_remote:
         return config
     text = text_part(config)
-    if text is not config and causal_classes(text):
-        text.tie_word_embeddings = config.tie_word_embeddings
+    if text is not config and (causal_classes(text) or architecture in whole_names(config)):
+        tied = getattr(text, "tie_word_embeddings", False)
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", tied)
         return text
     kind = getattr(config, "model_type", "?")
     instead = f"of type {kind!r} it has {', '.join(names)}" if names else f"it has none of type {kind!r}"
@@ -59,6 +60,14 @@ def causal_classes(config: Any) -> list[type[Any]]:
 
     known = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return [kind for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None]
+
+
+def whole_names(config: Any) -> list[str]:
+    """Return the names of the classes of transformers that answer about pictures with this config."""
+    from transformers import AutoModelForImageTextToText
+
+    known = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    return [kind.__name__ for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None]
 
 
 def _translated(path: Path, error: Exception) -> ModelError:

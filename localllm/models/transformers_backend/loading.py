@@ -67,7 +67,7 @@ def _cache(spec: ModelSpec, layer: int, num_blocks: int, device: torch.device, d
     kv = state = None
     if part in ("attention", "both"):
         keys = torch.zeros(shape, dtype=dtype, device=device)
-        index = torch.zeros(*shape[:3], index_size(spec, layer), dtype=dtype, device=device)
+        index = torch.zeros(1, *shape[1:3], index_size(spec, layer), dtype=dtype, device=device)
         kv = LayerKV(keys, keys if spec.latent is not None else torch.zeros_like(keys), index_keys=index)
     if part in ("recurrent", "both"):
         assert recurrent is not None, "recurrent layers have sizes"

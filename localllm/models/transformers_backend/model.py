@@ -22,7 +22,7 @@ from localllm.models.inputs import ForwardInputs
 from localllm.models.spec.model_spec import ModelSpec, group_of_layers
 from localllm.models.transformers_backend.attention import Step, replace_attention
 from localllm.models.transformers_backend.mixers import find_mixers, run_by_rows
-from localllm.models.transformers_backend.module import use_device_layouts
+from localllm.models.transformers_backend.module import keep_decoder, use_device_layouts
 from localllm.models.transformers_backend.spec import first_position
 
 
@@ -84,6 +84,8 @@ class TransformersModel:
         self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
         self._first_position = first_position(module.config)
         self._step = Step(spec, group_of_layers(spec))
+        is_whole = spec.text_type not in ("", module.config.model_type)
+        self._layers = keep_decoder(module) if is_whole else module.base_model
         mixers = find_mixers(module, spec.architecture)
         replace_attention(module, self._step)
         self._give_positions(module)
@@ -119,9 +121,7 @@ class TransformersModel:
         step.inputs, step.caches, step.plans = inputs, cache, {}
         step.all_slots_valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         try:
-            out = self.module.base_model(
-                **self._tokens(inputs), position_ids=positions[None], use_cache=False, return_dict=True
-            )
+            out = self._layers(**self._tokens(inputs), position_ids=positions[None], use_cache=False, return_dict=True)
         finally:
             step.inputs, step.caches, step.plans = None, (), {}
         hidden: Tensor = out.last_hidden_state[0]

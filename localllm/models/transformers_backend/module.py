@@ -22,7 +22,13 @@ from localllm.models.families.text_part import WITHIN
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.linear import Linear
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.transformers_backend.config_class import causal_classes, first_line, load_causal_config
+from localllm.models.transformers_backend.config_class import (
+    causal_classes,
+    first_line,
+    load_causal_config,
+    load_config,
+    whole_names,
+)
 
 _TEXT_PART = re.compile(rf"{WITHIN}(?:model\.)?(.*)")
 """Names of tensors of a text part."""
@@ -31,19 +37,29 @@ _TEXT_PART = re.compile(rf"{WITHIN}(?:model\.)?(.*)")
 def load_module(
     path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> Any:
-    """Load the causal language model of folder `path` with eager attention onto the device."""
-    from transformers import AutoModelForCausalLM
+    """Load the causal language model of folder `path` with eager attention onto the device. If only the whole model has
+    a class, or reads the stored names, the whole model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = load_causal_config(path, spec.architecture, trust_remote_code=trust_remote_code)
     # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     if config.model_type == spec.text_type:
+        whole = load_config(path, trust_remote_code=trust_remote_code)
+        has_whole = spec.architecture in whole_names(whole)
         try:
-            module = read_module(causal_classes(config)[0], path, config, dtype, state=_text_tensors(path), **options)
+            if not causal_classes(config):
+                module = read_module(AutoModelForImageTextToText, path, whole, dtype, **options)
+            else:
+                state = _text_tensors(path)
+                module = read_module(causal_classes(config)[0], path, config, dtype, state=state, **options)
         except CorruptModel as error:
-            what = f"The text part of {spec.architecture} is not read alone."
-            raise UnsupportedModel(what, f"{error.what} {error.why}") from error
+            if has_whole and causal_classes(config):
+                module = read_module(AutoModelForImageTextToText, path, whole, dtype, **options)
+            else:
+                what = f"The text part of {spec.architecture} is not read alone."
+                raise UnsupportedModel(what, f"{error.what} {error.why}") from error
     else:
         module = read_module(AutoModelForCausalLM, path, config, dtype, **options)
     _remove_floor_of_time_steps(module)
@@ -144,12 +160,27 @@ def _quiet() -> Iterator[None]:
 
 
 def module_on_meta(path: Path, architecture: str, *, trust_remote_code: bool) -> Any:
-    """Build the same model on `meta`: tensors have shapes only."""
-    from transformers import AutoModelForCausalLM
+    """Build the same model on `meta`: tensors have shapes only. Of a whole model only what answers."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = load_causal_config(path, architecture, trust_remote_code=trust_remote_code)
+    whole = load_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
+        if config.model_type != whole.model_type and not causal_classes(config):
+            module = AutoModelForImageTextToText.from_config(whole)
+            keep_decoder(module)
+            return module
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def keep_decoder(module: Any) -> Any:
+    """Return the layers of a whole model, and take away what reads pictures and sound. The whole model's head stays,
+    and with it all that its code does to logits."""
+    decoder, base = module.get_decoder(), module.base_model
+    for name, part in list(base.named_children()):
+        if all(inner is not decoder for inner in part.modules()):
+            delattr(base, name)
+    return decoder
 
 
 class _DeviceLinear(nn.Module):

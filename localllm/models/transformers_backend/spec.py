@@ -26,6 +26,10 @@ _PARTS: dict[str, LayerPart] = {
     "hybrid_sliding": "both",
     "mlp": "mlp",
     "moe": "moe",
+    "minimax_m3_sparse": "attention",
+    "indexed_attention": "attention",
+    "compressed_sparse_attention": "attention",
+    "heavily_compressed_attention": "attention",
 }
 """What mixes tokens in a layer, by the kinds of layers that configs name. Others are not supported."""
 _WINDOWED = ("sliding_attention", "hybrid_sliding")
@@ -100,11 +104,27 @@ def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
     if not any(part in ("attention", "both") for part in parts):
         raise UnsupportedModel(f"{architecture} is not supported.", "None of its layers has attention.")
     windowed = tuple(kind in _WINDOWED for kind in kinds)
+    indexed = tuple(_index_size(config, layer, kind) for layer, kind in enumerate(kinds))
     return {
+        "layer_index_sizes": indexed if any(indexed) else (),
         "layer_kinds": () if set(parts) == {"attention"} else parts,
         "layer_is_windowed": windowed if any(windowed) else (),
         "sliding_window": _window(config, architecture, windowed) if any(windowed) else None,
     }
+
+
+def _index_size(config: Any, layer: int, kind: str) -> int:
+    """Return the numbers that a layer's indexer or compressor keeps for each token; 0: it has none."""
+    if kind == "heavily_compressed_attention":
+        return 2 * _whole(config, "head_dim")  # a value and its gate
+    if kind == "compressed_sparse_attention":  # twice, since windows overlap; the indexer's beside them
+        return 4 * (_whole(config, "head_dim") + _whole(config, "index_head_dim"))
+    if kind not in ("minimax_m3_sparse", "indexed_attention"):
+        return 0
+    if (getattr(config, "indexer_types", None) or ["full"] * (layer + 1))[layer] != "full":
+        return 0
+    size = _whole(config, "index_head_dim")
+    return 2 * size + 1 if getattr(config, "index_kpool", None) else size  # a key, its gate, and whether it is there
 
 
 def _window(config: Any, architecture: str, windowed: tuple[bool, ...]) -> int:
@@ -144,7 +164,7 @@ def _kv_shape(layer: Any, kind: str) -> tuple[int, int]:
     if layer.model_type == "mimo_v2_flash" and kind in _WINDOWED:
         return 2 * _whole(layer, "num_key_value_heads"), _whole(layer, "head_dim")
     if getattr(layer, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
-        return heads, _whole(layer, "qk_nope_head_dim") + _whole(layer, "qk_rope_head_dim")
+        return heads, _whole(layer, "qk_nope_head_dim") + (layer.qk_rope_head_dim or 0)
     width = _whole(layer, "head_dim", _whole(layer, "hidden_size") // heads)
     return _whole(layer, "num_key_value_heads", heads), width
 
