@@ -122,6 +122,7 @@ VERBS = {
     "pin": ("cli.running:pin", "pin a model, so that it is never unloaded for another"),
     "keys": ("cli.keys:keys", "manage API keys of this machine's server, each with a name and a scope"),
     "kv": ("cli.kv:kv", "list or delete the KV blocks of models that are kept on disk"),
+    "experts": ("cli.kv:experts", "list or delete the experts that models read from disk"),
     "config": ("cli.config:show_config", "show the settings in force, and where each comes from"),
     "version": ("cli.config:show_versions", "show the versions of localllm and its main packages"),
     "completion": ("setup.completion:print_script", "print or install a shell completion script"),

@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localllm.config.flags import add_engine_flags, add_model, settings_from
 from localllm.errors import DoesNotFit
@@ -17,7 +16,7 @@ from localllm.terminal import print_table
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
-    from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
+    from localllm.models.fit import Estimate, RankPlan
     from localllm.models.library.about import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
 
@@ -32,6 +31,7 @@ def fit(options: argparse.Namespace) -> int:
     """Print the estimates. Return exit code 4 if the model does not fit on the device that `up` would use."""
     from localllm.machine.hardware import read_hardware
     from localllm.models.fit.checkpoint import estimate_measured
+    from localllm.models.fit.estimate import fit_facts
     from localllm.models.library.about import inspect_checkpoint
     from localllm.serving.drafters import with_drafter
 
@@ -39,7 +39,7 @@ def fit(options: argparse.Namespace) -> int:
     with inspect_checkpoint(config.model, config.revision) as found:
         spec, estimates = estimate_measured(found.path, config, read_hardware(), with_drafter)
     if options.json:
-        print(json.dumps(fit_facts(found, spec, estimates), indent=2))
+        print(json.dumps(fit_facts(found.name, spec, found.download_bytes, estimates), indent=2))
     else:
         _tell(found, spec, estimates)
     return 0 if estimates[0].plan is not None else DoesNotFit.exit_code
@@ -85,60 +85,9 @@ def _tell_device(each: Estimate, *, several: bool) -> None:
             print(f"Try: {each.error.hint}")
     for note in each.plan.notes if each.plan else ():
         print(f"\n{lead}{note}")
+    if each.placements:
+        print(f"\n{lead}Experts in RAM:")
+        print_table(option_rows(each.placements))
     if each.options:
         print(f"\n{lead}Flags that give more:")
         print_table(option_rows(each.options))
-
-
-# ---- for programs ----------------------------------------------------------------------------------------------------
-
-
-def fit_facts(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> dict[str, Any]:
-    return {
-        "model": found.name,
-        "architecture": spec.architecture,
-        "max_position": spec.max_position,
-        "download_bytes": found.download_bytes or 0,
-        "devices": [_device_facts(each) for each in estimates],
-    }
-
-
-def _device_facts(each: Estimate) -> dict[str, Any]:
-    return {
-        "device": each.device,
-        "name": each.name,
-        "is_chosen": each.is_chosen,
-        "verdict": each.verdict,
-        "error": str(each.error) if each.error else None,
-        "max_model_len": each.plan.max_model_len if each.plan else None,
-        "tokens_per_s": each.speed.decode if each.speed else None,
-        "predicted": asdict(each.speed) if each.speed else None,
-        "kv_bytes_per_token": each.kv_token_bytes,
-        "kv_groups": [group._asdict() for group in each.cost.groups],
-        "state_bytes_per_request": each.cost.state_bytes,
-        "state_layers": each.cost.state_layers,
-        "request_bytes": {str(length): size for length, size in each.request_bytes.items()},
-        "concurrency": {str(length): number for length, number in each.concurrency.items()},
-        "plan" if each.plan else "needs": _plan_facts(each.needs),
-        "options": [_option_facts(option) for option in each.options],
-    }
-
-
-def _plan_facts(plan: MemoryPlan) -> dict[str, Any]:
-    """Return a plan's fields. A range becomes its first number and the one after its last."""
-    ranks = []
-    for rank in plan.ranks:
-        shard = asdict(rank.shard)
-        cut = {name: [each.start, each.stop] for name, each in shard.items() if isinstance(each, range)}
-        ranks.append(asdict(rank) | {"shard": shard | cut})
-    return asdict(plan) | {"ranks": ranks}
-
-
-def _option_facts(option: FitOption) -> dict[str, Any]:
-    return {
-        "flags": option.flags,
-        "changes": dict(option.changes),
-        "max_model_len": option.context,
-        "concurrency": round(option.concurrency, 2),
-        "cost": option.cost,
-    }

@@ -1,6 +1,9 @@
-"""`localllm kv list | clear [MODEL]`: show or delete the KV blocks that servers of this user keep on disk.
+"""The files that servers of this user keep on disk beside models: list or delete them.
 
-Blocks can be turned back into the text of chats. Does not know: when blocks are written (engine/memory/tiers.py).
+    localllm kv list | clear [MODEL]        KV blocks, which can be turned back into the text of chats
+    localllm experts list | clear [FILE]    experts of models that are larger than RAM
+
+Does not know: when blocks are written (engine/memory/tiers.py).
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from localllm.config.flags import add_json
 from localllm.config.resolve import resolve
 from localllm.errors import ConfigError, NotWritable
 from localllm.terminal import print_table
-from localllm.units import format_bytes
+from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from localllm.engine.memory.block_stores import KeptModel
+    from localllm.files.record_file import KeptRecords
 
 
 def kv_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,4 +81,66 @@ def _clear(options: argparse.Namespace, folder: Path, found: list[KeptModel]) ->
 
 
 def _date(model: KeptModel) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(model.used_s)) if model.num_blocks else "-"
+    return _day(model.used_s) if model.num_blocks else "-"
+
+
+def experts_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "clear"), nargs="?", default="list", help="without it: list")
+    help = "with clear: only this file, as list shows it; without it all that no loaded model reads"
+    parser.add_argument("file", nargs="?", metavar="FILE", help=help)
+    add_json(parser)
+
+
+def experts(options: argparse.Namespace) -> int:
+    """List or delete the files of experts. Raises `ConfigError` for a file that is not there, or in use."""
+    from localllm.files.folders import experts_folder
+    from localllm.files.record_file import kept_records
+
+    folder = experts_folder()
+    found = kept_records(folder)
+    if options.action == "clear":
+        return _clear_experts(options, folder, found)
+    if options.file:
+        raise ConfigError(f"Unexpected argument {options.file!r}.", "", "localllm experts list")
+    if options.json:
+        facts = [
+            {"file": each.path.name, "bytes": each.num_bytes, "in_use": each.is_used, "whole": each.is_whole,
+             "last_used": _day(each.used_s), "folder": str(folder)}
+            for each in found
+        ]  # fmt: skip
+        print(json.dumps(facts, indent=2))
+    elif found:
+        words = {True: "in use", False: ""}
+        rows = [
+            (each.path.name, format_bytes(each.num_bytes), _day(each.used_s),
+             words[each.is_used] if each.is_whole else "being written" if each.is_used else "unfinished")
+            for each in found
+        ]  # fmt: skip
+        print_table([("FILE", "SIZE", "LAST USED", ""), *rows])
+    else:
+        print(f"No experts are kept in {folder}.")
+    return 0
+
+
+def _clear_experts(options: argparse.Namespace, folder: Path, found: list[KeptRecords]) -> int:
+    from localllm.files.record_file import delete_unused
+
+    chosen = next((each for each in found if each.path.name == options.file), None)
+    if options.file and chosen is None:
+        raise ConfigError(f"{options.file} is not kept in {folder}.", "", "localllm experts list")
+    if chosen is not None and chosen.is_used:
+        why = "A running server reads its experts from it."
+        raise ConfigError(f"{options.file} is in use.", why, "localllm ps; localllm unload MODEL")
+    deleted = delete_unused(folder, () if chosen is None else (chosen.path.name,))
+    num_bytes, kept = sum(each.num_bytes for each in deleted), len(found) - len(deleted)
+    if options.json:
+        print(json.dumps({"deleted_files": len(deleted), "deleted_bytes": num_bytes}))
+        return 0
+    files = f"{format_count(len(deleted))} {'file' if len(deleted) == 1 else 'files'}"
+    rest = f" {format_count(kept)} in use {'is' if kept == 1 else 'are'} kept." if kept and not options.file else ""
+    print(f"Deleted {files}, {format_bytes(num_bytes)}.{rest}")
+    return 0
+
+
+def _day(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))

@@ -43,6 +43,11 @@ def cache_folder() -> Path:
     return _folder("XDG_CACHE_HOME", "~/.cache", "user_cache_path", os.environ)
 
 
+def experts_folder() -> Path:
+    """Return the folder of the experts that models read from disk."""
+    return cache_folder() / "experts"
+
+
 def _folder(variable: str, default: str, kind: str, environ: Mapping[str, str]) -> Path:
     """Return one of our folders: inside the folder that `variable` names, else where the platform has it.
 

@@ -7,6 +7,8 @@
 A file gets its name only when it is whole. Its digest says what it was made from: a file of another digest is not used.
 Each part's sum is compared when it is read for the first time after opening. Reading by page faults was 20 times
 slower than reading whole records (docs/lab.md).
+An open file holds a shared lock, and a file that is being written an exclusive one, so that other processes see which
+files may be deleted.
 Does not know: what a record means.
 """
 
@@ -15,17 +17,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import struct
 import weakref
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from localllm.errors import CorruptModel, DiskFull, UnsupportedOption
+from localllm.errors import CorruptModel, DiskFull, NotWritable, UnsupportedOption
 from localllm.files.folders import translated_write
 from localllm.units import format_bytes
 
@@ -35,6 +39,7 @@ READERS = 8  # parts in flight; a solid-state disk reaches its speed with four o
 LEAST_FREE = 0.02  # share of the file system that stays free
 MAGIC, FORMAT = b"LLRECORD", 1
 _HEADER = struct.Struct("<8sIIQQI")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}")  # names until a file is whole
 
 
 def padded(num_bytes: int) -> int:
@@ -55,7 +60,8 @@ def write_records(path: Path, digest: str, facts: Any, sizes: Sequence[int], rec
         new = path.with_name(f".{os.urandom(8).hex()}")
         try:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=BLOCK) as file:
-                file.seek(BLOCK)
+                _lock(file.fileno(), exclusive=True)
+                file.write(bytes(BLOCK))
                 sums = array("I")
                 for size, buffers in zip(sizes, records, strict=True):
                     record = b"".join(buffers)
@@ -97,6 +103,9 @@ class RecordFile:
             self._first_parts.append(self._first_parts[-1] + -(-padded(size) // PART))
         self._checked = bytearray(len(self._sums))
         self.is_direct, descriptor = _opened(path)
+        _lock(descriptor, exclusive=False)
+        with suppress(OSError):
+            os.utime(path)  # its last use
         self._descriptor = descriptor
         self._readers = ThreadPoolExecutor(READERS, "localllm-disk")
         self._finalizer = weakref.finalize(self, _close, self._readers, descriptor)
@@ -155,6 +164,80 @@ class RecordFile:
     def _corrupt(self, why: str) -> CorruptModel:
         what = f"{self.path.name} is not a usable file of experts."
         return CorruptModel(what, why, f"rm {self.path}; the next start writes it again.", param="weights_on")
+
+
+# ---- the files of a folder -------------------------------------------------------------------------------------------
+
+
+class KeptRecords(NamedTuple):
+    """A file of records on disk."""
+
+    path: Path
+    num_bytes: int
+    used_s: float  # seconds since 1970
+    is_used: bool  # by a process that runs
+    is_whole: bool  # False: its writer ended before it was done
+
+
+def kept_records(folder: Path) -> list[KeptRecords]:
+    """Return the files of records in a folder, also unfinished ones, the last used first. Links and files that
+    `write_records` did not write are left out."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError), _opened_own(path) as own:
+            if own is not None:
+                descriptor, is_whole = own
+                status = os.fstat(descriptor)
+                is_used = not _lock(descriptor, exclusive=True)
+                found.append(KeptRecords(path, status.st_size, status.st_mtime, is_used, is_whole))
+    return sorted(found, key=lambda each: -each.used_s)
+
+
+def delete_unused(folder: Path, names: Collection[str] = ()) -> list[KeptRecords]:
+    """Delete the files of a folder that no process uses, and return them. names: only of these files. Raises
+    `NotWritable`."""
+    deleted = []
+    for each in kept_records(folder):
+        if names and each.path.name not in names:
+            continue
+        with _opened_own(each.path) as own:
+            if own is not None and _lock(own[0], exclusive=True):
+                try:
+                    each.path.unlink(missing_ok=True)
+                except OSError as error:
+                    what, why = f"{each.path} could not be deleted.", f"{error.strerror or error}."
+                    raise NotWritable(what, why, f"ls -ld {folder}") from error
+                deleted.append(each)
+    return deleted
+
+
+@contextmanager
+def _opened_own(path: Path) -> Iterator[tuple[int, bool] | None]:
+    """Open a file that `write_records` wrote: its descriptor, and whether it is whole. None: another file."""
+    if path.is_symlink() or not path.is_file():
+        yield None
+        return
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        begin = os.read(descriptor, BLOCK)
+        is_whole = begin.startswith(MAGIC) and not path.name.startswith(".")
+        is_unfinished = _UNFINISHED.fullmatch(path.name) is not None and (begin.startswith(MAGIC) or not any(begin))
+        yield (descriptor, is_whole) if is_whole or is_unfinished else None
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, exclusive: bool) -> bool:
+    """Lock an open file until it is closed. Return False if another process or another opening keeps it from that."""
+    try:
+        import fcntl
+    except ImportError:  # Windows does not delete a file that is open
+        return True
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # a file system without locks
+    return True
 
 
 def _opened(path: Path) -> tuple[bool, int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedOption
-from localllm.files.folders import cache_folder
+from localllm.files.folders import experts_folder
 from localllm.files.record_file import RecordFile
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
@@ -208,7 +208,7 @@ class DiskExperts:
         mixture, checkpoint = spec.mixture, weights.layout.checkpoint
         assert mixture is not None
         digest = _digest(checkpoint, layers, form)
-        folder = cache_folder() / "experts" if self.folder is None else self.folder
+        folder = experts_folder() if self.folder is None else self.folder
         path = folder / f"{checkpoint.path.stem[:60]}-{digest}.experts"
         try:
             file = RecordFile(path, digest)

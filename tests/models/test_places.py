@@ -252,6 +252,43 @@ def test_fit_says_what_goes_where_and_how_fast() -> None:
     assert alone.decode[1] < shown.decode[1]
 
 
+def test_three_placements_trade_context_for_speed() -> None:
+    """From the longest context to the fastest answers, each a plan that its flag makes."""
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes = sized(spec, 4.25, 3.07 * G)
+    found = estimate(EngineConfig(), spec, 10 * GIB, desk(96), sizes)[0]
+    names = [each.cost.partition(":")[0] for each in found.placements]
+    assert names == ["longest context", "balanced", "fastest"]
+    longest, balanced, fastest = (each.plan for each in found.placements)
+    assert fastest == found.plan
+    assert longest.max_model_len == spec.max_position
+    assert fastest.max_model_len < 32_768 <= balanced.max_model_len < longest.max_model_len
+    speeds = [speed(each.plan, desk(96)).streams[1] for each in found.placements]
+    assert speeds == sorted(speeds)
+    for each in found.placements:
+        made = plan(spec, sizes, desk(96), n_cpu_moe=each.changes["n_cpu_moe"])
+        assert made.max_model_len == each.context
+        assert " tokens/s" in each.cost
+    fewer = plan(spec, sizes, desk(96), n_cpu_moe=str(int(found.placements[0].changes["n_cpu_moe"]) - 1))
+    assert fewer.max_model_len < spec.max_position  # no layer more than that context needs
+    for asked in ({"n_cpu_moe": "30"}, {"max_model_len": 8192}, {"device": "cpu"}):
+        assert estimate(EngineConfig(**asked), spec, 10 * GIB, desk(96), sizes)[0].placements == ()
+
+
+def test_more_layers_in_ram_are_an_alternative_with_their_speed() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes = sized(spec, 4.25, 3.07 * G)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(spec, sizes, desk(96), n_cpu_moe="12")
+    words = {option.words: option.cost for option in caught.value.options}
+    more = next(each for each in words if each.startswith("--n-cpu-moe") and "auto" not in each)
+    assert words[more].startswith("more experts in RAM: ")
+    assert words[more].endswith(" tokens/s")
+    flags = list(words)
+    quantised = [flags.index(each) for each in flags if "--quantization" in each]
+    assert all(flags.index(more) < each for each in quantised)
+
+
 def test_several_answers_read_shared_weights_once_and_experts_almost_each_for_itself() -> None:
     """The factors of the reference for eight answers: 7.2 for gpt-oss-120b, 6.5 for Qwen3-235B, if chosen evenly."""
     for config, bits, rest, factor in ((GPT_OSS_120B, 4.25, 3.07 * G, 7.2), (QWEN3_235B, 4.85, 9.5 * G, 6.5)):

@@ -61,7 +61,7 @@ ADMIN = {
     "GET /settings/change", "POST /settings/change", "POST /settings/log-level", "POST /settings/restart",
     "POST /settings/tools/x/x", "POST /settings/tools/x/stop", "POST /settings/tools/x/test",
     "POST /settings/tools/add", "GET /settings/tools", "GET /settings/live/restart", "GET /settings/restarting",
-    "POST /settings/kv/delete",
+    "POST /settings/kv/delete", "POST /settings/experts/delete",
     "GET /settings/doctor", "POST /settings/keys", "POST /settings/keys/x/remove", "POST /library/downloads",
     "POST /library/import", "POST /library/load", "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run",
     "POST /tune/run/cancel", "GET /tune/result", "POST /tune/result/apply", "POST /tune/result/save",

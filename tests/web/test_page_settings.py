@@ -17,6 +17,7 @@ import pytest
 from localllm.config.resolve import resolve
 from localllm.config.settings import SETTINGS, ModelTable, ServerConfig, Settings
 from localllm.engine.memory.block_stores import DiskStore
+from localllm.files.record_file import write_records
 from localllm.machine.install_kind import InstallKind
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
 from localllm.web.pages.chat.store.database import chats_path
@@ -372,6 +373,20 @@ def test_privacy_says_where_kv_blocks_are_kept_and_deleting_them_ends_it(
     assert "can turn them back into prompts and answers" in page
     assert server.http.post("/settings/kv/delete").status_code == 303
     assert "the KV cache is never written to disk" in server.get("/settings").text
+
+
+def test_files_of_experts_are_in_the_storage_and_the_unused_ones_can_be_deleted(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "Experts on disk" not in server.get("/settings").text
+    path = tmp_path / "localllm" / "experts" / "a.experts"
+    write_records(path, "digest", {}, [100], [[bytes(100)]])
+    page = server.get("/settings").text
+    assert "1 file, 1 of them of no loaded model" in page
+    assert 'action="/settings/experts/delete"' in page
+    assert server.http.post("/settings/experts/delete").status_code == 303
+    assert not path.exists()
 
 
 def test_storage_tells_sizes_as_they_are(

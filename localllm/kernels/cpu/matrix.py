@@ -125,14 +125,15 @@ def matrices_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) ->
 def _held(matrix: NativeMatrix, bias: Tensor | None, *owners: object) -> HeldMatrix:
     if bias is None:
         return HeldMatrix(matrix, owners)
-    padded = _padded(bias.float())
+    padded = padded_outputs(bias.float())
     matrix.bias = padded.data_ptr()
     return HeldMatrix(matrix, (*owners, padded))
 
 
-def _padded(per_output: Tensor) -> Tensor:
-    """Return a copy [N rounded up to 64] filled with zeros."""
-    return F.pad(per_output, (0, -len(per_output) % OUTPUTS)).clone()
+def padded_outputs(per_output: Tensor) -> Tensor:
+    """Return a copy of [..., N] with N rounded up to a multiple of 64, filled with zeros."""
+    padded = F.pad(per_output, (0, -per_output.shape[-1] % OUTPUTS))
+    return padded.clone(memory_format=torch.contiguous_format)
 
 
 def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
@@ -145,7 +146,7 @@ def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
     stored = torch.stack([codes[:, k // _CODES, :, k % _CODES].reshape(-1)[:outputs] for k in columns])
     if not torch.equal(stored.float(), int8_columns(weight, columns)):
         return None
-    scales = _padded(weight.scales)
+    scales = padded_outputs(weight.scales)
     matrix = NativeMatrix(
         kind=Kind.I8, outputs=outputs, inputs=inputs, weights=memory.data_ptr(), scales=scales.data_ptr(),
     )  # fmt: skip

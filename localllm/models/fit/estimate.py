@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
@@ -17,7 +17,7 @@ from localllm.models.fit.conversation_bytes import Need, RequestCost, request_co
 from localllm.models.fit.conversation_bytes import needs as one_request
 from localllm.models.fit.devices import asked_division, gpus_of
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.options import FitOption, fit_options
+from localllm.models.fit.options import FitOption, fit_options, placements
 from localllm.models.fit.pictures import PictureSizes
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
@@ -46,6 +46,7 @@ class Estimate:
     is_chosen: bool  # `up` with the same flags would choose this device
     one_request: tuple[Need, ...] = ()  # the memory of one conversation at a usual and the longest length, if it fits
     speed: PlanSpeeds | None = None  # None: it does not fit, or a speed is unknown
+    placements: tuple[FitOption, ...] = ()  # of experts in RAM, from the longest context to the fastest answers
 
     @property
     def verdict(self) -> Verdict:
@@ -99,7 +100,8 @@ def estimate(
         device = " + ".join([*devices, *([needs.far.place] if needs.far else [])])
         alone = one_request(plan, here, spec, made.max_model_len) if made is not None else ()
         speed = None if made is None else predict(made, hardware)
-        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone, speed)
+        rows = placements(config, spec, hardware, plan, made) if made is not None and is_chosen else ()
+        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone, speed, rows)
 
     found = [of_config(config, True)]
     first = found[0].needs
@@ -287,3 +289,59 @@ def _left(count: int) -> str:
 
 def _count(number: int) -> str:
     return format_count(number) if number else ""
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+
+
+def fit_facts(name: str, spec: ModelSpec, download_bytes: int | None, estimates: Sequence[Estimate]) -> dict[str, Any]:
+    """Return the estimates of a model as plain values. download_bytes: None if it is on this machine."""
+    return {
+        "model": name,
+        "architecture": spec.architecture,
+        "max_position": spec.max_position,
+        "download_bytes": download_bytes or 0,
+        "devices": [_device_facts(each) for each in estimates],
+    }
+
+
+def _device_facts(each: Estimate) -> dict[str, Any]:
+    return {
+        "device": each.device,
+        "name": each.name,
+        "is_chosen": each.is_chosen,
+        "verdict": each.verdict,
+        "error": str(each.error) if each.error else None,
+        "max_model_len": each.plan.max_model_len if each.plan else None,
+        "tokens_per_s": each.speed.decode if each.speed else None,
+        "predicted": asdict(each.speed) if each.speed else None,
+        "kv_bytes_per_token": each.kv_token_bytes,
+        "kv_groups": [group._asdict() for group in each.cost.groups],
+        "state_bytes_per_request": each.cost.state_bytes,
+        "state_layers": each.cost.state_layers,
+        "request_bytes": {str(length): size for length, size in each.request_bytes.items()},
+        "concurrency": {str(length): number for length, number in each.concurrency.items()},
+        "plan" if each.plan else "needs": _plan_facts(each.needs),
+        "options": [_option_facts(option) for option in each.options],
+        "placements": [_option_facts(option) for option in each.placements],
+    }
+
+
+def _plan_facts(plan: MemoryPlan) -> dict[str, Any]:
+    """Return a plan's fields. A range becomes its first number and the one after its last."""
+    ranks = []
+    for rank in plan.ranks:
+        shard = asdict(rank.shard)
+        cut = {name: [each.start, each.stop] for name, each in shard.items() if isinstance(each, range)}
+        ranks.append(asdict(rank) | {"shard": shard | cut})
+    return asdict(plan) | {"ranks": ranks}
+
+
+def _option_facts(option: FitOption) -> dict[str, Any]:
+    return {
+        "flags": option.flags,
+        "changes": dict(option.changes),
+        "max_model_len": option.context,
+        "concurrency": round(option.concurrency, 2),
+        "cost": option.cost,
+    }

@@ -10,16 +10,19 @@ Does not know: torch, files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
+from localllm.models.fit.devices import USEFUL_CONTEXT
 from localllm.models.fit.far import FarPlan
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
+from localllm.models.fit.speed import predict, speed_in_words
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_count
 
@@ -28,6 +31,8 @@ TOKENS = (1024, 512, 256, 128)
 UTILIZATIONS = (0.95, 0.98)
 QUANTIZATIONS = ("int8", "fp8", "int4")
 FOUR_BITS = {"k8v4": "keys in 8 bits, values in 4", "int4": "keys and values in 4 bits"}
+BALANCED = 4  # times the useful context, of the placement in the middle
+PARTS = 8
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 """Both at once, for when neither alone is enough."""
 
@@ -97,6 +102,54 @@ def fit_options(
     return _OptionSearch(config, spec, hardware, plan, best).options()
 
 
+def placements(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware, plan: Plan, best: MemoryPlan
+) -> tuple[FitOption, ...]:
+    """Return three numbers of layers whose experts are in RAM, from the longest context to the fastest answers: more
+    layers leave more of the GPU to the context. Fewer if they coincide; none if the plan has no experts in RAM, or if
+    the settings name a place or a context.
+
+    best: the plan of `config`, which is the fastest.
+    """
+    far = best.far
+    named = config.n_cpu_moe != "auto" or config.moves_experts or config.max_model_len is not None
+    if far is None or far.disk is not None or named:
+        return ()
+    found: dict[int, MemoryPlan] = {len(far.layers): best}
+
+    def with_layers(count: int) -> MemoryPlan | None:
+        if count not in found:
+            with suppress(LocalLLMError):  # RAM does not hold them
+                found[count] = plan(replace(config, device=best.device, n_cpu_moe=str(count)))
+        return found.get(count)
+
+    def fewest(context: int) -> int:
+        """Return the fewest layers that leave this context, or as much as more layers leave."""
+        low, high = len(far.layers) - 1, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            made = with_layers(middle)
+            low, high = (low, middle) if made is not None and made.max_model_len >= context else (middle, high)
+        return high
+
+    most = far.num_layers
+    while most > len(far.layers) and with_layers(most) is None:
+        most -= 1
+    longest = max(made.max_model_len for made in found.values())
+    middle = min(longest, max(BALANCED * USEFUL_CONTEXT, best.max_model_len))
+    rows = {len(far.layers): "fastest", fewest(middle): "balanced", fewest(longest): "longest context"}
+    return tuple(
+        FitOption({"n_cpu_moe": str(count)}, found[count], _with_speed(name, found[count], hardware))
+        for count, name in sorted(rows.items(), reverse=True)
+    )
+
+
+def _with_speed(cost: str, plan: MemoryPlan, hardware: Hardware) -> str:
+    """Return what an option costs, with the predicted speed where it is known."""
+    speed = predict(plan, hardware)
+    return cost if speed is None else f"{cost}: {speed_in_words(speed.decode)}"
+
+
 @dataclass(slots=True)
 class _OptionSearch:
     config: EngineConfig
@@ -143,7 +196,9 @@ class _OptionSearch:
         if small and eight_bits:
             yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
         if on_gpu and self.spec.mixture is not None and config.n_cpu_moe != "auto":
-            yield [{"n_cpu_moe": "auto"}], "more experts in RAM: slower"
+            yield [{"n_cpu_moe": "auto"}], "more experts in RAM"
+        if on_gpu and self.spec.mixture is not None and config.weights_on != "disk":
+            yield self._more_layers(), "more experts in RAM"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: fewer digits"
         if config.quantization is None:
@@ -155,6 +210,14 @@ class _OptionSearch:
             if device == here:
                 continue
             yield [{"device": device}], "another device" if device != "cpu" else "slow: the model runs on the CPU"
+
+    def _more_layers(self) -> Iterator[dict[str, Any]]:
+        """Yield numbers of layers whose experts are in RAM, about an eighth more each time."""
+        far = self.best.far if self.best is not None else None
+        count = self.spec.num_layers if far is None else far.num_layers
+        moved = 0 if far is None else len(far.layers)
+        tried = sorted({moved + -(-(count - moved) * part // PARTS) for part in range(1, PARTS + 1)} - {moved})
+        yield from ({"n_cpu_moe": str(each), "cpu_moe": False, "cpu_offload_gb": 0.0} for each in tried)
 
     def _try(self, alternatives: Iterable[dict[str, Any]], cost: str) -> None:
         """Keep the first alternative that reaches the wanted context, else the one with the longest context."""
@@ -169,6 +232,8 @@ class _OptionSearch:
             if longest is None or option.context > longest.context:
                 longest = option
         if longest is not None and self._is_worth_it(longest):
+            if longest.plan.far is not None and longest.plan.far != (self.best and self.best.far):
+                longest = replace(longest, cost=_with_speed(longest.cost, longest.plan, self.hardware))
             self.found.append(longest)
 
     def _option(self, changes: dict[str, Any], cost: str) -> FitOption | None:

@@ -23,16 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.files.record_file import RecordFile, padded, write_records
-from localllm.kernels.cpu.matrix import NativeWeight, matrices_of, parts_of
-from localllm.kernels.cpu.native.structures import KIND_STORED, OUTPUTS, NativeMatrix, Stored
+from localllm.kernels.cpu.matrix import NativeWeight, matrices_of, padded_outputs, parts_of
+from localllm.kernels.cpu.native.structures import KIND_STORED, NativeMatrix, Stored
 from localllm.kernels.cpu.stored_blocks import table_address
 from localllm.models.layers.linear import Weight
 from localllm.units import format_bytes
@@ -205,7 +205,7 @@ class ExpertCache:
         while self._expected and self._expected[0] != expert:
             self._expected.popleft()
         self._begin(key, [key], keeps=False)
-        ahead = [(layer, each) for each in list(self._expected)[1 : min(AHEAD, self.num_slots - 1) + 1]]
+        ahead = [(layer, each) for each in islice(self._expected, 1, min(AHEAD, self.num_slots - 1) + 1)]
         for each in ahead:
             self._begin(each, [key, *ahead], keeps=False)
         self._finish(key)
@@ -300,8 +300,7 @@ class DiskMatrices(Sequence[NativeWeight]):
         bare = [self.form.at(0) for _ in range(len(self))]
         if biases is None:
             return (NativeMatrix * len(self))(*bare), []
-        wide = torch.zeros((len(biases), -(-biases.shape[1] // OUTPUTS) * OUTPUTS))
-        wide[:, : biases.shape[1]] = biases
+        wide = padded_outputs(biases.float())
         for matrix, bias in zip(bare, wide, strict=True):
             matrix.bias = bias.data_ptr()
         return (NativeMatrix * len(self))(*bare), [wide]

@@ -4,6 +4,7 @@
     DELETE /localllm/v1/models/{name}               delete it from the Hugging Face cache
     GET    /localllm/v1/models/search?q=            models on the hub
     GET    /localllm/v1/models/plan?model=          files and bytes of a download, before it starts
+    GET    /localllm/v1/fit?model=                  where it would run here, with which context, and how fast
     GET    /localllm/v1/models/downloads            all downloads of this server, with progress
     POST   /localllm/v1/models/downloads            {"model", "revision"?, "include"?} start a download
     GET    /localllm/v1/models/downloads/{id}       one download
@@ -15,17 +16,21 @@ access/auth.py checks the key on all of them. Does not know: how files are downl
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import delete, get, post
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
+from localllm.config.settings import SETTINGS, EngineConfig, Settings
 from localllm.errors import RequestError
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.pull import plan_facts, progress_facts
 from localllm.serving.entry import ModelEntry
+from localllm.serving.eviction import hardware_once_free
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
 from localllm.web.api.openapi import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own import shapes
@@ -58,6 +63,12 @@ class RevisionQuery(msgspec.Struct, kw_only=True):
 
 class PlanQuery(RevisionQuery, kw_only=True):
     model: str
+
+
+class FitQuery(RevisionQuery, kw_only=True):
+    model: str
+    n_cpu_moe: str | None = None
+    max_model_len: int | None = None
 
 
 class SearchQuery(msgspec.Struct, kw_only=True):
@@ -111,6 +122,39 @@ async def plan(request: ApiRequest) -> ASGIResponse:
     return json_response(shapes.Plan(**plan_facts(planned)))
 
 
+@get("/localllm/v1/fit", operation=Operation(shapes.Fit, query=FitQuery, also=OF_MODELS))
+async def fit(request: ApiRequest) -> ASGIResponse:
+    """Tell where a model would run on this machine, with which context, and how fast.
+
+    Nothing is loaded; of a model on the hub the headers are read. The first device is the one that a load would
+    choose. The memory of loaded models that are not pinned counts as free.
+    """
+    asked = read_query(request, FitQuery)
+    name, manager = _said(asked.model, "model"), manager_of(request)
+    config = (manager.register.settings or Settings()).of_model(name).engine
+    changes: dict[str, Any] = {
+        "n_cpu_moe": asked.n_cpu_moe,
+        "max_model_len": asked.max_model_len,
+        "revision": asked.revision,
+    }
+    for field, value in changes.items():
+        if value is not None:
+            SETTINGS[field].check(value, f"{field}: {value!r}")
+            config = replace(config, **{field: value})
+    return json_response(shapes.Fit(**await asyncio.to_thread(_fit, name, config, manager.entries)))
+
+
+def _fit(name: str, config: EngineConfig, entries: Sequence[ModelEntry]) -> dict[str, Any]:
+    from localllm.machine.hardware import read_hardware
+    from localllm.models.fit.checkpoint import estimate_measured
+    from localllm.models.fit.estimate import fit_facts
+    from localllm.models.library.about import inspect_checkpoint
+
+    with inspect_checkpoint(name, config.revision, paths=False) as found:
+        spec, estimates = estimate_measured(found.path, config, hardware_once_free(read_hardware(), entries))
+        return fit_facts(found.name, spec, found.download_bytes, estimates)
+
+
 @get("/localllm/v1/models/downloads", operation=Operation(shapes.DownloadStatuses))
 async def list_downloads(request: ApiRequest) -> ASGIResponse:
     """List the downloads of this server."""
@@ -150,6 +194,7 @@ def routes() -> list[ControllerRouterHandler]:
         remove,
         search,
         plan,
+        fit,
         list_downloads,
         start_download,
         show_download,

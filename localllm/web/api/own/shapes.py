@@ -5,7 +5,7 @@ Does not know: where the values come from.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -114,6 +114,17 @@ class Plan(Shape):
     gated: bool
     license: str
     files: list[File]
+
+
+class Fit(Shape):
+    """Each device has the verdict, the plan with its bytes (`far`: experts in RAM or on disk), the predicted speeds
+    (`predicted`: `decode` and `streams` in tokens/s, `first_token_s` by tokens of a prompt), and other settings."""
+
+    model: str
+    architecture: str
+    max_position: int
+    download_bytes: int
+    devices: list[dict[str, Any]]
 
 
 class Download(Shape):

@@ -290,8 +290,9 @@ def table(estimates: Sequence[Estimate]) -> FitTable:
     rows = tuple((name, tuple(cells)) for name, cells in fit_rows(estimates))
     notes = tuple(note for each in estimates[:1] if each.plan is not None for note in each.plan.notes)
     ranks = estimates[0].needs.ranks
+    options = option_rows([*estimates[0].placements, *estimates[0].options])[1:]
     return FitTable(
-        _parts(estimates[0].needs), devices, rows, notes, tuple(option_rows(estimates[0].options)[1:]),
+        _parts(estimates[0].needs), devices, rows, notes, tuple(options),
         tuple(rank_columns(ranks)), tuple((name, tuple(cells)) for name, cells in rank_rows(ranks)) if ranks else (),
     )  # fmt: skip
 

@@ -16,6 +16,8 @@ from localllm.config.edit import planned, present_line, write
 from localllm.config.settings import SETTINGS
 from localllm.engine.memory.block_stores import delete_kept, kept_models, kv_folder
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
+from localllm.files.folders import experts_folder
+from localllm.files.record_file import delete_unused
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.state import html, pages_state
@@ -96,6 +98,14 @@ def delete_kv_blocks(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect("/settings#storage", status_code=303)
 
 
+@post("/settings/experts/delete", status_code=303, sync_to_thread=True, request_max_body_size=1000)
+def delete_experts(request: Request[Any, Any, Any]) -> Redirect:
+    """Delete the files of experts that no loaded model reads, of this server or another one."""
+    deleted = delete_unused(experts_folder())
+    log.info("experts deleted files=%d bytes=%d", len(deleted), sum(each.num_bytes for each in deleted))
+    return Redirect("/settings#storage", status_code=303)
+
+
 @get("/settings/doctor")
 async def examine(request: Request[Any, Any, Any]) -> Response[str]:
     """Check this machine; show the result in place for htmx, else on the page."""
@@ -152,6 +162,6 @@ def _change(
 
 
 HANDLERS = (
-    settings_page, change_page, write_change, set_log_level, delete_kv_blocks, examine, *restart.HANDLERS,
-    *key_handlers.HANDLERS,
+    settings_page, change_page, write_change, set_log_level, delete_kv_blocks, delete_experts, examine,
+    *restart.HANDLERS, *key_handlers.HANDLERS,
 )  # fmt: skip

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from localllm.config.resolve import default_config_path
 from localllm.engine.memory.block_stores import kept_models
+from localllm.files.folders import experts_folder
+from localllm.files.record_file import kept_records
 from localllm.logs.log_file import log_folder
 from localllm.models.library.catalog import hub_cache_dir
 from localllm.models.library.hub.cache import free_bytes, incomplete_repositories
@@ -56,6 +58,7 @@ def read_storage(config_file: Path | None, kv: Path, *, keeps_chats: bool) -> St
         StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
         _chats(chats, keeps_chats=keeps_chats),
         *_kv_blocks(kv),
+        *_experts(experts_folder()),
         StoredRow(
             "Logs",
             "Events of each request by its id; no prompts, no answers.",
@@ -80,6 +83,19 @@ def _kv_blocks(folder: Path) -> list[StoredRow]:
     what = f"Prompts that are not computed again after a restart: {names}. They can be turned back into text."
     size = sum(each.num_bytes for each in kept)
     return [StoredRow("KV blocks", what, size, str(folder), "Delete now", "/settings/kv/delete", deletes_at_once=True)]
+
+
+def _experts(folder: Path) -> list[StoredRow]:
+    """Return the files of experts that models read from disk; nothing if there are none."""
+    kept = kept_records(folder)
+    if not kept:
+        return []
+    unused = sum(not each.is_used for each in kept)
+    what = f"Experts of models larger than RAM: {len(kept)} {'file' if len(kept) == 1 else 'files'}, "
+    what += f"{unused} of them of no loaded model. A start that needs one writes it again."
+    size, url = sum(each.num_bytes for each in kept), "/settings/experts/delete" if unused else ""
+    delete = "Delete unused" if unused else "unload the model"
+    return [StoredRow("Experts on disk", what, size, str(folder), delete, url, deletes_at_once=True)]
 
 
 def _chats(path: Path, *, keeps_chats: bool) -> StoredRow:
