@@ -9,14 +9,15 @@
 #include "step.h"
 
 enum { HIDDEN = 128, HEADS = 4, KV_HEADS = 2, SIZE = 32, QKV = (HEADS + 2 * KV_HEADS) * SIZE, FEATURES = 200, BLOCKS = 64 };
-enum { STEPS = 150, OPERATIONS = 12, LONG = 40 };
+enum { STEPS = 150, OPERATIONS = 15, LONG = 40 };
 enum { PLACES = 4, TAPS = 4, STATE = 24 };  // of recurrent operations: HEADS heads of STATE x SIZE
 enum { CHANNELS = 2 * KV_HEADS * STATE + HEADS * SIZE, MIXED = CHANNELS + HEADS * SIZE + 2 * HEADS };
 
 typedef struct {
   Pool* pool;
   Operation operations[OPERATIONS];
-  Attention attention;
+  Attention attention, latent;
+  HeadProducts heads;
   Convolution convolution;
   GatedDelta delta;
   SelectiveScan scan;
@@ -96,6 +97,17 @@ static void describe(Caller* c, Pool* pool) {
   o[6] = operation(OP_SCALE, (Matrix){.outputs = HIDDEN}, c->gated, FEATURES, c->stream, HIDDEN);
   o[6].activation = ACT_SIGMOID;
   describe_recurrent(c);
+  // The heads are parts that read one key, which only one of them writes.
+  float* keys = numbers(BLOCKS * 16 * SIZE, 14);
+  c->latent = (Attention){.k = keys, .v = keys, .num_blocks = BLOCKS, .block_size = 16, .heads = HEADS,
+                          .kv_heads = HEADS, .head_dim = SIZE, .scale = 0.2, .made = MADE_LATENT};
+  c->heads = (HeadProducts){numbers(HEADS * SIZE * SIZE, 15), CACHE_F32, HEADS, SIZE, SIZE, 0, SIZE, SIZE};
+  o[12] = operation(OP_ATTEND, (Matrix){0}, c->qkv, QKV, c->attended, HIDDEN);
+  o[12].attention = &c->latent;
+  o[13] = operation(OP_HEADS, (Matrix){0}, c->attended, HIDDEN, c->gated, FEATURES);
+  o[13].heads = &c->heads;
+  o[14] = operation(OP_ADD, (Matrix){.outputs = HIDDEN}, c->gated, FEATURES, c->stream, HIDDEN);
+  o[14].adds = 1;
 }
 
 // Rows of any length between places of their own, one of them from zeros.
