@@ -19,7 +19,7 @@ from localllm.models.fit.devices import asked_division, gpus_of
 from localllm.models.fit.far import CheckpointBytes
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options
-from localllm.models.fit.pictures import PictureSizes
+from localllm.models.fit.pictures import PictureSizes, SoundSizes
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
@@ -159,7 +159,9 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
 
     yield "weights", row("weights_bytes")
     pictures = [each.needs.pictures for each in estimates]
-    yield from _picture_rows(pictures, {"  of the part that sees": "tower_bytes"})
+    sounds = [each.needs.sounds for each in estimates]
+    yield from _media_rows(pictures, {"  of the part that sees": "tower_bytes"})
+    yield from _media_rows(sounds, {"  of the part that hears": "tower_bytes"})
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
     far = [each.needs.far for each in estimates]
     if any(far):
@@ -189,7 +191,8 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             yield f"one request of {format_count(length)} tokens", cells
     yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
     yield "  more for sampling", row("sampler_bytes")
-    yield from _picture_rows(pictures, {"  largest picture": "encode_bytes", "  encoded pictures": "kept_bytes"})
+    yield from _media_rows(pictures, {"  largest picture": "encode_bytes", "  encoded pictures": "kept_bytes"})
+    yield from _media_rows(sounds, {"  longest sound": "encode_bytes", "  encoded sound": "kept_bytes"})
     if any(each.needs.graph_bytes for each in estimates):
         yield "CUDA graphs", row("graph_bytes")
     if any(each.needs.comm_bytes for each in estimates):
@@ -219,8 +222,11 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
 
 
-def _picture_rows(sizes: Sequence[PictureSizes | None], names: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield rows of the memory for pictures; none for a model that does not see. names: of a row, its field."""
+def _media_rows(
+    sizes: Sequence[PictureSizes | SoundSizes | None], names: Mapping[str, str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield rows of the memory for pictures or sound; none for a model that has no such part. names: of a row, its
+    field."""
     for name, what in names.items() if any(sizes) else ():
         yield name, [format_bytes(getattr(each, what)) if each else "" for each in sizes]
 
