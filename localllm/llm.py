@@ -204,7 +204,9 @@ class LLM:
                 f"offline-{next(self._ids)}",
                 ids,
                 each,
-                RequestOptions(rank, adapter=adapter, decoder_prompt_token_ids=begun),
+                RequestOptions(
+                    rank, adapter=self._engine.senses.adapter_for(ids, adapter), decoder_prompt_token_ids=begun
+                ),
                 embeds,
                 media,
             )

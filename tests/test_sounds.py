@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.config.settings import EngineConfig
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import plan_memory
+from localllm.models.fit.pictures import sound_encode_bytes, with_tower
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.sound import ProcessedSound
 from localllm.models.vision.tower import load_sound_tower, sound_tower_bytes
 from tests.golden_engine import Engine
 from tests.models.hearing import HEARING, make_hearing, noise, opened, prompt_of, reference_with_sounds, spans
+from tests.models.peak_bytes import PeakBytes
 
 NUM_TOKENS = 4
 SECONDS = (5.3, 0.7, 3.0)
@@ -197,3 +203,90 @@ def test_rows_are_those_of_transformers_processors() -> None:
                 like, [count]
             )
     assert [VOXTRAL.rows(voxtral, seconds * 16_000) for seconds in (1, 30, 31, 600)] == [375, 375, 750, 7500]
+
+
+_WIDE: dict[str, dict[str, Any]] = {
+    "voxtral": {"audio_config": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2,
+                                 "num_attention_heads": 4, "num_mel_bins": 128}},
+    "qwen3_asr": {"audio_config": {"d_model": 256, "encoder_ffn_dim": 1024, "encoder_layers": 2, "output_dim": 64,
+                                   "encoder_attention_heads": 4, "num_mel_bins": 128, "downsample_hidden_size": 120}},
+    "granite_speech": {"encoder_config": {"num_layers": 2, "hidden_dim": 256, "num_heads": 4}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEARING)
+def test_the_plan_of_a_sound_is_what_its_tensors_hold(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_name, text, fields = HEARING[name]
+    wide = {**fields, **_WIDE[name]}
+    if name == "granite_speech":
+        wide["projector_config"] = {**fields["projector_config"], "encoder_hidden_size": 256}
+    monkeypatch.setitem(HEARING, name, (class_name, text, wide))
+    make_hearing(tmp_path, name)
+    spec = read_spec(tmp_path)
+    hearing, sound = spec.hearing, opened(spec).process(noise(32.0))
+    assert hearing is not None
+    frames = sound.rows // hearing.chunk_rows * hearing.chunk
+    for dtype in (torch.float32, torch.bfloat16):
+        tower = load_sound_tower(tmp_path, hearing, torch.device("cpu"), dtype)
+        with PeakBytes() as measured:
+            tower.encode(sound.tensors)
+        held = measured.peak + sum(each.nbytes for each in sound.tensors.values())
+        planned = sound_encode_bytes(hearing, frames, min(frames, hearing.piece or frames), dtype.itemsize)
+        assert 0.98 < planned / held < 1.3, (dtype, planned / held)
+
+
+def test_the_plan_counts_the_tower_and_what_it_keeps(folder: Path) -> None:
+    case = case_of(folder, "voxtral")
+    spec = with_tower(case.path, case.spec)
+    hardware = Hardware((), "a CPU", 2, 2**34, 2**33)
+    config = EngineConfig(model=str(case.path), device="cpu", dtype="float32")
+    plan, deaf = (
+        plan_memory(config, each, 2**20, hardware) for each in (spec, dataclasses.replace(spec, hearing=None))
+    )
+    assert plan.sounds is not None
+    assert deaf.sounds is None
+    assert plan.sounds.tower_bytes == spec.hearing.tower_bytes
+    assert plan.weights_bytes == deaf.weights_bytes + plan.sounds.tower_bytes
+    assert plan.activation_bytes >= deaf.activation_bytes + plan.sounds.kept_bytes
+    assert plan.sounds.rows <= 256 < plan.sounds.rows + 25  # half of the context, in whole chunks of 2 s
+    assert any(note.startswith("Sound: the tower takes") for note in plan.notes)
+    fixed = plan_memory(dataclasses.replace(config, deterministic=True), spec, 2**20, hardware)
+    assert fixed.sounds is None
+    assert "Without sound: sound is not supported with --deterministic on a CPU." in fixed.notes
+
+
+@pytest.mark.parametrize("name", HEARING)
+def test_prompts_of_text_are_the_same_with_and_without_the_tower(name: str, folder: Path) -> None:
+    """Bits, steps and names of blocks."""
+    case = case_of(folder, name)
+    prompts = [prompt_of([], seed) * 3 for seed in (1, 2)]
+    seen = []
+    for rows in (case.rows, 0):
+        engine = case.engine(max_num_batched_tokens=16) if rows else Engine(case.path, max_num_batched_tokens=16)
+        if not rows:
+            engine.runner._encoder = None
+        tokens = engine.generate(prompts, NUM_TOKENS, logprobs=3)
+        names = [sorted(pool.names()) for pool in engine.scheduler.ledger.pools]
+        seen.append((tokens, engine.logprobs, names))
+    assert seen[0] == seen[1]
+
+
+def test_features_of_granite_are_the_definition_in_float64(folder: Path) -> None:
+    """A power spectrum under a periodic Hann window, triangles on the HTK scale, logarithms of at most 8 decades."""
+    samples = noise(1.0)
+    made = opened(case_of(folder, "granite_speech").spec).process(samples).tensors["input_features"][0].double()
+    padded = np.pad(samples / 32768, 256, mode="reflect")
+    window = np.zeros(512)
+    window[56:456] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
+    frames = np.stack([padded[at : at + 512] * window for at in range(0, len(padded) - 511, 160)])
+    power = np.abs(np.fft.rfft(frames)) ** 2
+    mels = np.linspace(0, 2595 * np.log10(1 + 8000 / 700), 16 + 2)
+    edges, bins = 700 * (10 ** (mels / 2595) - 1), np.linspace(0, 8000, 257)
+    rise = (bins - edges[:-2, None]) / np.diff(edges)[:-1, None]
+    fall = (edges[2:, None] - bins) / np.diff(edges)[1:, None]
+    found = np.log10(np.maximum(power @ np.clip(np.minimum(rise, fall), 0, None).T, 1e-10))
+    found = np.maximum(found, found.max() - 8) / 4 + 1
+    expected = torch.from_numpy(found[: len(found) // 2 * 2].reshape(-1, 32))
+    torch.testing.assert_close(made, expected, atol=2e-5, rtol=0)

@@ -91,7 +91,7 @@ def build_engine(
             with report_phase("machines", on_phase) as report:
                 hardware = hardware_of_machines(config, hardware)
                 report(f"{config.nodes} nodes" if config.nodes > 1 else config.distributed_executor_backend)
-        settings = tuned(settings, found, spec, hardware, on_phase)
+        settings = with_sound_adapter(tuned(settings, found, spec, hardware, on_phase), spec)
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_place(spec, plan)
@@ -120,6 +120,28 @@ def build_engine(
 
     table().seal()  # from now on, requests may be waiting: launch settings are measured no more
     return model
+
+
+SOUND_ADAPTER = "sound"
+"""The name of the adapter of a checkpoint that prompts with sound use."""
+
+
+def with_sound_adapter(settings: Settings, spec: ModelSpec) -> Settings:
+    """Return the settings with the adapter that prompts with sound use, if the checkpoint has one (Granite Speech)."""
+    folder = "" if spec.hearing is None else spec.hearing.adapter
+    if not folder:
+        return settings
+    from localllm.config.lora_modules import LoraModule
+    from localllm.models.weights.lora import open_lora
+
+    engine, rank = settings.engine, open_lora(Path(folder)).rank
+    modules = (*engine.lora_modules, LoraModule(SOUND_ADAPTER, folder))
+    most = (engine.max_loras if engine.takes_adapters else 0) + 1
+    engine = replace(
+        engine, lora_modules=modules, max_loras=most,
+        max_lora_rank=max(rank, engine.max_lora_rank if engine.takes_adapters else 0),
+    )  # fmt: skip
+    return replace(settings, engine=engine)
 
 
 def _refuse_adapters(config: EngineConfig, name: str) -> None:
@@ -155,6 +177,9 @@ def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) 
         adapters.load_all(config.lora_modules)
         names = ", ".join(each.name for each in adapters.loaded) or "none yet"
         report(f"{names} · room for {config.max_loras} of rank {config.max_lora_rank}")
+    own = adapters.find(SOUND_ADAPTER) if model.spec.hearing is not None and model.spec.hearing.adapter else None
+    if model.hearing is not None and own is not None:
+        model = replace(model, hearing=replace(model.hearing, adapter=own.adapter))
     return replace(model, adapters=adapters)
 
 

@@ -21,6 +21,7 @@ from localllm.machine.install_kind import how_to_install
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Tokenizer files of other formats, which transformers can convert to a tokenizer.json."""
+TEKKEN = "tekken.json"
 LARGEST_TOKENIZER = 256 * 2**20  # bytes; Gemma's has 34 MB
 MOST_GROWTH = 100
 
@@ -42,11 +43,25 @@ def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
     found = next((name for name in CONVERTIBLE if (path / name).is_file()), None)
     if found is not None:
         return _convert(path, found)
+    if (path / TEKKEN).is_file():
+        return _of_tekken(path / TEKKEN)
     raise CorruptModel(
         f"{path} has no tokenizer.",
         f"Neither tokenizer.json nor any of {', '.join(CONVERTIBLE)} is there.",
         "Copy the tokenizer files of its base model into the folder.",
     )
+
+
+def _of_tekken(file: Path) -> tokenizers.Tokenizer:
+    """Convert Mistral's own format, the only one that some checkpoints have. It takes seconds."""
+    try:
+        from transformers.integrations.mistral.tokenizer import MistralConverter
+
+        raw: tokenizers.Tokenizer = MistralConverter(str(file)).converted()
+    except Exception as error:  # KeyError, ValueError, ...: each means that the file is not what it should be
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}."
+        raise CorruptModel(f"{file} cannot be read.", why, "Download the file again.") from error
+    return raw
 
 
 def _convert(path: Path, found: str) -> tokenizers.Tokenizer:

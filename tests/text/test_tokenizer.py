@@ -4,6 +4,7 @@ import json
 import random
 import string
 import threading
+from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -299,3 +300,22 @@ def test_what_real_normalizers_do_is_no_growth() -> None:
     n = tokenizers.normalizers
     Tokenizer(growing(n.Prepend("▁"), n.Replace(" ", "▁"), n.NFKC(), n.Replace(tokenizers.Regex(" {2,}"), " ")))
     Tokenizer(growing(n.Replace("``", '"'), n.Replace("''", '"'), n.NFKD(), n.StripAccents(), n.Lowercase()))
+
+
+def test_mistrals_tekken_file_is_read(tmp_path: Path) -> None:
+    words = [bytes((byte,)) for byte in range(256)] + [b"he", b"ll", b"hell", b"hello"]
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AUDIO]"]
+    tekken = {
+        "config": {"pattern": r"[^\s]+|\s+", "default_vocab_size": 6 + len(words), "default_num_special_tokens": 6},
+        "vocab": [{"rank": i, "token_bytes": b64encode(each).decode()} for i, each in enumerate(words)],
+        "special_tokens": [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)],
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    tok = load_tokenizer(tmp_path)
+    ids = tok.encode("[INST][AUDIO]hello ß[/INST]", add_special_tokens=False)
+    assert ids[:3] == [3, 5, 6 + 259]
+    assert ids[-1] == 4
+    assert tok.decode(ids, skip_special_tokens=True) == "hello ß"
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(CorruptModel, match=r"tekken\.json cannot be read"):
+        load_tokenizer(tmp_path)

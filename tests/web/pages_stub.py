@@ -22,9 +22,13 @@ from localllm.engine.pulse import Pulse
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
+from localllm.media.sound import SoundLimits
+from localllm.media.source import Fetcher
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec
+from localllm.models.spec.vision import HearingSpec
+from localllm.models.vision.sound import SoundProcessor
 from localllm.serving.answers.pictures import Sight
 from localllm.serving.answers.sounds import Hearing, Senses
 from localllm.serving.manager import ModelManager
@@ -73,6 +77,7 @@ HOSTILE = """<script>window.hacked = 1</script> <img src=x onerror="window.hacke
 
 
 PICTURE = "\N{OBJECT REPLACEMENT CHARACTER}"
+SOUND = "\N{SPEAKER WITH THREE SOUND WAVES}"
 
 
 class StubTemplate:
@@ -94,7 +99,15 @@ class StubTemplate:
 def _shown(content: Any) -> str:
     if not isinstance(content, list):
         return str(content)
-    return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
+    return "".join({"image": PICTURE, "audio": SOUND}.get(part["type"]) or part["text"] for part in content)
+
+
+def stub_hearing() -> Hearing:
+    """What reads sound as Granite Speech does, in rows of `SOUND`."""
+    spec = HearingSpec("granite_speech", ord(SOUND), 16, 8, 8, 1, 1, chunk=30, piece=0, chunk_rows=3)
+    processor = SoundProcessor(spec, 900)
+    processor.family = replace(processor.family, mark=SOUND, marks=(SOUND,))
+    return Hearing(processor, Fetcher(kind="audio"), SoundLimits(most_s=60))
 
 
 class StubTokenizer:

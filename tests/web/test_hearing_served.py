@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import re
 from base64 import b64encode
@@ -13,9 +14,11 @@ from unittest import mock
 import httpx
 import openai
 import pytest
+import torch
 
 from localllm import LLM, SamplingParams
 from localllm.models.read_spec import read_spec
+from tests.adapters import write_config
 from tests.media.sounds import wav
 from tests.models.hearing import HEARING, PAD, make_hearing, noise, opened, reference_with_sounds
 from tests.serving import settings_for
@@ -226,3 +229,37 @@ def test_what_cannot_be_heard_is_refused_by_name(served: Served, part: Any, stat
     answer = served.live.post("/v1/chat/completions", chat(part, {"type": "text", "text": QUESTION}))
     assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), answer.text
     assert served.live.post("/v1/chat/completions", chat({"type": "text", "text": QUESTION})).status_code == 200
+
+
+def test_granites_adapter_answers_prompts_with_sound_alone(tmp_path: Path) -> None:
+    """As transformers' generate: the adapter of the checkpoint is on if there is sound."""
+    from safetensors.torch import save_file
+
+    model = make_hearing(tmp_path, "granite_speech")
+    draws, tensors = torch.Generator().manual_seed(1), {}
+    merged = copy.deepcopy(model)
+    for name, matrix in merged.named_parameters():
+        if "language_model" in name and name.endswith(("q_proj.weight", "v_proj.weight")):
+            a = torch.randn(4, matrix.shape[1], generator=draws) * 0.3
+            b = torch.randn(matrix.shape[0], 4, generator=draws) * 0.3
+            stem = name.removesuffix(".weight")
+            tensors |= {f"base_model.model.{stem}.lora_A.weight": a, f"base_model.model.{stem}.lora_B.weight": b}
+            matrix.data += 2 * b @ a
+    save_file(tensors, str(tmp_path / "adapter_model.safetensors"))
+    write_config(tmp_path, r=4, lora_alpha=8, base_model_name_or_path=str(tmp_path))
+    sound = opened(read_spec(tmp_path)).process(SOUND)
+    ids = [20, 21, *[PAD] * sound.rows, 30, 31]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(tmp_path), max_model_len=512, kv_cache_memory_bytes=8 << 20, device="cpu") as llm:
+        text = "thank you <|audio|>what"
+        given = {"prompt": text, "multi_modal_data": {"audio": (SOUND / 32768, 16_000)}}
+        [found] = llm.generate([given], params, use_tqdm=False)
+        tokenizer = llm.get_tokenizer()
+        ids = tokenizer.encode(text.replace("<|audio|>", "<|audio|>" * sound.rows))
+        [plain] = llm.generate(["thank you"], params, use_tqdm=False)
+        thanks = tokenizer.encode("thank you")
+    for reference, prompt, sounds, output in ((merged, ids, [sound], found), (model, thanks, [], plain)):
+        expected: list[int] = []
+        for _ in range(4):
+            expected.append(int(reference_with_sounds(reference, [*prompt, *expected], sounds)[-1].argmax()))
+        assert output.outputs[0].token_ids == expected

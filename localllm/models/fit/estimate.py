@@ -18,7 +18,7 @@ from localllm.models.fit.conversation_bytes import needs as one_request
 from localllm.models.fit.devices import asked_division, gpus_of
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options, placements
-from localllm.models.fit.pictures import PictureSizes
+from localllm.models.fit.pictures import PictureSizes, SoundSizes
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
 from localllm.models.fit.speed import AT_ONCE, PROMPTS, PlanSpeeds, predict, round_speed, speed_in_words
@@ -149,7 +149,9 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
 
     yield "weights", row("weights_bytes")
     pictures = [each.needs.pictures for each in estimates]
-    yield from _picture_rows(pictures, {"  of the part that sees": "tower_bytes"})
+    sounds = [each.needs.sounds for each in estimates]
+    yield from _media_rows(pictures, {"  of the part that sees": "tower_bytes"})
+    yield from _media_rows(sounds, {"  of the part that hears": "tower_bytes"})
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
     far = [each.needs.far for each in estimates]
     if any(far):
@@ -179,7 +181,8 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             yield f"one request of {format_count(length)} tokens", cells
     yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
     yield "  more for sampling", row("sampler_bytes")
-    yield from _picture_rows(pictures, {"  largest picture": "encode_bytes", "  encoded pictures": "kept_bytes"})
+    yield from _media_rows(pictures, {"  largest picture": "encode_bytes", "  encoded pictures": "kept_bytes"})
+    yield from _media_rows(sounds, {"  longest sound": "encode_bytes", "  encoded sound": "kept_bytes"})
     if any(each.needs.graph_bytes for each in estimates):
         yield "CUDA graphs", row("graph_bytes")
     if any(each.needs.comm_bytes for each in estimates):
@@ -225,8 +228,11 @@ def _speed_rows(speeds: Sequence[PlanSpeeds | None]) -> Iterator[tuple[str, list
             yield f"first token of {format_count(length)}", cells
 
 
-def _picture_rows(sizes: Sequence[PictureSizes | None], names: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield rows of the memory for pictures; none for a model that does not see. names: of a row, its field."""
+def _media_rows(
+    sizes: Sequence[PictureSizes | SoundSizes | None], names: Mapping[str, str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield rows of the memory for pictures or sound; none for a model that has no such part. names: of a row, its
+    field."""
     for name, what in names.items() if any(sizes) else ():
         yield name, [format_bytes(getattr(each, what)) if each else "" for each in sizes]
 

@@ -100,14 +100,17 @@ def sound_encode_bytes(hearing: HearingSpec, frames: int, at_once: int, size: in
 
     size: bytes of a number in the tower.
     """
+    width, states = hearing.width * size, at_once // 2  # the first layers halve the frames
     features = frames * hearing.num_mels * (4 + (size if size < 4 else 0))
-    states = at_once // 2  # the first layers halve the frames
-    pairs = states * (min(hearing.context or states, states)) * hearing.heads * size
-    layer = states * (12 * hearing.width + 7 * hearing.mlp_width // 2) * size
-    if hearing.channels:  # convolutions over frames and mels, which halve both
-        layer += at_once * hearing.num_mels // 4 * hearing.channels * 5 // 2 * size
-        states, pairs = at_once // 8, 0
-    return features + layer + (4 * pairs if hearing.piece == 0 else pairs)
+    mlp = states * (4 * width + 2 * hearing.mlp_width * size)
+    if hearing.channels:  # convolutions over frames and mels halve both, three times
+        front = at_once * hearing.num_mels // 4 * hearing.channels * 2 * size
+        return features + max(front, mlp // 4)
+    if hearing.piece:  # attention without a mask holds no pairs
+        return features + mlp
+    # biases by distance are added to the scores of pairs, which are in float32
+    pairs = states * (4 * hearing.context * hearing.heads * 4 + 7 * width)
+    return features + max(mlp, pairs + hearing.context**2 * width // hearing.heads)
 
 
 def why_deaf(spec: ModelSpec, config: EngineConfig, *, on_gpu: bool) -> str:

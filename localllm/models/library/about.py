@@ -104,8 +104,10 @@ def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
             "vocabulary": f"{format_count(spec.vocab_size)} tokens",
             "inputs": longest_input(spec),
         }
+    reads = [name for name, part in (("pictures", spec.vision), ("sound", spec.hearing)) if part is not None]
     return {
         "architecture": spec.architecture,
+        **({"reads": f"text and {' and '.join(reads)}"} if reads else {}),
         **({"quantization": quantization_name(spec)} if spec.quantization else {}),
         "dtype": spec.dtype,
         "layers": f"{spec.num_layers} of width {spec.hidden_size}",

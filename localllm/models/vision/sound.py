@@ -55,6 +55,8 @@ class Spoken(NamedTuple):
 class SoundFamily:
     """One family of towers that read sound."""
 
+    name: str
+    architecture: str  # class name in config.json
     model_types: tuple[str, ...]
     mark: str  # the text of one row, and what a chat template writes for a sound
     marks: tuple[str, ...]  # all special texts of the family
@@ -162,6 +164,8 @@ _VOXTRAL_TEMPLATE = (
 )
 """As mistral-common encodes instructions from its version 7 on, without tools."""
 VOXTRAL = SoundFamily(
+    "Voxtral",
+    "VoxtralForConditionalGeneration",
     ("voxtral",),
     "[AUDIO]",
     ("[AUDIO]", "[BEGIN_AUDIO]"),
@@ -238,6 +242,8 @@ _QWEN_LANGUAGES = {
     "es": "Spanish", "sv": "Swedish", "th": "Thai", "tr": "Turkish", "vi": "Vietnamese",
 }  # fmt: skip
 QWEN3_ASR = SoundFamily(
+    "Qwen3-ASR",
+    "Qwen3ASRForConditionalGeneration",
     ("qwen3_asr",),
     "<|audio_pad|>",
     ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
@@ -287,6 +293,8 @@ def _granite_spoken(wish: Wish) -> Spoken:
 
 _GRANITE_PROMPT = "can you transcribe the speech into a written format?"
 GRANITE = SoundFamily(
+    "Granite Speech",
+    "GraniteSpeechForConditionalGeneration",
     ("granite_speech",),
     "<|audio|>",
     ("<|audio|>",),
@@ -311,12 +319,6 @@ def sound_family_of(spec: HearingSpec) -> SoundFamily:
 def hears(config: Config) -> bool:
     """Return whether there is a family for a config.json."""
     return config.get("model_type") in _OF_TYPE
-
-
-def hears_as(architecture: str) -> bool:
-    """Return whether there is a family for a class name in config.json, such as VoxtralForConditionalGeneration."""
-    kind = architecture.removesuffix("ForConditionalGeneration").lower()
-    return kind in {name.replace("_", "") for name in _OF_TYPE}
 
 
 def read_hearing(config: Config, path: Path) -> HearingSpec:

@@ -203,10 +203,11 @@ class Generation:
             return
         await self._client.prepare(self._params)
         if self._seeing is not None:
-            senses, prompt = self._seeing
-            spans = await senses.spans(prompt, self._requests[0].options.cache_salt)
+            (senses, prompt), options = self._seeing, self._requests[0].options
+            options = replace(options, adapter=senses.adapter_for(prompt, options.adapter))
+            spans = await senses.spans(prompt, options.cache_salt)
             self._holds_pictures = True
-            self._requests = [replace(self._requests[0], media=spans)]
+            self._requests = [replace(self._requests[0], media=spans, options=options)]
         one = len(self._requests) == 1
         self._source = _events_of(self._client, self._requests[0]) if one else _merged(self._client, self._requests)
         self._first = asyncio.ensure_future(anext(self._source))

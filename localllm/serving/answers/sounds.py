@@ -19,6 +19,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from localllm.engine.adapter import Adapter
 from localllm.engine.media import MediaSpan, spans_of
 from localllm.errors import InvalidParameter, MediaTooLarge, UnreadableMedia
 from localllm.media.source import Fetcher, of_base64, of_data_url
@@ -84,6 +85,7 @@ class Hearing:
     processor: SoundProcessor
     fetcher: Fetcher
     limits: SoundLimits  # of files, and of what the model reads at once
+    adapter: Adapter | None = None  # that prompts with sound use; None: there is none
     _kept: OrderedDict[bytes, ProcessedSound] = field(default_factory=OrderedDict)
     _lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # samples, by content
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -262,6 +264,15 @@ class Senses(NamedTuple):
         if self.hearing is not None and sounds:
             text = self.hearing.expanded(text, sounds)
         return PromptIds(encode(text), pictures, warnings, sounds)
+
+    def adapter_for(self, prompt: Sequence[int], asked: Adapter | None) -> Adapter | None:
+        """Return the adapter of a request: what it asks for, or the model's own for prompts with sound. Raises
+        `InvalidParameter` if it asks for another one."""
+        own = None if self.hearing is None or not getattr(prompt, "sounds", ()) else self.hearing.adapter
+        if own is not None and asked is not None and asked is not own:
+            what, why = f"{asked.name} cannot answer about sound.", f"Sound is read with the adapter {own.name} alone."
+            raise InvalidParameter(what, why, "Ask the model itself.", param="model")
+        return own or asked
 
     async def spans(self, prompt: PromptIds, salt: str | None) -> tuple[MediaSpan, ...]:
         """Return the places of the prompt's media, decoded. Call `release` when the request has ended."""

@@ -156,7 +156,8 @@ _SIDE_FILES = (
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "tokenizer.model",
     "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json", "quantize_config.json",
-    "quant_config.json", "hf_quant_config.json", "recipe.yaml", "adapter_config.json", "modules.json",
+    "quant_config.json", "hf_quant_config.json", "recipe.yaml", "adapter_config.json",
+    "adapter_model.safetensors", "modules.json",
     "sentence_bert_config.json", "config_sentence_transformers.json", "[1-9]_*/config.json",
 )  # fmt: skip
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

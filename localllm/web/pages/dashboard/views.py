@@ -21,7 +21,7 @@ from localllm.engine.stats import (
     StoreStats,
     TierStats,
 )
-from localllm.models.fit.pictures import PictureSizes
+from localllm.models.fit.pictures import PictureSizes, SoundSizes
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, OtherServers, Ranks, machine_use, ranks
@@ -499,13 +499,13 @@ def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
     return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
 
 
-def _picture_facts(sizes: PictureSizes | None) -> tuple[Fact, ...]:
-    """Return the memory of reading pictures; empty for a model that does not see."""
+def _media_facts(name: str, sizes: PictureSizes | SoundSizes | None) -> tuple[Fact, ...]:
+    """Return the memory of reading pictures or sound; empty for a model that has no such part."""
     if sizes is None:
         return ()
     parts = f"tower {format_bytes(sizes.tower_bytes)}, encoding {format_bytes(sizes.encode_bytes)}"
-    kept = f"encoded pictures {format_bytes(sizes.kept_bytes)}"
-    return (Fact("Pictures", f"{format_count(sizes.rows)} tokens at most", f"{parts}, {kept}"),)
+    kept = f"encoded {name.lower()} {format_bytes(sizes.kept_bytes)}"
+    return (Fact(name, f"{format_count(sizes.rows)} tokens at most", f"{parts}, {kept}"),)
 
 
 def model_facts(served: ServedModel) -> ModelFacts:
@@ -536,7 +536,8 @@ def model_facts(served: ServedModel) -> ModelFacts:
                 f"{format_count(plan.max_model_len)} tokens",
                 f"{'supported up to' if spec.context_limit else 'trained for'} {format_count(spec.max_position)}",
             ),
-            *_picture_facts(plan.pictures),
+            *_media_facts("Pictures", plan.pictures),
+            *_media_facts("Sound", plan.sounds),
             Fact(
                 "Step", f"{format_count(plan.max_num_batched_tokens)} tokens", f"{plan.max_num_seqs} requests at most"
             ),

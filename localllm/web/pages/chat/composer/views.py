@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.engine.params import Kind
 from localllm.serving.served import ModelCard
-from localllm.units import format_count
+from localllm.units import format_count, format_seconds
 from localllm.web.api.hints import THINKING_SWITCHES
 from localllm.web.pages.chat.composer.model_picker import ModelChoices
 from localllm.web.pages.chat.composer.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
@@ -130,6 +130,7 @@ class AttachmentChip(View):
     seconds: float | None = None  # that a picture is expected to take before the answer begins; None: not known
     detail: str = ""  # how finely a picture is read; empty: it cannot be chosen
     note: str = ""  # what is not read of the file
+    is_sound: bool = False  # `size` is its length, and the page can play it once it is stored
 
 
 @view("chat/_attachments.html")
@@ -281,7 +282,10 @@ def summary_origin(message: StoredMessage) -> SummaryOrigin | None:
 
 
 def picture_chip(picture: Mapping[str, Any], url: str = "") -> AttachmentChip:
-    """Return a picture of a message. url: of one that is stored."""
+    """Return a picture or a sound of a message. url: of one that is stored."""
+    if "seconds" in picture:
+        size = format_seconds(picture["seconds"])
+        return AttachmentChip(picture["name"], picture["num_bytes"], size=size, url=url, is_sound=True)
     size = f"{picture['width']} x {picture['height']}"
     return AttachmentChip(picture["name"], picture["num_bytes"], thumb=picture["thumb"], size=size, url=url)
 

@@ -16,7 +16,7 @@ from litestar.datastructures import UploadFile
 from litestar.response import Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
-from localllm.errors import RequestError
+from localllm.errors import MediaTooLarge, RequestError
 from localllm.serving.answers.off_loop import off_loop
 from localllm.serving.register import SPEECH_HINT
 from localllm.units import format_seconds
@@ -28,7 +28,15 @@ from localllm.web.pages.chat.composer.views import attachments_view
 from localllm.web.pages.chat.files.attachments import Attachment, divided
 from localllm.web.pages.chat.files.long_files import free_tokens
 from localllm.web.pages.chat.files.passages import estimated_tokens
-from localllm.web.pages.chat.files.pictures import DETAILS, TYPES, cost_of, is_picture, pages_of, picture_of
+from localllm.web.pages.chat.files.pictures import (
+    DETAILS,
+    TYPES,
+    cost_of,
+    is_picture,
+    pages_of,
+    picture_of,
+    sound_of,
+)
 from localllm.web.pages.chat.replies.claims import served_for
 from localllm.web.pages.chat.replies.messages import with_files
 from localllm.web.pages.chat.state import ChatState, chat_state
@@ -98,7 +106,9 @@ async def _add_uploads(request: Request[Any, Any, Any], form: Any, files: list[A
         if is_picture(body):
             found = [await _picture(state, plain_name(upload.filename), body, _model(form))]
         elif kind_of(body[:16]) and PurePath(upload.filename).suffix.lower() not in IMAGE_SUFFIXES:  # HEIC is like M4A
-            found = [await _sound(request, upload, _model(form))]
+            hears = served is not None and served.hearing is not None
+            heard = await _heard(state, plain_name(upload.filename), body, _model(form)) if hears else None
+            found = [heard or await _sound(request, upload, _model(form))]
         else:
             file = await read_file(upload.filename, body, scans=sees)
             found = await _read(state, file, body, _model(form), sees=sees)
@@ -123,6 +133,14 @@ async def _read(
         num_tokens, is_estimate = await _num_tokens(state, file, settings)
         found.insert(0, Attachment(file, len(file.text.encode()), num_tokens, is_estimate, note=note))
     return found
+
+
+async def _heard(state: ChatState, name: str, body: bytes, settings: Mapping[str, str]) -> Attachment | None:
+    """Read a sound for a model that hears; None: it is longer than the model reads at once. Raises `RequestError`."""
+    try:
+        return await _with_cost(state, name, [await asyncio.to_thread(sound_of, name, body)], settings)
+    except MediaTooLarge:
+        return None
 
 
 async def _sound(request: Request[Any, Any, Any], upload: UploadFile, settings: Mapping[str, str]) -> Attachment:
@@ -167,13 +185,13 @@ async def _with_cost(
     state: ChatState, name: str, pictures: Sequence[dict[str, Any]], settings: Mapping[str, str]
 ) -> Attachment:
     served = served_for(state, settings)
-    cost = None if served is None or served.sight is None else await cost_of(served, pictures)
+    cost = None if served is None else await cost_of(served, pictures)
     return Attachment.of_pictures(name, pictures, cost)
 
 
 @get("/chats/pictures/{digest:str}")
 async def stored_picture(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return a picture of a message, as it was sent."""
+    """Return a picture or a sound of a message, as it was sent."""
     found = await chat_state(request).store.call(Chats.picture, owner_of(request), request.path_params["digest"])
     if found is None:
         raise ChatNotFound("This picture is not on the server.", "Its message was deleted.", GONE_HINT)

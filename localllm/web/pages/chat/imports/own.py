@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
 from localllm.media.source import of_data_url
 from localllm.web.api.documents import plain_name
 from localllm.web.pages.chat.composer.settings import NAMES, typed
-from localllm.web.pages.chat.files.pictures import DETAILS, picture_of
+from localllm.web.pages.chat.files.pictures import DETAILS, is_picture, picture_of, sound_of
 from localllm.web.pages.chat.imports.records import (
     MAX_MESSAGES,
     Imported,
@@ -160,13 +161,14 @@ def _rows(value: object, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _pictures(value: object) -> list[dict[str, Any]]:
-    """Return the pictures, read anew from their bytes; one that cannot be read is left out."""
+    """Return the pictures and sounds, read anew from their bytes; one that cannot be read is left out."""
     found = []
     for each in rows(value):
         name, data, detail = (each.get(key) for key in ("name", "data", "detail"))
         if isinstance(name, str) and isinstance(data, str):
             with suppress(RequestError):
-                read = picture_of(plain_name(name), of_data_url(data, name))
+                body = of_data_url(data, name, MAX_UPLOAD_BYTES)
+                read = picture_of(plain_name(name), body) if is_picture(body) else sound_of(plain_name(name), body)
                 found.append({**read, "detail": detail} if detail in DETAILS else read)
     return found
 

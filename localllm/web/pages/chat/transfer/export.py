@@ -84,7 +84,10 @@ def _details(details: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(message: StoredMessage) -> str:
     """Return the text with the attached files, and the names of pictures."""
-    names = "".join(f"[Picture: {each['name']}]\n\n" for each in message.details.get("pictures", []))
+    names = "".join(
+        f"[{'Sound' if 'seconds' in each else 'Picture'}: {each['name']}]\n\n"
+        for each in message.details.get("pictures", [])
+    )
     return names + with_files(message.text, files_of(message.details))
 
 
