@@ -17,9 +17,11 @@ Does not know: torch, files, how experts are computed (models/layers/far.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from localllm.config.settings import EngineConfig
@@ -28,6 +30,7 @@ from localllm.files.record_file import padded
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.rank_budget import ResidentBytes
+from localllm.models.spec.mixture import STAGING_PLACES, staged_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.units import format_bytes
@@ -94,6 +97,9 @@ class FarPlan:
     read_bytes: int  # of RAM, by one token
     idle_bytes: int  # of the weights on the GPU, that one token does not read
     disk: DiskPlan | None = None  # None: none of them are on disk
+    staging_bytes: int = 0  # of the GPU, for experts that are copied to it; 0: it computes no prompts with them
+    unpacked_bytes: int = 0  # of a step, for the experts that are computed at a time
+    stream_from: int = 0  # tokens of a step from which they are; 0: none, or not measured yet
 
     @property
     def place(self) -> str:
@@ -110,9 +116,10 @@ class FarPlan:
                 f"({format_bytes(self.disk.cache_bytes)}). The first start writes them to a file, and each step of a "
                 "prompt reads nearly all of them."
             )
+        prompts = ", prompts included" if not self.staging_bytes else "; long prompts are computed by the GPU"
         return (
-            f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU, prompts "
-            "included: slower than a GPU that holds all of them."
+            f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU{prompts}: "
+            "slower than a GPU that holds all of them."
         )
 
 
@@ -148,13 +155,17 @@ def far_speed(
     return 1 / slow, 1 / fast
 
 
-def last_layers(experts: Sequence[LayerExperts], count: int, spec: ModelSpec, table_bytes: int = 0) -> FarPlan:
+def last_layers(
+    experts: Sequence[LayerExperts], count: int, spec: ModelSpec, table_bytes: int = 0, *, streams: bool = False
+) -> FarPlan:
     """Return the plan with the experts of the last `count` layers in RAM. table_bytes: of an embedding of its own,
-    which a token reads a row of."""
+    which a token reads a row of. streams: whether the GPU computes long prompts with them."""
     mixture = spec.mixture
     assert mixture is not None
     near, moved = experts[: len(experts) - count], experts[len(experts) - count :]
     used = mixture.top_k / mixture.num_experts
+    staged = [staged_bytes(max(1, each.ram_bytes // mixture.num_experts), mixture.num_experts) for each in moved]
+    unpacked = [each.gpu_bytes * size // each.ram_bytes for each, size in zip(moved, staged, strict=True)]
     return FarPlan(
         layers=tuple(each.layer for each in moved),
         num_layers=len(experts),
@@ -162,7 +173,33 @@ def last_layers(experts: Sequence[LayerExperts], count: int, spec: ModelSpec, ta
         ram_bytes=sum(each.ram_bytes for each in moved),
         read_bytes=int(sum(each.ram_bytes for each in moved) * used),
         idle_bytes=table_bytes + int(sum(each.gpu_bytes for each in near) * (1 - used)),
+        staging_bytes=STAGING_PLACES * max(staged) if streams else 0,
+        unpacked_bytes=max(unpacked) if streams else 0,
     )
+
+
+LONG_STEPS = (8192, 4096)
+"""Tokens of a step, tried in this order where experts are copied to the GPU: a step copies all of them whatever its
+size, so that four times as many tokens are up to four times as fast, and only memory speaks against them."""
+
+
+def most_more(num_layers: int) -> int:
+    """Return how many more layers may be in RAM so that steps can be longer: their share of a token's time is small."""
+    return 1 + num_layers // 16
+
+
+def stream_threshold(cpu_s: Mapping[int, float], copy_s: float, most: int) -> int:
+    """Return the fewest tokens of a step for which the CPU takes as long as a copy of the same experts; 0: more than
+    `most`. cpu_s: seconds of the CPU by tokens, linear in between and beyond."""
+    rows = sorted(cpu_s)
+    if cpu_s[rows[0]] >= copy_s:
+        return max(1, math.ceil(rows[0] * copy_s / cpu_s[rows[0]]))
+    for low, high in pairwise(rows):
+        each_s = (cpu_s[high] - cpu_s[low]) / (high - low)
+        if (cpu_s[high] >= copy_s or high == rows[-1]) and each_s > 0:
+            found = low + math.ceil((copy_s - cpu_s[low]) / each_s)
+            return found if found <= most else 0
+    return 0
 
 
 def fewest_layers(most: int, fits: Callable[[int], bool]) -> int | None:

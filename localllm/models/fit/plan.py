@@ -31,7 +31,15 @@ from localllm.models.fit.devices import (
     require_replicable,
     require_shared_memory,
 )
-from localllm.models.fit.far import CheckpointBytes, FarChoice, FarPlan, fewest_layers, last_layers
+from localllm.models.fit.far import (
+    LONG_STEPS,
+    CheckpointBytes,
+    FarChoice,
+    FarPlan,
+    fewest_layers,
+    last_layers,
+    most_more,
+)
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan_attempt import PlanAttempt
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
@@ -205,15 +213,27 @@ class _Planner:
         experts = choice.experts(whole.dtype)
         table = 0 if self.spec.tie_word_embeddings else self.spec.vocab_size * self.spec.hidden_size * 2
 
-        def attempt(count: int) -> PlanAttempt:
-            return self._attempt([gpu], far=last_layers(experts, count, self.spec, table))
+        streams = self.config.streams_prompts
 
-        count = choice.asked(experts)
-        if count is None:
-            count = fewest_layers(len(experts), lambda layers: attempt(layers).holds(useful))
+        def attempt(count: int, steps: int | None = None) -> PlanAttempt:
+            config = self.config if steps is None else replace(self.config, max_num_batched_tokens=steps)
+            far = last_layers(experts, count, self.spec, table, streams=streams)
+            return replace(self, config=config)._attempt([gpu], far=far)
+
+        def fewest(steps: int | None = None) -> int | None:
+            return fewest_layers(len(experts), lambda layers: attempt(layers, steps).holds(useful))
+
+        moves = choice.asked(experts)
+        count, steps = fewest() if moves is None else moves, None
         if count is None:
             return whole.plan()
-        moved = attempt(count)
+        if streams and self.config.max_num_batched_tokens is None:
+            for tokens in LONG_STEPS:
+                more = fewest(tokens) if moves is None else moves
+                if more is not None and more <= count + most_more(len(experts)) and attempt(more, tokens).holds(useful):
+                    count, steps = more, tokens
+                    break
+        moved = attempt(count, steps)
         assert moved.far is not None
         reserve = free_and_reserve(self.hardware, None)
         try:
