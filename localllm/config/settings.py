@@ -215,6 +215,11 @@ class EngineConfig:
     cpu_offload_gb: float = setting(
         0.0, MEMORY, "move as few layers of experts to RAM as take this much of the GPU, in GiB", unit="GiB", low=0,
         is_of_one_model=True)
+    stream_prompts: str = setting(
+        "auto", MEMORY, "tokens of a step from which experts in RAM are copied to the GPU and computed there",
+        parser=_parse_far_layers, accepts=lambda text: text in ("auto", "off") or (text.isdecimal() and int(text) > 0),
+        metavar_text="auto|off|T", allowed_text="auto (measured at start), off (the CPU computes them), or a number",
+        note="takes up to 0.5 GiB of the GPU", is_of_one_model=True)
     weights_on: str = setting(
         "auto", MEMORY, "memory of the experts that the GPU does not hold", choices=("auto", "ram", "disk"),
         allowed_text="auto (disk as the last place, from one token per second on), ram, or disk",
@@ -373,6 +378,12 @@ class EngineConfig:
         if self.cpu_moe or self.n_cpu_moe == "all" or self.cpu_offload_gb:
             return ALL_LAYERS
         return None if self.n_cpu_moe == "auto" else int(self.n_cpu_moe)
+
+    @property
+    def streams_prompts(self) -> bool:
+        """Return whether a GPU may compute long prompts with experts in RAM. Not in deterministic mode: a token's bits
+        would depend on how many are in its step."""
+        return self.stream_prompts != "off" and not self.deterministic
 
     @property
     def moves_experts(self) -> bool:

@@ -1,6 +1,7 @@
 """The prompt tokens of a step: how many there are, and their shares among prompts.
 
     PromptPace       a limit beside requests that decode, from the measured times of steps
+    StreamPace       when a step may have prompts at all, if a long one takes as long whatever it has
     prefill_shares   the tokens of each prompt
     chunk_length ... chunks at fixed positions, so that nothing about a request depends on what else runs
 
@@ -56,6 +57,28 @@ class PromptPace:
         target_s = self.target_s / 4 if of_background else self.target_s
         left_s = max(target_s - self.decode_s, self.decode_s)
         return max(LEAST, int(left_s / median(self._token_s)))
+
+
+class StreamPace:
+    """The time that requests which decode have had since the last step with prompts.
+
+    Where weights are copied to the device for a long prompt, a step takes as long as the copy, whatever it has: a share
+    of such a step would cost all of it. So prompts get whole steps, each followed by steps without prompts that take as
+    long together. A stream that decodes has a token in every step: it waits for one step with prompts at most, and has
+    half of the time.
+    """
+
+    def __init__(self) -> None:
+        self._owed_s = 0.0
+
+    def observe(self, prompt_tokens: int, seconds: float) -> None:
+        """Take in the time of a step; 0 is not a measurement."""
+        self._owed_s = seconds if prompt_tokens else max(0.0, self._owed_s - seconds)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the next step may have prompts beside requests that decode."""
+        return not self._owed_s
 
 
 def prefill_shares(wanted: Sequence[int], classes: Sequence[int], budget: int) -> list[int]:

@@ -24,7 +24,7 @@ from localllm.engine.memory.cache_manager import CacheManager
 from localllm.engine.memory.ledger import BlockIds, Counts, Hit, fits, plus
 from localllm.engine.outputs import HANDED_OVER, EngineOutput
 from localllm.engine.preemption import Preemption
-from localllm.engine.prefill import PromptPace, chunk_length, prefill_shares, whole_chunks
+from localllm.engine.prefill import PromptPace, StreamPace, chunk_length, prefill_shares, whole_chunks
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import BACKGROUND_PRIORITY, Request, State
 from localllm.engine.request_table import RequestTable
@@ -109,7 +109,7 @@ class Scheduler:
         self._prefilled: Sequence[Request] = ()  # requests of the last step that may hold a chunk before their windows
         self._num_cohorts = config.num_cohorts
         self._preemption = Preemption(cache, self.table.reserve, self.running, support.lookahead)
-        self._pace = PromptPace(config.target_step_s)
+        self._pace, self._stream_pace = PromptPace(config.target_step_s), StreamPace()
         self._step_id = 0
 
     # Requests come and go -------------------------------------------------------------------------------------
@@ -304,7 +304,8 @@ class Scheduler:
     def _prefill_budget(self, step: _StepBuilder, *, has_background: bool) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed, and
         for background prompts, so that a request that arrives meanwhile does not wait for a long step. With a target
-        for the step's time, by what prompt tokens were measured to take (prefill.py)."""
+        for the step's time, by what prompt tokens were measured to take; where a step copies weights, to whole steps
+        with time between them (prefill.py)."""
         config = self.config
         cap = config.long_prefill_token_threshold or step.budget
         of_background = has_background and not step.defers_background
@@ -312,6 +313,10 @@ class Scheduler:
             cap = min(cap, self._pace.num_tokens(of_background=of_background))
         is_limited = bool(step.rows) or of_background
         is_limited = is_limited or any(map(self._is_held_back, self.running))
+        if config.stream_from and is_limited:
+            is_timed = not any(_num_prompt_tokens(launched.plan) for launched in self.launched)
+            if not (is_timed and self._stream_pace.is_due):
+                return 0
         return min(step.budget, max(cap, config.fixed_chunk)) if is_limited else step.budget
 
     def _is_held_back(self, request: Request) -> bool:
@@ -583,8 +588,9 @@ class Scheduler:
         prompts_s = 0.0 if step.plan.encodes else seconds  # encoding is not a cost of tokens; 0: not measured
         self.cache.settle(step.plan, prompts_s)
         if self.config.target_step_s:
-            counts = [row.num_scheduled_tokens for row in step.plan.rows if not row.num_drafts]
-            self._pace.observe(sum([count for count in counts if count > 1]), prompts_s)
+            self._pace.observe(_num_prompt_tokens(step.plan), prompts_s)
+        if self.config.stream_from:
+            self._stream_pace.observe(_num_prompt_tokens(step.plan), seconds)
         if self.speculation is not None and step.plan.rows and all(row.is_decode for row in step.plan.rows):
             self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs
@@ -644,6 +650,11 @@ class Scheduler:
         if request.state is State.RUNNING and not request.num_output_placeholders and self.cache.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
             request.num_drafts = len(request.draft_token_ids)
+
+
+def _num_prompt_tokens(plan: StepPlan) -> int:
+    """Return the tokens of a step's prompts, but for rows of one token."""
+    return sum([row.num_scheduled_tokens for row in plan.rows if not row.num_drafts and row.num_scheduled_tokens > 1])
 
 
 def _num_verified(plan: StepPlan, result: StepResult) -> int:

@@ -16,6 +16,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # prefill tokens per step while any request decodes; 0: no cap
     target_step_s: float = 0.0  # longest step with prompt tokens while any request decodes; 0: no limit of time
     fixed_chunk: int = 0  # tokens of a prompt's chunks, which then end at its multiples; 0: any (prefill.py)
+    stream_from: int = 0  # tokens of a step that copies weights to the device, with steps of the same length between
     policy: str = "fcfs"  # fcfs, priority
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True

@@ -263,6 +263,7 @@ class RunnerStats(NamedTuple):
     )
     far_bytes: int = 0  # of experts in RAM beside a GPU
     far_s: float = 0.0  # seconds that the CPU has computed them, all steps together
+    streamed_bytes: int = 0  # of experts in RAM that were copied to the device
     disk_read_bytes: int = 0  # of experts that are on disk
     disk_reads: int = 0  # experts that were read
     disk_hits: int = 0  # experts that were found in RAM instead

@@ -60,6 +60,7 @@ class MetaWeight:
 
     shape: tuple[int, int]
     nbytes: int
+    native_nbytes: int | None = None  # of its matrix for the CPU's native library; None: there is none
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         raise AssertionError("a meta weight has no values")

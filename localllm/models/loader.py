@@ -24,15 +24,17 @@ import torch
 from localllm.errors import CorruptModel, UnsupportedOption
 from localllm.files.folders import experts_folder
 from localllm.files.record_file import RecordFile
+from localllm.machine.hardware import available_ram
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts
+from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts, record_bytes
 from localllm.models.families import text_part
 from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.registry import linear_format, open_checkpoint
+from localllm.models.layers.arena import Arena
 from localllm.models.layers.disk import ExpertCache, write_experts
 from localllm.models.layers.far import Crossing, RamLink
 from localllm.models.layers.group import Alone, Group
@@ -70,6 +72,7 @@ def load_model(
     group: Group | None = None,
     far_layers: Sequence[int] = (),
     disk: DiskExperts | None = None,
+    free_ram: Callable[[], int] = available_ram,
 ) -> DecoderModel | TransformersModel:
     """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
@@ -82,6 +85,7 @@ def load_model(
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
     far_layers: the layers whose routed experts stay in RAM and are computed there. disk: if they are read from disk.
+    free_ram: returns the RAM that may still be taken for them.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     _refuse_shard(spec, shard, verify=verify)
@@ -104,7 +108,13 @@ def load_model(
             weights.read.total_bytes = counted.read.done_bytes
         form = f"{cpu_weights} {quantization}"
         cache = None if disk is None else disk.open(weights.in_ram(), spec, far_layers, form)
-        builder = DecoderBuilder(spec, weights, device, dtype, shard, group, _far(weights, device, far_layers, cache))
+        arena = None
+        if far_layers and disk is None:
+            with torch.device("meta"):
+                counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
+                arena = Arena(_arena_bytes(spec, counted.in_ram(), checkpoint, far_layers), free_ram)
+        far = _far(weights, device, far_layers, cache, arena)
+        builder = DecoderBuilder(spec, weights, device, dtype, shard, group, far)
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
     if shard is None:
@@ -166,15 +176,32 @@ def expert_bytes(
     found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), _forms_of_layers(checkpoint)
-        far = _far(weights, device, layers)
-        near, in_ram = (ShardWeights(weights, whole_shard(spec), Alone(), each) for each in (None, far))
+        near, in_ram = (
+            ShardWeights(weights, whole_shard(spec), Alone(), far) for far in (None, _far(weights, device, layers))
+        )
+        assert in_ram.far is not None
         for layer in layers:
             form = forms.get(layer, layer)
             if form not in of_form:  # thousands of experts take a second, and most layers are alike
-                both = (build_mixture(spec, spec.mixture, share, layer) for share in (near, in_ram))
-                of_form[form] = held_experts(next(both)), held_experts(next(both))
+                record = record_bytes(spec, spec.mixture, in_ram.far.source, layer)
+                gpu, listed = (
+                    held_experts(build_mixture(spec, spec.mixture, share, layer)) for share in (near, in_ram)
+                )
+                of_form[form] = gpu, listed if record is None else record * spec.mixture.num_experts
             found[layer] = of_form[form]
     return found
+
+
+def _arena_bytes(spec: ModelSpec, weights: Weights, checkpoint: Checkpoint, layers: Sequence[int]) -> int:
+    """Return the bytes of the experts of these layers that an arena holds. weights: sizes alone."""
+    assert spec.mixture is not None
+    forms, of_form, total = _forms_of_layers(checkpoint), dict[Hashable, int](), 0
+    for layer in layers:
+        form = forms.get(layer, layer)
+        if form not in of_form:
+            of_form[form] = (record_bytes(spec, spec.mixture, weights, layer) or 0) * spec.mixture.num_experts
+        total += of_form[form]
+    return total
 
 
 def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
@@ -188,9 +215,12 @@ def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
 
 
 def _far(
-    weights: Weights, device: torch.device, layers: Sequence[int], cache: ExpertCache | None = None
-) -> FarWeights | None:
-    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache)) if layers else None
+    weights: Weights, device: torch.device, layers: Sequence[int], cache: ExpertCache | None = None,
+    arena: Arena | None = None,
+) -> FarWeights | None:  # fmt: skip
+    if not layers:
+        return None
+    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache, arena))
 
 
 @dataclass(frozen=True, slots=True)

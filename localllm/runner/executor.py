@@ -40,6 +40,7 @@ from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel
 from localllm.runner.opening import ReportDetail, launch_options_of, open_runner
+from localllm.runner.runner import crossing_of
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class LocalExecutor:
         self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, report: ReportDetail
     ) -> tuple[Runner, MemoryPlan]:
         make_current(self._device)
+        self._forget_stream()
         self.serve_context(plan.max_model_len)
         others = self._allocated() - self._allocated_bytes - self.model.table_bytes(plan.max_model_len)
         return open_runner(
@@ -216,6 +218,7 @@ class LocalExecutor:
         if self._device.type == "cpu":
             return
         self._is_on_host = True
+        self._forget_stream()
         with torch.inference_mode():
             replace_tensors([self.model, self._drafter, self._tower], _to_host)
 
@@ -235,7 +238,15 @@ class LocalExecutor:
     def when_lost(self, act: Callable[[DeviceLost], None]) -> None:
         """Do nothing: a lost device shows in the next step."""
 
+    def _forget_stream(self) -> None:
+        """Free the device's buffers for experts in RAM. The next runner opens them again."""
+        if (crossing := crossing_of(self.model)) is not None:
+            crossing.stream = None
+
     def close(self) -> None:
+        arena = None if self._model is None or (crossing := crossing_of(self._model)) is None else crossing.arena
+        if arena is not None:
+            arena.close()
         self._model = self._drafter = self._tower = None
         if self._is_on_host:
             release_pinned_memory()

@@ -8,11 +8,14 @@ Does not know: where the model came from, requests.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +23,7 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
+from localllm.files.folders import cache_folder, write_whole
 from localllm.kernels.checks.choose import KernelChoice
 from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS, Feature
 from localllm.kernels.launch import LaunchOptions
@@ -29,11 +33,15 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.encoders.source import SourceEncoder, SourcePool
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
+from localllm.models.fit.far import stream_threshold
 from localllm.models.inputs import CausalModel
+from localllm.models.layers.arena import PINNED_SHARE, Arena
+from localllm.models.layers.far import FarExperts, FarStream, streamable
 from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, main_group
 from localllm.models.vision.tower import Towers
+from localllm.models.weights.parameters import parts_of_kind
 from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.device_errors import check_device as check_device_answers
 from localllm.runner.device_errors import is_device_loss, translated
@@ -57,7 +65,7 @@ from localllm.runner.self_check import (
     slower_graphs,
     small_cache,
 )
-from localllm.units import format_bytes
+from localllm.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +76,8 @@ RECORDS_EARLY_LAUNCHES = (12, 3)
 UNPROVEN_EARLY_LAUNCH = (12, 0)
 """No GPU of this compute capability or later has run the kernels with early launches yet."""
 UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # these need the most memory for sampling
+
+STREAM_FILE = "stream_prompts.json"
 
 ReportDetail = Callable[[str], None]
 
@@ -114,6 +124,7 @@ def open_runner(
     device = torch.device(plan.device)
     base = launch_options_of(config, device)
     make_current(device)
+    plan = open_stream(model, spec, config, plan, hardware, report)
     choice = KernelChoice()
     if is_checked(config, device):
         choice = _check(model, spec, config, plan, device, base, report, drafter)
@@ -159,6 +170,88 @@ def open_runner(
     told = [f"Steps are not recorded as CUDA graphs: {slower}." if slower else "", choice.summary]
     notes = [*fitting.notes, *map(str, choice.fall_backs), *_notes_on_graphs(runner), *filter(None, told)]
     return runner, replace(fitting, notes=tuple(dict.fromkeys(notes)))
+
+
+def open_stream(
+    model: CausalModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    report: ReportDetail,
+) -> MemoryPlan:
+    """Let the device compute long prompts with experts that are in RAM, if the plan has memory for it and its results
+    equal the CPU's. Return the plan with the tokens from which it does, and what to know about it."""
+    crossing = crossing_of(model)
+    if crossing is None or plan.far is None or not plan.far.staging_bytes:
+        return plan
+    parts = streamable(parts_of_kind(model, FarExperts))
+    why, threshold, notes = "", 0, list[str]()
+    if not parts:
+        why = "no kernel of a GPU reads their type as it is in RAM"
+    else:
+        device, top_k = torch.device(plan.device), 1 if spec.mixture is None else spec.mixture.top_k
+        stream = FarStream(parts, crossing, getattr(torch, plan.dtype), top_k)
+        notes += pin_arena(crossing.arena, device, hardware)
+        report("comparing experts on the GPU with the CPU")
+        with torch.inference_mode():
+            why = stream.check()
+            if not why and config.stream_prompts == "auto":
+                cpu_s, copy_s = timed_stream(stream, hardware, plan, report)
+                threshold = stream_threshold(cpu_s, copy_s, plan.max_num_batched_tokens)
+                log.info("experts in RAM cpu_s=%s copy_s=%.4f stream_from=%d", cpu_s, copy_s, threshold)
+                why = "" if threshold else f"copying the experts takes longer ({copy_s * 1e3:.0f} ms a layer)"
+                note = (
+                    f"Prompts from {format_count(threshold)} tokens on are computed by the GPU: each step copies "
+                    f"{format_bytes(stream.step_bytes)} and takes at least {copy_s * len(parts):.2g} s, for which "
+                    "answers wait."
+                )
+                notes += [] if why else [note]
+            elif not why:
+                threshold = int(config.stream_prompts)
+    if why:
+        notes.append(f"The CPU computes prompts with the experts in RAM, too: {why}.")
+        far = replace(plan.far, staging_bytes=0, unpacked_bytes=0, stream_from=0)
+        return replace(plan, far=far, notes=(*plan.notes, *notes))
+    crossing.stream, stream.from_tokens = stream, threshold
+    return replace(plan, far=replace(plan.far, stream_from=threshold), notes=(*plan.notes, *notes))
+
+
+def pin_arena(arena: Arena | None, device: torch.device, hardware: Hardware) -> list[str]:
+    """Page-lock the experts in RAM, so that a device copies them without the processor. Return a note if the system
+    allows less than all of them."""
+    if arena is None or device.type != "cuda":
+        return []
+    cudart: Any = torch.cuda.cudart()
+    most = int(PINNED_SHARE * hardware.ram_total_bytes)
+    pinned = arena.pin(
+        lambda address, size: int(cudart.cudaHostRegister(address, size, 0)) == 0, cudart.cudaHostUnregister, most
+    )
+    note = (
+        f"{format_bytes(arena.used_bytes - pinned)} of the {format_bytes(arena.used_bytes)} in RAM could not be "
+        "page-locked: long prompts take about twice as long."
+    )
+    return [] if pinned >= arena.used_bytes else [note]
+
+
+def timed_stream(
+    stream: FarStream, hardware: Hardware, plan: MemoryPlan, report: ReportDetail
+) -> tuple[dict[int, float], float]:  # fmt: skip
+    """Return `FarStream.timed`, measured once for a processor, a GPU and a form of experts, and then kept."""
+    path = cache_folder() / STREAM_FILE
+    gpu = next((gpu.name for gpu in hardware.gpus if plan.device == f"cuda:{gpu.index}"), plan.device)
+    key = f"{hardware.cpu_name} | {hardware.cpu_cores} | {torch.get_num_threads()} | {gpu} | {stream.form}"
+    kept: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or not ours
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        cpu_s, copy_s = kept[key]
+        return {int(rows): float(seconds) for rows, seconds in cpu_s.items()}, float(copy_s)
+    report("measuring the copy of experts to the GPU")
+    found = stream.timed()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({**(kept if isinstance(kept, dict) else {}), key: found}))
+    return found
 
 
 def _check(
@@ -276,7 +369,10 @@ def replan(
     measured: one for each rank of the plan, if it has ranks.
     """
     loaded = replace(spec, max_position=plan.max_model_len)
-    config = replace(config, device=plan.device, dtype=plan.dtype, max_num_seqs=plan.max_num_seqs)
+    config = replace(
+        config, device=plan.device, dtype=plan.dtype, max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+    )  # fmt: skip
     again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured, ranks=plan.ranks, far=plan.far)
     kept = [note for note in plan.notes if note not in again.notes]
     log.info(
@@ -317,7 +413,8 @@ def measure(
     if (encoded := plan.encoder) is not None:  # by arithmetic: the largest picture's pixels are not at hand
         activations = max(activations, encoded.encode_bytes) + encoded.kept_bytes
     runner.close()
-    return Measured(allocated - held_before, activations)
+    staging = 0 if plan.far is None else plan.far.staging_bytes  # which the plan counts besides
+    return Measured(allocated - held_before - staging, activations)
 
 
 def largest_steps(

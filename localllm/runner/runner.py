@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ from localllm.runner.pictures import PictureEncoder
 from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampler import IdExchange
 from localllm.runner.sampling import SamplingState
-from localllm.runner.staging import StagedInputs
+from localllm.runner.staging import StagedInputs, StepShape
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class TorchRunner:
             draws = 0 if why_no_drafts else most_draws(max_num_seqs, max_num_batched_tokens)
             elsewhere = 0 if samples or spec.drafter is None else spec.drafter.num_drafts  # in the last stage
             widths = draft_widths(elsewhere if drafter is None else drafter.num_drafts)
-            shapes = capture_shapes(max_num_seqs, max_num_batched_tokens, draws, widths) if capture else []
+            shapes = _shapes(self._crossing, max_num_seqs, max_num_batched_tokens, draws, widths) if capture else []
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
@@ -215,7 +216,9 @@ class TorchRunner:
 
         budget_s: seconds to spend on recording further graphs.
         """
-        with torch.inference_mode(), launching_with(self._launch_options):
+        stream = None if self._crossing is None else self._crossing.stream
+        copying = nullcontext() if stream is None else stream.rehearsed()
+        with torch.inference_mode(), launching_with(self._launch_options), copying:
             self._loaded.warm_up(budget_s)
 
     def step_s(self, *, replayed: bool) -> float | None:
@@ -239,11 +242,12 @@ class TorchRunner:
         fall_backs, check = self._kernels
         row_s = 0.0 if self._encoder is None else self._encoder.row_s
         far_s = 0.0 if self._crossing is None else self._crossing.seconds
-        cache = None if self._crossing is None else self._crossing.cache
+        cache, stream = (None, None) if self._crossing is None else (self._crossing.cache, self._crossing.stream)
         read = (0, 0, 0) if cache is None else (cache.read_bytes, cache.reads, cache.hits)
         return self._steps.stats()._replace(
             fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s, far_bytes=self._far_bytes, far_s=far_s,
-            disk_read_bytes=read[0], disk_reads=read[1], disk_hits=read[2],
+            streamed_bytes=0 if stream is None else stream.bytes, disk_read_bytes=read[0], disk_reads=read[1],
+            disk_hits=read[2],
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -382,6 +386,15 @@ def _give_way(asked: Callable[[], bool] | None) -> Callable[[], None] | None:
             raise GaveWay
 
     return check
+
+
+def _shapes(crossing: Crossing | None, *sizes: Any) -> list[StepShape]:
+    """Return the shapes worth recording. sizes: arguments of `capture_shapes`. In steps that copy experts to the device
+    the host begins the copies, which a graph would not repeat."""
+    shapes = capture_shapes(*sizes)
+    if crossing is None or (stream := crossing.stream) is None:
+        return shapes
+    return [shape for shape in shapes if not stream.takes(shape.tokens)]
 
 
 def _why_off(

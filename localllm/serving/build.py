@@ -599,6 +599,7 @@ def _engine_loop(
         long_prefill_token_threshold=plan.long_prefill_token_threshold,
         target_step_s=plan.target_step_s,
         fixed_chunk=plan.fixed_chunk,
+        stream_from=0 if plan.far is None else plan.far.stream_from,
         policy=config.scheduling_policy,
         max_num_queued_reqs=config.max_num_queued_reqs,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -116,6 +116,7 @@ OWN_COUNTERS = (
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
     ("far_seconds", "Seconds that the CPU has computed experts in RAM.", "runner.far_s"),
+    ("streamed_bytes", "Bytes of experts in RAM copied to the GPU for prompts.", "runner.streamed_bytes"),
     ("disk_read_bytes", "Bytes of experts read from disk.", "runner.disk_read_bytes"),
     ("disk_expert_reads", "Experts read from disk.", "runner.disk_reads"),
     ("disk_expert_hits", "Experts of a model on disk that were found in RAM.", "runner.disk_hits"),

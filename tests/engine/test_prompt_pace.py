@@ -43,7 +43,7 @@ class Timed(FakeRunner):
 
 def make(machine: Machine, **config: Any) -> SmallEngine:
     given = {"max_num_batched_tokens": 512, "max_model_len": 4000, "num_blocks": 1500, "target_step_s": TARGET_S}
-    engine = make_engine(runner_type=type("OnMachine", (Timed,), {"machine": machine}), **given, **config)  # type: ignore[arg-type]
+    engine = make_engine(runner_type=type("OnMachine", (Timed,), {"machine": machine}), **{**given, **config})  # type: ignore[arg-type]
     return engine
 
 
@@ -158,3 +158,64 @@ def test_what_was_not_measured_teaches_nothing(seconds: float) -> None:
     pace.observe(100, seconds)
     pace.observe(0, seconds)
     assert (pace.num_tokens(), pace.decode_s) == (FIRST, 0.0)
+
+
+@dataclass(frozen=True)
+class Streaming(Machine):
+    """A machine that copies weights for `copy_s` in each step from `from_tokens` tokens on; below, a token costs its
+    share of the copy."""
+
+    copy_s: float = 1.0
+    from_tokens: int = 200
+
+    def seconds(self, plan: StepPlan) -> float:
+        tokens = plan.num_tokens
+        prompts = sum(row.num_scheduled_tokens for row in plan.rows if row.num_scheduled_tokens > 1)
+        if tokens >= self.from_tokens:
+            return self.step_s + max(self.copy_s, self.token_s * tokens)
+        return self.step_s + self.copy_s * prompts / self.from_tokens
+
+
+@draws(30)
+@given(
+    copy_s=st.floats(0.2, 2.0), step_s=st.floats(0.01, 0.1), num_streams=st.integers(1, 4),
+    lengths=st.lists(st.sampled_from([30, 199, 201, 700, 1500]), min_size=1, max_size=4), depth=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_a_stream_waits_for_one_copy_at_most_and_has_half_of_the_time(
+    copy_s: float, step_s: float, num_streams: int, lengths: list[int], depth: int
+) -> None:
+    machine = Streaming(step_s, 0, 0.0001, copy_s=copy_s)
+    engine = make(machine, target_step_s=0.0, stream_from=machine.from_tokens, depth=depth)
+    for index in range(num_streams):
+        engine.add(f"stream {index}", [index] * 20, max_tokens=1500)
+    for _ in range(12):
+        engine.loop.step()
+    before = len(engine.plans)
+    for index, length in enumerate(lengths):
+        engine.add(f"prompt {index}", [1 + (i + index) % 7 for i in range(length)], max_tokens=1)
+    while not all(f"prompt {index}" in engine.endings for index in range(len(lengths))):
+        engine.loop.step()
+    plans = engine.plans[before:]
+    longest_s = step_s + max(copy_s, machine.token_s * 512)
+    prompts = [sum(r.num_scheduled_tokens for r in plan.rows if r.num_scheduled_tokens > 1) for plan in plans]
+    between_s, owed_s = 0.0, 0.0
+    for plan, tokens in zip(plans, prompts, strict=True):
+        assert sum(row.request_id.startswith("stream") for row in plan.rows) == num_streams, "a stream missed a step"
+        seconds = machine.seconds(plan)
+        assert seconds <= longest_s + 2 * step_s
+        if not tokens:
+            between_s += seconds
+            continue
+        assert between_s >= owed_s - 1e-9
+        between_s, owed_s = 0.0, seconds
+    long = [tokens for tokens in prompts if tokens]
+    assert sum(long) == sum(lengths)
+    assert len(long) <= sum(-(-length // (512 - num_streams)) for length in lengths) + 1
+
+
+def test_prompts_alone_are_not_held_back_by_the_time_of_others() -> None:
+    machine = Streaming(0.01, 0, 0.0001)
+    engine = make(machine, target_step_s=0.0, stream_from=machine.from_tokens)
+    engine.add("prompt", [1] * 1500, max_tokens=2)
+    engine.run()
+    assert [plan.num_tokens for plan in engine.plans[:3]] == [512, 512, 476]

@@ -21,9 +21,11 @@ from localllm.models.fit.far import (
     CheckpointBytes,
     LayerExperts,
     fewest_layers,
+    stream_threshold,
     token_s,
 )
 from localllm.models.fit.speed import predict
+from localllm.models.layers.far import TIMED_ROWS
 from localllm.models.layers.moe import MoE
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
@@ -300,3 +302,57 @@ def test_dense_models_and_a_cache_without_a_disk_are_refused() -> None:
         plan_memory(EngineConfig(weights_on="disk"), LLAMA_8B, WEIGHTS[LLAMA_8B.architecture], desk(96))
     with pytest.raises(ConfigError, match="--expert-cache-gib is for experts on disk"):
         EngineConfig(expert_cache_gib=3.0)
+
+
+def test_a_gpu_with_experts_in_ram_has_buffers_for_them_and_long_steps() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes = sized(spec, 4.25, 3.07 * G)
+    made, without = (plan(spec, sizes, desk(96), stream_prompts=asked) for asked in ("auto", "off"))
+    assert made.far is not None
+    assert without.far is not None
+    record = sizes.experts("cuda:0", "bfloat16", None)[0].ram_bytes // 128
+    assert made.far.staging_bytes == 2 * (2**28 // record) * record
+    assert made.far.unpacked_bytes == made.far.staging_bytes // 2  # as large on the GPU here
+    assert (without.far.staging_bytes, without.far.unpacked_bytes) == (0, 0)
+    assert (made.max_num_batched_tokens, without.max_num_batched_tokens) == (8192, 2048)
+    assert len(without.far.layers) < len(made.far.layers) <= len(without.far.layers) + 4
+    assert made.long_prefill_token_threshold == 8192
+    assert made.max_model_len >= 8192
+    assert made.total_bytes + made.reserve_bytes <= made.free_bytes
+    parts = made.weights_bytes + made.kv_bytes + made.activation_bytes + made.graph_bytes
+    assert made.total_bytes == parts + made.far.staging_bytes
+    assert plan(spec, sizes, desk(96), max_num_batched_tokens=1000).max_num_batched_tokens == 1000
+    tight = plan(spec, sizes, desk(96, 9.5), n_cpu_moe="all")
+    assert tight.max_num_batched_tokens in (2048, 4096)
+    assert tight.max_model_len >= 8192
+
+
+@draws(100)
+@given(
+    count=st.sampled_from([8, 32, 128, 512]), top_k=st.sampled_from([1, 4, 8]), copy_share=st.floats(1.05, 4),
+    row_s=st.floats(1e-5, 1e-3),
+)  # fmt: skip
+def test_the_threshold_is_nearly_the_best_of_a_sweep(count: int, top_k: int, copy_share: float, row_s: float) -> None:
+    """The CPU reads each chosen expert once, in all for a second, and then computes; a copy takes longer than to read
+    all. Prompts of all lengths take together at most 15 % longer than with the best threshold."""
+
+    def cpu_s(rows: int) -> float:
+        return 1 - (1 - top_k / count) ** rows + rows * row_s * top_k
+
+    timed = [rows for rows in TIMED_ROWS if rows <= 64 or cpu_s(rows // 4) < copy_share]  # as `FarStream.timed` does
+    found = stream_threshold({rows: cpu_s(rows) for rows in timed}, copy_share, 8192)
+    lengths = [2**i + j for i in range(4, 13) for j in (0, 2 ** (i - 1))]
+
+    def total_s(threshold: int) -> float:
+        return sum(copy_share if threshold and n >= threshold else cpu_s(n) for n in lengths)
+
+    best = min(map(total_s, [0, *lengths]))
+    assert total_s(found) <= 1.15 * best, (found, best)
+
+
+def test_a_threshold_beyond_the_largest_step_is_none() -> None:
+    assert stream_threshold({8: 0.001, 64: 0.001, 256: 0.001}, 0.5, 8192) == 0
+    assert stream_threshold({8: 0.01, 64: 0.02, 256: 0.1}, 1000.0, 8192) == 0
+    assert stream_threshold({8: 0.01, 64: 0.02, 256: 0.1}, 0.02, 8192) == 64
+    assert stream_threshold({8: 0.01, 64: 0.02, 256: 0.1}, 0.005, 8192) == 4
+    assert stream_threshold({8: 0.0, 64: 0.064, 256: 0.256}, 0.512, 8192) == 512

@@ -4,33 +4,54 @@ The simulated device is the CPU with the buffers and steps of a GPU, and with co
 the host waits for them.
 """
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from localllm.config.settings import EngineConfig
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
-from localllm.models.layers.far import Crossing, FarExperts
-from localllm.models.layers.moe import Experts
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import MemoryPlan, plan_memory
+from localllm.models.fit.far import FarPlan
+from localllm.models.layers import far as far_module
+from localllm.models.layers.far import Crossing, FarExperts, FarStream, streamable
 from localllm.models.loader import expert_bytes, load_model, resident_bytes
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.weights.parameters import held_bytes, parts_of_kind, replace_tensors
+from localllm.models.weights.parameters import far_bytes, held_bytes, parts_of_kind, replace_tensors
+from localllm.runner import opening
+from localllm.runner.opening import open_runner
+from localllm.runner.runner import TorchRunner
 from tests.golden_engine import CPU, Engine
-from tests.runner.late_link import LateLink
+from tests.runner.late_link import LateLink, chosen, experts_of
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
+MACHINE = Hardware((), "CPU", 2, 2**35, 2**34)
 PROMPTS = [[5 + 3 * i % 180 for i in range(length)] for length in (5, 40, 17)]
 
 
-def opened(path: Path, far_layers: list[int], **options: int) -> Engine:
+def opened(path: Path, far_layers: list[int], stream_from: int = 0, **options: int) -> Engine:
+    """stream_from: steps of this many tokens compute the experts on the simulated device; 0: none does."""
     engine = Engine(path, staged=True, far_layers=far_layers, **options)
     if far_layers:
         engine.model.crossing.link = LateLink()
+    if stream_from:
+        stream_of(engine).from_tokens = stream_from
     return engine
+
+
+def stream_of(engine: Engine) -> FarStream:
+    crossing = engine.model.crossing
+    crossing.stream = FarStream(streamable(parts_of_kind(engine.model, FarExperts)), crossing)
+    return crossing.stream
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,6 +72,33 @@ def test_answers_are_those_of_the_whole_model(
         assert engine.model.crossing.seconds > 0
 
 
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_prompts_whose_experts_are_copied_to_the_device_are_answered_as_by_the_whole_model(
+    family: str, at_once: int, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With a threshold of which one prompt is below, one at it and one above; some experts at a time."""
+    path, _, layers = model_of(family)
+    monkeypatch.setattr(far_module, "staged_bytes", lambda record, count: record * min(count, at_once))
+    whole = opened(path, [])
+    wanted = whole.generate(PROMPTS, 6, temperature=0.0, logprobs=3)
+    logprobs = whole.logprobs
+    for far_layers in (layers, layers[-1:]):
+        engine = opened(path, far_layers, max(map(len, PROMPTS)), depth=2)
+        stream, link = engine.model.crossing.stream, engine.model.crossing.link
+        assert stream.step_bytes == far_bytes(engine.model)
+        assert [engine.generate([prompt], 6, temperature=0.0, logprobs=3)[0] for prompt in PROMPTS[:1]] == wanted[:1]
+        assert stream.bytes == 0
+        assert engine.generate(PROMPTS, 6, temperature=0.0, logprobs=3) == wanted
+        assert stream.bytes == stream.step_bytes == far_bytes(engine.model)
+        assert link.num_ahead == len(stream._groups)
+        for index, wanted_at in logprobs.items():
+            for at, expected in zip(engine.logprobs[index], wanted_at, strict=True):
+                assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
+
+
 def test_bytes_are_counted_where_they_are(model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]) -> None:
     path, spec, layers = model_of("gpt_oss")
     sizes = expert_bytes(path, spec, CPU, torch.float32)
@@ -59,7 +107,8 @@ def test_bytes_are_counted_where_they_are(model_of: Callable[[str], tuple[Path, 
     model = load_model(path, spec, CPU, torch.float32, far_layers=layers[1:])
     far = list(parts_of_kind(model, FarExperts))
     assert held_bytes(model) == whole - sum(sizes[layer][0] for layer in layers[1:])
-    assert [held_bytes(each.experts) for each in far] == [sizes[layer][1] for layer in layers[1:]]
+    assert far_bytes(model) == sum(sizes[layer][1] for layer in layers[1:]) == model.crossing.arena.num_bytes
+    assert [each.records.bytes.nbytes for each in far] == [sizes[layer][1] for layer in layers[1:]]
     assert not model.unused_tensors
 
     moved: list[Tensor] = []
@@ -67,16 +116,6 @@ def test_bytes_are_counted_where_they_are(model_of: Callable[[str], tuple[Path, 
     inside = {tensor.data_ptr() for tensor in (far[0].experts.gate_up_bias, far[0].experts.down_bias)}
     assert moved
     assert not inside & {tensor.data_ptr() for tensor in moved}
-
-
-def experts_of(count: int = 6, hidden: int = 32, width: int = 24) -> Experts:
-    torch.manual_seed(0)
-    return Experts(torch.randn(count, 2 * width, hidden) * 0.3, torch.randn(count, hidden, width) * 0.3, "silu")
-
-
-def chosen(rows: int, count: int = 6, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(rows)]).int()
-    return torch.randn(rows, 32), ids, torch.rand(rows, top_k)
 
 
 @pytest.mark.skipif(native() is None, reason="no native library")
@@ -138,6 +177,72 @@ def test_the_host_waits_for_the_rows_and_an_error_ends_that_step_alone(
     assert torch.equal(far(*given), wanted)
 
 
+FOREIGN_THREAD = """
+import ctypes, sys, torch
+from tests.runner.late_link import chosen, experts_of
+from localllm.models.layers.far import FewRows
+from localllm.kernels.cpu.native.library import native
+from localllm.models.read_spec import read_spec
+from pathlib import Path
+
+few = FewRows(experts_of(), 3, read_spec(Path(sys.argv[1])), native())
+x, ids, weights = chosen(8)
+ids[3] = -1
+wanted, got = torch.empty(8, 32), torch.full((8, 32), torch.nan)
+assert few.write(x, ids, weights, wanted)
+few._job.y = got.data_ptr()
+held = ctypes.PyDLL(None)  # calls that keep Python's lock
+held.mallinfo2.restype = type("Info", (ctypes.Structure,), {"_fields_": [(str(i), ctypes.c_size_t) for i in range(10)]})
+address = ctypes.cast(native().run_far, ctypes.c_void_p)
+thread, before = ctypes.c_void_p(), []
+for _ in range(3):
+    start = getattr(held.mallinfo2(), "7")
+    assert held.pthread_create(ctypes.byref(thread), None, address, ctypes.c_void_p(few._address)) == 0
+    assert held.pthread_join(thread, None) == 0
+    before.append(getattr(held.mallinfo2(), "7") - start)
+assert few._job.outcome == 0
+assert torch.equal(got, wanted) and not got[3].any()
+assert before[-1] == 0, before
+print("done")
+"""
+
+
+@pytest.mark.skipif(native() is None or not sys.platform.startswith("linux"), reason="needs Linux and the library")
+def test_the_job_runs_in_a_foreign_thread_while_python_is_locked_and_allocates_nothing(
+    model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
+) -> None:
+    """As a function that CUDA calls: the thread that holds Python's lock waits for it."""
+    path = model_of("qwen3_moe")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN_THREAD, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_a_row_that_is_padding_in_part_is_an_error(
+    model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
+) -> None:
+    far = FarExperts(experts_of(), Crossing(LateLink()), model_of("qwen3_moe")[1])
+    x, ids, weights = chosen(2)
+    for place in (0, 2):
+        broken = ids.clone()
+        broken[1, place] = -1
+        with pytest.raises(IndexError):
+            far(x, broken, weights)
+        far._crossing.link.copies.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_rows_of_16_bits_are_widened_exactly(
+    dtype: torch.dtype, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
+) -> None:
+    far = FarExperts(experts_of(), Crossing(LateLink()), model_of("qwen3_moe")[1])
+    x, ids, weights = chosen(5)
+    assert torch.equal(far(x.to(dtype), ids, weights), far(x.to(dtype).float(), ids, weights).to(dtype))
+
+
 def test_another_thread_may_compute_while_python_is_busy(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
 ) -> None:
@@ -148,3 +253,70 @@ def test_another_thread_may_compute_while_python_is_busy(
     thread.start()
     thread.join(10)
     assert torch.equal(got[0], far(*given))
+
+
+def far_plan(spec: ModelSpec, layers: list[int], **more: Any) -> MemoryPlan:
+    """A plan of a CPU that is the simulated device: with these experts in RAM and buffers for them."""
+    made = plan_memory(EngineConfig(device="cpu", max_num_seqs=4, max_model_len=256), spec, 10_000_000, MACHINE)
+    return replace(made, far=FarPlan(tuple(layers), len(layers), 0, 0, 0, 0, staging_bytes=1, unpacked_bytes=1, **more))
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_a_runner_is_opened_with_a_threshold_that_was_measured_once(
+    model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "cache_folder", lambda: tmp_path)
+    path, spec, layers = model_of("qwen3_moe")
+    said: list[str] = []
+
+    def open_it(asked: str = "auto") -> tuple[TorchRunner, MemoryPlan]:
+        model = load_model(path, spec, CPU, torch.float32, far_layers=layers, max_model_len=256)
+        config = EngineConfig(device="cpu", stream_prompts=asked)
+        return open_runner(model, spec, config, far_plan(spec, layers), MACHINE, said.append)
+
+    monkeypatch.setattr(FarStream, "timed", lambda self: ({8: 0.01, 64: 0.08, 256: 0.32}, 0.125))
+    runner, kept = open_it()
+    assert kept.far is not None
+    assert kept.far.stream_from == 100
+    assert any("Prompts from 100 tokens on are computed by the GPU" in note for note in kept.notes), kept.notes
+    stream = runner._crossing.stream  # type: ignore[union-attr]
+    assert stream is not None
+    assert (stream.from_tokens, stream.copies, runner.stats().streamed_bytes) == (100, True, stream.bytes)
+    assert "measuring the copy of experts to the GPU" in said
+
+    monkeypatch.setattr(FarStream, "timed", lambda self: pytest.fail("it is known"))
+    assert open_it()[1].far == kept.far
+    assert open_it("33")[1].far.stream_from == 33  # type: ignore[union-attr]
+
+    (tmp_path / opening.STREAM_FILE).write_text("[]")
+    monkeypatch.setattr(FarStream, "timed", lambda self: ({8: 0.01, 64: 0.01, 256: 0.01}, 0.125))
+    runner, kept = open_it()
+    assert (kept.far.stream_from, kept.far.staging_bytes) == (0, 0)  # type: ignore[union-attr]
+    assert runner._crossing.stream is None  # type: ignore[union-attr]
+    assert any("The CPU computes prompts with the experts in RAM, too: copying" in note for note in kept.notes)
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_wrong_products_of_the_device_leave_prompts_to_the_cpu_by_name(
+    model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, spec, layers = model_of("gpt_oss")
+    model = load_model(path, spec, CPU, torch.float32, far_layers=layers, max_model_len=256)
+    whole = far_module.from_lanes
+    monkeypatch.setattr(far_module, "from_lanes", lambda *given: whole(*given) * 1.2)
+    config = EngineConfig(device="cpu", stream_prompts="16")
+    runner, kept = open_runner(model, spec, config, far_plan(spec, layers), MACHINE, lambda text: None)
+    assert kept.far is not None
+    assert (kept.far.stream_from, kept.far.staging_bytes) == (0, 0)
+    assert any("experts in RAM, too: the results differ by" in note for note in kept.notes), kept.notes
+    assert runner._crossing.stream is None  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_the_copy_and_the_processor_are_timed(model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]) -> None:
+    path, _, layers = model_of("gpt_oss")
+    stream = stream_of(opened(path, layers))
+    assert stream.check() == ""
+    cpu_s, copy_s = stream.timed()
+    assert sorted(cpu_s)[:2] == [8, 64]
+    assert all(seconds > 0 for seconds in (*cpu_s.values(), copy_s))

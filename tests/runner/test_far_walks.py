@@ -1,9 +1,11 @@
 """Walks of a whole engine whose experts are in RAM or on disk, on the simulated device of test_far_experts.py: prompts
-and decodes in any mix, with two steps in flight, aborts, computations of the host that fail, reads that fail, sleep.
+and decodes in any mix, with two steps in flight, aborts, computations of the host that fail, copies to the device that
+come late or fail, reads that fail, sleep.
 
 Every answer is that of the whole model, to its end or as far as it came. Mutants that this finds: copies that are not
-waited for, buffers that the next layer overwrites before the last one was read, a failing computation that leaves a
-step's rows in use, a slot that is given away while it is in use.
+waited for, buffers that the next layer or the next experts overwrite before the last ones were read, a failing
+computation that leaves a step's rows in use, a slot that is given away while it is in use, ids of -1 that are read as
+expert 0, biases that are added twice.
 """
 
 import os
@@ -21,7 +23,8 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.kernels.cpu.native.library import native
-from localllm.models.layers.far import FarExperts
+from localllm.models.layers import far as far_module
+from localllm.models.layers.far import Crossing, FarExperts, FarStream, streamable
 from localllm.models.loader import DiskExperts
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import parts_of_kind, replace_tensors
@@ -38,30 +41,56 @@ PROMPTS = [[5 + (3 * i + 11 * n) % 180 for i in range(length)] for n, length in 
 class Opened:
     """An engine that a walk uses, idle before and after it."""
 
-    def __init__(self, path: Path, layers: list[int], disk: DiskExperts | None) -> None:
+    def __init__(
+        self, path: Path, layers: list[int], disk: DiskExperts | None = None, stream_from: int = 0, at_once: int = 1
+    ) -> None:
+        """stream_from: tokens of a step from which its experts are copied to the device, `at_once` at a time; 0: the
+        CPU computes all."""
         self.engine = Engine(path, staged=True, depth=2, far_layers=layers, disk=disk, max_num_batched_tokens=48)
-        self.crossing: Any = self.engine.model.crossing  # type: ignore[union-attr]
-        self.crossing.link = LateLink()
+        model: Any = self.engine.model
+        self.is_failing = self.had_bad_reads = False
+        self.link = _FailingLink(self)
+        self.crossing = model.crossing = _Failing(self, model.crossing)
+        self.engine.runner._crossing = self.crossing
         self.engine.loop._recover = EngineLoop._recover.__get__(self.engine.loop)  # type: ignore[method-assign]
-        self.is_failing = False
-        for part in parts_of_kind(self.engine.model, FarExperts):
-            part._crossing = _Failing(self, part)  # type: ignore[assignment]
+        parts = list(parts_of_kind(model, FarExperts))
+        for part in parts:
+            part._crossing = self.crossing
+        if stream_from:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(far_module, "staged_bytes", lambda record, count: record * min(count, at_once))
+                self.crossing.stream = FarStream(streamable(parts), self.crossing)
+            self.crossing.stream.from_tokens = stream_from
 
 
-class _Failing:
+class _Failing(Crossing):
     """A crossing whose computation fails while its owner says so."""
 
-    def __init__(self, owner: Opened, part: FarExperts) -> None:
-        self._owner, self._part = owner, part
+    def __init__(self, owner: Opened, crossing: Crossing) -> None:
+        super().__init__(owner.link, crossing.cache, crossing.arena)
+        self.reserve(48)
+        self.owner = owner
 
-    def __call__(self, compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    def __call__(self, compute: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         def watched(*given: Tensor) -> Tensor:
-            if self._owner.is_failing:
+            if self.owner.is_failing:
                 raise RuntimeError("a computation of the host")
             return compute(*given)
 
-        out: Tensor = self._owner.crossing(watched, *rows)
-        return out
+        return super().__call__(watched, x, ids, weights)
+
+
+class _FailingLink(LateLink):
+    """A way to RAM whose copies ahead fail while its owner says so."""
+
+    def __init__(self, owner: Opened) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def await_copy(self, place: int) -> None:
+        if self.owner.is_failing:
+            raise RuntimeError("a copy to the device")
+        super().await_copy(place)
 
 
 def make_walk(opened: list[Opened], wanted: list[list[int]]) -> type[RuleBasedStateMachine]:
@@ -111,6 +140,7 @@ def make_walk(opened: list[Opened], wanted: list[list[int]]) -> type[RuleBasedSt
             whole = os.preadv
             try:
                 if reads:
+                    self.opened.had_bad_reads = True  # what was read ahead may be used in a later walk
                     os.preadv = lambda *_: 0  # type: ignore[assignment]
                 else:
                     self.opened.is_failing = True
@@ -136,7 +166,7 @@ def make_walk(opened: list[Opened], wanted: list[list[int]]) -> type[RuleBasedSt
                 assert tokens == wanted[prompt][: len(tokens)], (name, prompt)
                 if ending is not None and ending.error is None and ending.finish_reason == "length":
                     assert len(tokens) == COUNT
-                assert ending is None or ending.error is None or self.failed
+                assert ending is None or ending.error is None or self.failed or self.opened.had_bad_reads
 
         def finish(self) -> None:
             while self.engine.scheduler.has_work or self.loop._inbox or self.loop._pending:
@@ -148,21 +178,30 @@ def make_walk(opened: list[Opened], wanted: list[list[int]]) -> type[RuleBasedSt
                 self.answers_begin_as_the_whole_models()
                 assert set(self.endings) == set(self.prompts)
                 if not self.failed:
-                    assert self.opened.crossing.link.copies == []
+                    assert self.opened.link.copies == []
+                assert not self.opened.link.reading
 
     return FarWalk
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+FAMILIES = ("deepseek_v3", "qwen3_moe", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES)])
 def test_answers_are_those_of_the_whole_model_after_any_walk(family: str, tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "model", family)
     spec = read_spec(path)
     assert spec.mixture is not None
     layers = [layer for layer in range(spec.num_layers) if spec.mixture.is_in(layer)]
     wanted = Engine(path).generate(PROMPTS, COUNT, ignore_eos=True)  # type: ignore[no-untyped-call]
+    opened = [
+        Opened(path, layers), Opened(path, layers[-1:]), Opened(path, layers, stream_from=12),
+        Opened(path, layers, stream_from=1, at_once=3), Opened(path, layers[-1:], stream_from=20, at_once=1000),
+    ]  # fmt: skip
     folder = tmp_path / "disk"
     whole = Opened(path, layers, DiskExperts(2**40, lambda: 2**40, folder)).crossing.cache
+    assert whole is not None
     small = DiskExperts(whole.slot_bytes * (spec.mixture.top_k + 1), lambda: 2**40, folder)
-    opened = [Opened(path, layers, None), Opened(path, layers[-1:], None), Opened(path, layers, small)]
+    opened.append(Opened(path, layers, small))
     walk = make_walk(opened, wanted)
-    run_state_machine_as_test(walk, settings=draws(16, stateful_step_count=20))
+    run_state_machine_as_test(walk, settings=draws(40, stateful_step_count=20))

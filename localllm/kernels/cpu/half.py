@@ -125,7 +125,8 @@ def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
 def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaWeight:
     """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
     if weight.is_meta:
-        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape))
+        size = half_nbytes(*weight.shape)
+        return MetaWeight((weight.shape[0], weight.shape[1]), size, size)
     packed = pack_bf16(weight)
     packed = blocked(weight) if packed is None else packed
     return CpuHalfWeight(packed, weight.shape[0], is_head)

@@ -22,6 +22,7 @@ from torch import Tensor
 from localllm.kernels.cpu.blocks import BLOCK, Examples
 from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
 from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import MAX_INT8_INPUTS, OUTPUTS
 from localllm.kernels.cpu.q4 import blocks_nbytes, fits_q4, pack_q4, q4_nbytes
 from localllm.kernels.cpu.stored_blocks import (
     KINDS,
@@ -34,9 +35,10 @@ from localllm.kernels.cpu.stored_blocks import (
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.linear import StackedWeight
+from localllm.kernels.linear import PACK_MIN_ELEMENTS as WHOLE_MIN_ELEMENTS
+from localllm.kernels.linear import StackedWeight, should_pack
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight
 
 Layout = Literal["q4", "stored", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
@@ -87,6 +89,22 @@ def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
         return blocks_nbytes(*weight.shape, KINDS[weight.block_type])
     assert isinstance(weight, PlanarWeight)
     return q4_nbytes(weight)
+
+
+def native_nbytes(weight: Tensor | QuantizedWeight, mode: str) -> int | None:
+    """Return the bytes of the matrix that the native library multiplies with once the weight is packed, its fields at
+    multiples of 64; None: it has no layout of one matrix for it. The weight may be on `meta`."""
+    if isinstance(weight, MetaWeight):
+        return weight.native_nbytes
+    rows, columns = weight.shape
+    padded = -(-rows // OUTPUTS) * OUTPUTS
+    if not isinstance(weight, Tensor) and (layout := cpu_layout(weight, mode)) is not None:
+        if layout != "int8":
+            return -(-packed_nbytes(weight, mode) // 64) * 64
+        return padded * (columns + 4) if columns % BLOCK == 0 and columns <= MAX_INT8_INPUTS else None
+    small = rows * columns < WHOLE_MIN_ELEMENTS and not isinstance(weight, StackedWeight)
+    is_packed = isinstance(weight, Tensor) and should_pack(weight.numel(), torch.device("cpu"), weight.dtype)
+    return padded * columns * 4 if small or is_packed else None
 
 
 def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:

@@ -46,12 +46,51 @@ def experts(
             down_bias=down_bias,
             padding=padding,
         )
-    limits = [planar_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, PlanarExperts)]
-    limits += [scaled_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, ScaledExperts)]
-    block_m = min([block_rows(ids.numel(), len(gate_up), x), *limits])
+    block_m = _block_rows(x, ids, gate_up, down, len(gate_up))
     blocks = align_single(ids, block_m) if len(x) == 1 else align(ids, len(gate_up), block_m)
     hidden = _padded(_product(x, gate_up, blocks, weights, activation, gate_up_bias), padding)
     return combine(_product(hidden, down, blocks, weights, None, down_bias), ids)
+
+
+class ArrivingExperts:
+    """The sum of `experts` while the experts arrive some at a time. Its bits do not depend on how many those are: each
+    product is the same, and a token's are added up at the end, or in the order of the experts on a CPU."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, activation: str) -> None:
+        """x, ids, weights: as of `experts`. num_experts: of the layer."""
+        self._x, self._ids, self._weights, self._activation = x, ids, weights, activation
+        self._num_experts = num_experts
+        self._out: Tensor | None = None  # of each choice [T * top_k, H] in x's type; in plain torch of each token, fp32
+
+    def add(
+        self, first: int, gate_up: ExpertWeights, down: ExpertWeights, gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Multiply with the experts from `first` on."""
+        x, ids, weights, count = self._x, self._ids, self._weights, len(gate_up)
+        own = torch.where((ids >= first) & (ids < first + count), ids - first, -1)
+        if not runs_triton(x, "experts"):
+            if self._out is None:
+                self._out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            _add_experts(self._out, x, own, weights, gate_up, down, self._activation, gate_up_bias, down_bias)
+            return
+        blocks = align(own, count, _block_rows(x, ids, gate_up, down, self._num_experts))
+        hidden = _product(x, gate_up, blocks, weights, self._activation, gate_up_bias)
+        if self._out is None:
+            self._out = torch.empty((ids.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
+        _product(hidden, down, blocks, weights, None, down_bias, self._out)
+
+    def sum(self) -> Tensor:
+        """Return [T, H] in x's type, once all experts have been added."""
+        assert self._out is not None, "a layer without experts"
+        return combine(self._out, self._ids) if runs_triton(self._x, "experts") else self._out.to(self._x.dtype)
+
+
+def _block_rows(x: Tensor, ids: Tensor, gate_up: ExpertWeights, down: ExpertWeights, num_experts: int) -> int:
+    """Return the rows of a block that both products support."""
+    limits = [planar_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, PlanarExperts)]
+    limits += [scaled_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, ScaledExperts)]
+    return min([block_rows(ids.numel(), num_experts, x), *limits])
 
 
 def _product(
@@ -61,11 +100,12 @@ def _product(
     weights: Tensor,
     activation: str | None,
     bias: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     if isinstance(weight, PlanarExperts):
-        return planar_gemm(x, weight, blocks, weights, activation, bias=bias)
+        return planar_gemm(x, weight, blocks, weights, activation, bias=bias, out=out)
     assert isinstance(weight, Tensor | ScaledExperts), "a kernel takes all experts at once"
-    return grouped_gemm(x, weight, blocks, weights, activation, bias=bias)
+    return grouped_gemm(x, weight, blocks, weights, activation, bias=bias, out=out)
 
 
 def experts_reference(
@@ -82,10 +122,19 @@ def experts_reference(
 ) -> Tensor:
     """The definition, expert by expert.
     A token's outputs are added in the order of expert ids, independent of other tokens."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    _add_experts(out, x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias, padding)
+    return out.to(x.dtype)
+
+
+def _add_experts(
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights,
+    activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None, padding: tuple[int, int] = (0, 0),
+) -> None:  # fmt: skip
+    """Add the experts' outputs to out [T, H] fp32, expert by expert."""
     flat, flat_weights = ids.flatten(), weights.flatten()
     order = flat.sort(stable=True).indices
     counts = torch.bincount(flat + 1, minlength=len(gate_up) + 1).tolist()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, rows in enumerate(order.split(counts), start=-1):
         if expert < 0 or len(rows) == 0:
             continue
@@ -93,7 +142,6 @@ def experts_reference(
         y = expert_linear(x[tokens], gate_up, expert, gate_up_bias)
         y = expert_linear(_padded(act_reference(y, activation), padding), down, expert, down_bias)
         out.index_add_(0, tokens, y * flat_weights[rows, None])
-    return out.to(x.dtype)
 
 
 def _padded(hidden: Tensor, padding: tuple[int, int]) -> Tensor:

@@ -48,6 +48,7 @@ def grouped_gemm(
     activation: str | None = None,
     *,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each block by its expert's matrix; weights [T, top_k] fp32 are the router's.
 
@@ -56,13 +57,13 @@ def grouped_gemm(
     top_k, N], each row times its routing weight, in the order of the ids. Rows of padding are not written.
     relu2 has no gate: weight [E, I, K], and the result is relu(y)^2.
 
-    A plain weight has x's dtype. bias: [E, 2 * I] or [E, N].
+    A plain weight has x's dtype. bias: [E, 2 * I] or [E, N]. out: where the result goes; None: into a new tensor.
     """
     values, scales = (weight.values, weight.scales) if isinstance(weight, ScaledExperts) else (weight, None)
     gated = is_gated(activation)
     num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device) if out is None else out
     if not runs_triton(x, "experts"):
         return grouped_gemm_reference(out, x, lambda expert: weight[expert].float(), blocks, weights, activation, bias)
     num_blocks = blocks.experts.numel()

@@ -41,12 +41,13 @@ def planar_gemm(
     activation: str | None = None,
     *,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Do grouped_gemm with planar experts."""
     gated = is_gated(activation)
     num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device) if out is None else out
     if not runs_triton(x, "experts"):
         return grouped_gemm_reference(
             out, x, lambda expert: weight[expert].dequantize(torch.float32), blocks, weights, activation, bias

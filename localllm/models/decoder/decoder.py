@@ -148,6 +148,8 @@ class DecoderModel:
     def _forward(
         self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None, taps: Taps | None
     ) -> Tensor:
+        if self.crossing is not None:
+            self.crossing.begin(len(inputs.token_ids))
         steps = self._prepare(inputs, cache)
         if self.embedding is None:
             assert stream is not None, "a later stage starts from the stream of the stage before it"

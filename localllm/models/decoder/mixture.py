@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 
 from localllm.errors import UnsupportedOption
+from localllm.kernels.cpu.native.structures import OUTPUTS
+from localllm.kernels.cpu.pack import native_nbytes
+from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.far import FarExperts
 from localllm.models.layers.linear import Linear, Weight
@@ -100,6 +103,16 @@ def expert_pairs(
     return zip(*(weights.each_expert(_stem(layer), *each) for each in _matrices(spec, mixture)), strict=True)
 
 
+def record_bytes(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, layer: int) -> int | None:
+    """Return the bytes of an expert's record in RAM (layers/arena.py) from headers; None: its matrices have no layout
+    for the native library."""
+    sizes = [native_nbytes(weight, weights.packer.mode) for weight in next(expert_pairs(spec, mixture, weights, layer))]
+    if mixture.expert_bias:
+        sizes += [-(-each.shape[1] // OUTPUTS) * OUTPUTS * 4 for each in _matrices(spec, mixture)]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
 def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> Experts | FarExperts:
     """Build the shard's experts, or its features of all experts."""
     width, bias, activation = mixture.intermediate_size, mixture.expert_bias, mixture.activation or spec.hidden_act
@@ -111,6 +124,12 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: 
         biases = [weights.expert_biases(stem, each.names, each.shape[:2]) if bias else None for each in (first, last)]
         on_disk = DiskMatrices(cache, layer, "gate_up"), DiskMatrices(cache, layer, "down")
         return FarExperts(Experts(*on_disk, activation, *biases), far.crossing, spec)
+    if far is not None and (arena := far.crossing.arena) is not None:
+        biases = [weights.expert_biases(stem, each.names, each.shape[:2]) if bias else None for each in (first, last)]
+        records = arena.records(mixture.num_experts, expert_pairs(spec, mixture, weights, layer), biases)
+        if records is not None:
+            in_ram = RecordMatrices(records, "gate_up"), RecordMatrices(records, "down")
+            return FarExperts(Experts(*in_ram, activation, *records.biases()), far.crossing, spec, records)
     held = _held_features(share, stem, width)
     gate_up, gate_up_bias = weights.experts(
         stem, *first, bias=bias, own=own, order=stacked_rows(features, width, len(first.names))

@@ -18,10 +18,10 @@ Does not know: torch, files, how experts are computed (models/layers/far.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from localllm.config.settings import EngineConfig
@@ -30,6 +30,7 @@ from localllm.files.record_file import padded
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.rank_budget import ResidentBytes
+from localllm.models.spec.mixture import STAGING_PLACES, staged_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.units import format_bytes
@@ -97,6 +98,9 @@ class FarPlan:
     read_bytes: int  # of RAM, by one token
     idle_bytes: int  # of the weights on the GPU, that one token does not read
     disk: DiskPlan | None = None  # None: none of them are on disk
+    staging_bytes: int = 0  # of the GPU, for experts that are copied to it; 0: it computes no prompts with them
+    unpacked_bytes: int = 0  # of a step, for the experts that are computed at a time
+    stream_from: int = 0  # tokens of a step from which they are; 0: none, or not measured yet
 
     @property
     def place(self) -> str:
@@ -113,9 +117,10 @@ class FarPlan:
                 f"({format_bytes(self.disk.cache_bytes)}). The first start writes them to a file, and each step of a "
                 "prompt reads nearly all of them."
             )
+        prompts = ", prompts included" if not self.staging_bytes else "; long prompts are computed by the GPU"
         return (
-            f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU, prompts "
-            "included: slower than a GPU that holds all of them."
+            f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU{prompts}: "
+            "slower than a GPU that holds all of them."
         )
 
 
@@ -129,14 +134,19 @@ def token_s(
     return reads + crossings * CROSSING_S + step_s
 
 
-def far_plan(experts: Sequence[LayerExperts], layers: Collection[int], spec: ModelSpec) -> FarPlan:
-    """Return the plan with the experts of these layers in RAM. Of an embedding of its own a token reads a row."""
+def far_plan(
+    experts: Sequence[LayerExperts], layers: Collection[int], spec: ModelSpec, *, streams: bool = False
+) -> FarPlan:
+    """Return the plan with the experts of these layers in RAM. Of an embedding of its own a token reads a row. streams:
+    whether the GPU computes long prompts with them."""
     mixture = spec.mixture
     assert mixture is not None
     table_bytes = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * 2
     moved = [each for each in experts if each.layer in layers]
     near = [each for each in experts if each.layer not in layers]
     used = mixture.top_k / mixture.num_experts
+    staged = [staged_bytes(max(1, each.ram_bytes // mixture.num_experts), mixture.num_experts) for each in moved]
+    unpacked = [each.gpu_bytes * size // each.ram_bytes for each, size in zip(moved, staged, strict=True)]
     return FarPlan(
         layers=tuple(each.layer for each in moved),
         num_layers=len(experts),
@@ -144,6 +154,8 @@ def far_plan(experts: Sequence[LayerExperts], layers: Collection[int], spec: Mod
         ram_bytes=sum(each.ram_bytes for each in moved),
         read_bytes=int(sum(each.ram_bytes for each in moved) * used),
         idle_bytes=table_bytes + int(sum(each.gpu_bytes for each in near) * (1 - used)),
+        staging_bytes=STAGING_PLACES * max(staged) if streams else 0,
+        unpacked_bytes=max(unpacked) if streams else 0,
     )
 
 
@@ -179,6 +191,30 @@ def quickest_layers(
 
     best = min(product(*(range(len(group) + 1) for group in groups)), key=cost)
     return tuple(sorted(each.layer for count, group in zip(best, groups, strict=True) for each in group[:count]))
+
+
+LONG_STEPS = (8192, 4096)
+"""Tokens of a step, tried in this order where experts are copied to the GPU: a step copies all of them whatever its
+size, so that four times as many tokens are up to four times as fast, and only memory speaks against them."""
+
+
+def most_more(num_layers: int) -> int:
+    """Return how many more layers may be in RAM so that steps can be longer: their share of a token's time is small."""
+    return 1 + num_layers // 16
+
+
+def stream_threshold(cpu_s: Mapping[int, float], copy_s: float, most: int) -> int:
+    """Return the fewest tokens of a step for which the CPU takes as long as a copy of the same experts; 0: more than
+    `most`. cpu_s: seconds of the CPU by tokens, linear in between and beyond."""
+    rows = sorted(cpu_s)
+    if cpu_s[rows[0]] >= copy_s:
+        return max(1, math.ceil(rows[0] * copy_s / cpu_s[rows[0]]))
+    for low, high in pairwise(rows):
+        each_s = (cpu_s[high] - cpu_s[low]) / (high - low)
+        if (cpu_s[high] >= copy_s or high == rows[-1]) and each_s > 0:
+            found = low + math.ceil((copy_s - cpu_s[low]) / each_s)
+            return found if found <= most else 0
+    return 0
 
 
 def fewest_layers(most: int, fits: Callable[[int], bool]) -> int | None:

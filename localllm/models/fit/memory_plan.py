@@ -115,7 +115,7 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """Bytes that the model is expected to use."""
         parts = self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
-        return parts + self.state_bytes
+        return parts + self.state_bytes + (0 if self.far is None else self.far.staging_bytes)
 
     @property
     def bytes_per_state(self) -> int:

@@ -38,6 +38,7 @@ from localllm.models.fit.devices import (
 from localllm.models.fit.far import (
     CROSSING_S,
     GPU_SHARE,
+    LONG_STEPS,
     RAM_SHARE,
     SLOW_TOKENS_PER_S,
     CheckpointBytes,
@@ -47,6 +48,7 @@ from localllm.models.fit.far import (
     far_plan,
     fewest_layers,
     last_layers,
+    most_more,
     quickest_layers,
 )
 from localllm.models.fit.memory_plan import MemoryPlan
@@ -288,13 +290,27 @@ class _Planner:
             return whole.plan()
         experts = choice.experts(whole.dtype)
 
-        def attempt(layers: Collection[int]) -> PlanAttempt:
-            return self._attempt([gpu], far=far_plan(experts, layers, self.spec))
+        streams = self.config.streams_prompts
 
-        layers = self._far_layers(choice, experts, lambda layers: attempt(layers).holds(useful))
+        def attempt(layers: Collection[int], steps: int | None = None) -> PlanAttempt:
+            config = self.config if steps is None else replace(self.config, max_num_batched_tokens=steps)
+            far = far_plan(experts, layers, self.spec, streams=streams)
+            return replace(self, config=config)._attempt([gpu], far=far)
+
+        def chosen(steps: int | None = None) -> tuple[int, ...] | None:
+            return self._far_layers(choice, experts, lambda layers: attempt(layers, steps).holds(useful))
+
+        layers, steps = chosen(), None
         if layers is None:
             return whole.plan()
-        moved = attempt(layers)
+        if streams and self.config.max_num_batched_tokens is None:
+            for tokens in LONG_STEPS:
+                more = chosen(tokens)
+                is_few = more is not None and len(more) <= len(layers) + most_more(len(experts))
+                if more is not None and is_few and attempt(more, tokens).holds(useful):
+                    layers, steps = more, tokens
+                    break
+        moved = attempt(layers, steps)
         assert moved.far is not None
         reserve = free_and_reserve(self.hardware, None)
         try:

@@ -111,6 +111,8 @@ class PlanAttempt:
         self.inputs = PlanInputs(
             config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split, sources=sources,
             far_bytes=0 if far is None or far_is_loaded else far.gpu_bytes,
+            staging_bytes=0 if far is None else far.staging_bytes,
+            unpacked_bytes=0 if far is None else far.unpacked_bytes,
         )  # fmt: skip
         self.notes += [] if sources is None else [sources.note()]
         in_processes = len(gpus) > 1 or config.data_parallel_size > 1  # a replica never runs in the server's process
@@ -501,7 +503,9 @@ class PlanAttempt:
     def _long_prefill_threshold(self) -> int:
         asked = self.config.long_prefill_token_threshold
         if asked is None:
-            return self.inputs.batched_tokens if self._is_paced() else max(1, self.inputs.batched_tokens // 4)
+            streams = self.far is not None and self.far.staging_bytes  # whose pace counts seconds (engine/prefill.py)
+            is_whole = self._is_paced() or streams
+            return self.inputs.batched_tokens if is_whole else max(1, self.inputs.batched_tokens // 4)
         return min(asked, self.inputs.batched_tokens)
 
     def _is_paced(self) -> bool:

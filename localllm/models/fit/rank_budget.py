@@ -100,6 +100,8 @@ class PlanInputs(NamedTuple):
     sources: SourceSizes | None = None  # of an encoder-decoder
     sounds: SoundSizes | None = None  # as `pictures`
     far_bytes: int = 0  # of `resident_bytes`, that are in RAM instead
+    staging_bytes: int = 0  # of the device, for experts in RAM that are copied to it
+    unpacked_bytes: int = 0  # of a step, for the same
 
     @property
     def encoder(self) -> EncoderSizes | None:
@@ -192,7 +194,7 @@ class RankMemory:
         """Return the most that a step holds with this context and cache."""
         if self.measured is not None:
             return self.measured.activation_bytes
-        step, encoder = self.step.bytes_at(max_model_len, num_blocks) + self._for_drafts, self.inputs.encoder
+        step, encoder = self.step.bytes_at(max_model_len, num_blocks) + self._beside_layers, self.inputs.encoder
         return step if encoder is None else max(step, encoder.encode_bytes) + encoder.kept_bytes
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
@@ -200,12 +202,13 @@ class RankMemory:
         return 0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks)
 
     @property
-    def _for_drafts(self) -> int:
-        """Bytes of a step's features that a drafter reads, of its logits, which a GPU computes for every row, and of
-        what recurrent layers keep since drafts may be wrong: on a GPU their projections, else copies of states."""
+    def _beside_layers(self) -> int:
+        """Bytes of experts that a step unpacks, of the features that a drafter reads, of its logits, which a GPU
+        computes for every row, and of what recurrent layers keep since drafts may be wrong: on a GPU their projections,
+        else copies of states."""
         inputs, drafter = self.inputs, self._drafter
         width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
-        features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
+        features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype] + inputs.unpacked_bytes
         if drafter is not None and self.gpu is not None:
             rows = min(inputs.config.max_num_seqs, inputs.batched_tokens)
             features += rows * (drafter.spec.vocab_size + inputs.spec.vocab_size) * 4
@@ -240,9 +243,12 @@ class RankMemory:
     def fixed_bytes(self, max_model_len: int) -> int:
         """Return the bytes that do not depend on the size of the KV cache."""
         step = (
-            self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len) + self._for_drafts
+            self.measured.activation_bytes
+            if self.measured
+            else self.step.fixed_bytes(max_model_len) + self._beside_layers
         )
-        return self.weights(max_model_len) + self.graphs + self.comm + step + self.states
+        rest = self.graphs + self.comm + self.states + self.inputs.staging_bytes
+        return self.weights(max_model_len) + step + rest
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:
         """Return how many blocks of the main group fit into `budget` bytes besides everything else."""
@@ -257,11 +263,11 @@ class RankMemory:
         """Return the function from the size of the cache to all bytes of the rank with this context. A search for the
         largest cache calls it often, so what the cache does not change is summed once.
         """
-        rest = self.weights(max_model_len) + self.states + self.graphs + self.comm
+        rest = self.weights(max_model_len) + self.states + self.graphs + self.comm + self.inputs.staging_bytes
         if self.measured is not None:
             rest += self.measured.activation_bytes
             return lambda num_blocks: rest + self.kv(num_blocks)
-        step, rest = self.step.at(max_model_len), rest + self._for_drafts
+        step, rest = self.step.at(max_model_len), rest + self._beside_layers
         return lambda num_blocks: rest + self.kv(num_blocks) + step.with_cache(num_blocks)
 
     def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:

@@ -2,7 +2,8 @@
 
     FarExperts    stands for `Experts` in a mixture: takes rows of the device, returns rows of the device
     Crossing      the way of those rows to RAM and back; one for all layers of a model
-    RamLink       the copies of that way
+    FarStream     the other way: a long prompt's experts are copied to the device and computed there
+    RamLink       the copies of both ways
 
 Where RAM does not hold them either, they are on disk (disk.py), and the model may be on the CPU as well.
 The host waits at each such layer until the device has done everything before it. A CUDA graph cannot wait for the
@@ -17,32 +18,62 @@ Does not know: which layers these are (models/fit/far.py), graphs.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native
-from localllm.kernels.cpu.native.structures import MAX_ROWS, NativeMatrix, NativeRow
+from localllm.kernels.cpu.native.structures import MAX_ROWS, CacheType, JobOutcome, NativeMatrix, NativeRow
+from localllm.kernels.moe.experts import ArrivingExperts
+from localllm.kernels.moe.from_lanes import bias_of, can_unpack, from_lanes
+from localllm.kernels.moe.weights import ExpertWeights
+from localllm.models.layers.arena import Arena, Records
 from localllm.models.layers.disk import DiskMatrices, ExpertCache
 from localllm.models.layers.moe import Experts, matrix_shape
 from localllm.models.layers.native_writer import NotSupportedNatively, Writer
+from localllm.models.spec.mixture import STAGING_PLACES as PLACES
+from localllm.models.spec.mixture import staged_bytes
 from localllm.models.spec.model_spec import ModelSpec
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps x [n, H], ids and weights [n, top_k], all in RAM, to [n, H] fp32."""
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Maps x [n, H], ids and weights [n, top_k], all in RAM, to [n, H] fp32, which is written to the last argument."""
+
+
+class _Rows(NamedTuple):
+    """The part of the buffers in RAM that a step uses."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    y: Tensor
+
+
+TYPES = {torch.float32: CacheType.F32, torch.bfloat16: CacheType.BF16, torch.float16: CacheType.F16}
+TOLERANCE = 0.05  # of the largest value: 16-bit products on the device, activations of 8 bits on the CPU
+TIMED_ROWS = (8, 64, 256, 1024, 4096)  # until the CPU takes as long as the copy
+BOUNCE_BYTES = 64 * 2**20  # of each of PLACES page-locked buffers, for an arena that the system does not page-lock
 
 
 class RamLink:
-    """Copies between a device and RAM, in the order of the device's work."""
+    """Copies between a device and RAM, in the order of the device's work; and copies ahead of it, in an order of their
+    own, into one of PLACES buffers each."""
 
-    __slots__ = ("_device",)
+    __slots__ = ("_bounces", "_copied", "_device", "_read", "_stream", "_turn")
     stays_in_ram = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream: Any = None
+        self._copied: list[Any] = []
+        self._read: list[Any] = []
+        self._bounces: list[tuple[Tensor, Any]] = []
+        self._turn = 0
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return memory that the device copies to and from, page-locked beside a GPU."""
@@ -57,49 +88,118 @@ class RamLink:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    def open_places(self, num_bytes: int) -> list[Tensor]:
+        """Return PLACES buffers of the device, for copies ahead of its work."""
+        if self._device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._copied, self._read = ([torch.cuda.Event() for _ in range(PLACES)] for _ in range(2))
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(PLACES)]
+
+    def copy_ahead(self, place: int, target: Tensor, pieces: Iterable[tuple[Tensor, bool]]) -> None:
+        """Begin to copy pieces of RAM to a buffer, once the device has read what was in it before. pieces: each with
+        whether it is page-locked."""
+        if self._stream is None:
+            start = 0
+            for piece, _ in pieces:
+                target[start : (start := start + len(piece))].copy_(piece)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._read[place])
+            start = 0
+            for piece, is_pinned in pieces:
+                for part in (piece,) if is_pinned else piece.split(BOUNCE_BYTES):
+                    own = target[start : start + len(part)]
+                    start += len(part)
+                    own.copy_(part if is_pinned else self._bounced(part), non_blocking=True)
+                    if not is_pinned:
+                        self._bounces[self._turn][1].record(self._stream)
+            self._copied[place].record(self._stream)
+
+    def _bounced(self, part: Tensor) -> Tensor:
+        """Return a page-locked copy of some bytes, made by the host. Waits for the copy that read the buffer before."""
+        if not self._bounces:
+            whole = torch.empty((PLACES, BOUNCE_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._bounces = [(each, torch.cuda.Event()) for each in whole]
+        self._turn = (self._turn + 1) % PLACES
+        buffer, read = self._bounces[self._turn]
+        read.synchronize()
+        return buffer[: len(part)].copy_(part)
+
+    def finish_copies(self) -> None:
+        """Wait until all copies ahead are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def await_copy(self, place: int) -> None:
+        """Let the device's further work wait until the copy to a buffer is done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied[place])
+
+    def release(self, place: int) -> None:
+        """Say that the device's work so far is all that reads what is in a buffer."""
+        if self._stream is not None:
+            self._read[place].record(torch.cuda.current_stream(self._device))
+
 
 class Crossing:
     """The buffers in RAM between a model's layers on a device and its experts in RAM. Not thread-safe: they hold one
     step."""
 
-    __slots__ = ("_buffers", "_max_rows", "cache", "link", "seconds", "split")
+    __slots__ = ("_buffers", "_max_rows", "_rows", "arena", "cache", "link", "seconds", "split", "stream")
     stays_in_ram = True
 
-    def __init__(self, link: RamLink, cache: ExpertCache | None = None) -> None:
-        """cache: of the experts that are on disk; None: all of them are in RAM."""
-        self.link, self.cache = link, cache
+    def __init__(self, link: RamLink, cache: ExpertCache | None = None, arena: Arena | None = None) -> None:
+        """cache: of the experts that are on disk. arena: of those in RAM; None: they are in memory of their own."""
+        self.link, self.cache, self.arena = link, cache, arena
         self.split: Callable[[Callable[[], None]], None] | None = None
         """Takes the host's work while a step is recorded, in place of doing it."""
+        self.stream: FarStream | None = None  # of long prompts; None: the host computes them too
         self.seconds = 0.0  # that the host has computed
         self._max_rows = 0
         self._buffers: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._rows: dict[tuple[torch.Size, int, torch.dtype], _Rows] = {}
 
     def reserve(self, max_rows: int) -> None:
         """Make room for steps of `max_rows` rows. Not while recorded steps are in use: they keep the old buffers."""
         if max_rows > self._max_rows:
-            self._max_rows, self._buffers = max_rows, {}
+            self._max_rows, self._buffers, self._rows = max_rows, {}, {}
+
+    def begin(self, tokens: int) -> None:
+        """Begin a step of `tokens` tokens: the experts of a long prompt are on their way before their layer is
+        reached."""
+        if self.stream is not None and self.split is None and self.stream.takes(tokens):
+            self.stream.begin()
 
     def __call__(self, compute: Compute, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return what `compute` makes of x [T, H], ids and weights [T, top_k] of the device, as [T, H] in x's dtype."""
-        sent = x, ids, weights
+        rows = self._rows.get((x.shape, ids.shape[1], x.dtype))
+        if rows is None:
+            rows = self._rows_for(x, ids, weights)
+        copy, (x_in_ram, ids_in_ram, weights_in_ram, y) = self.link.copy, rows
+        copy(x_in_ram, x)
+        copy(ids_in_ram, ids)
+        copy(weights_in_ram, weights)
+        if self.split is None:
+            self._work(compute, rows)
+        else:
+            self.split(partial(self._work, compute, rows))
+        out = torch.empty_like(x)
+        copy(out, y)
+        return out
+
+    def _work(self, compute: Compute, rows: _Rows) -> None:
+        self.link.wait()
+        begun = time.perf_counter()
+        compute(*rows)
+        self.seconds += time.perf_counter() - begun
+
+    def _rows_for(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Rows:
+        """Return the rows of the buffers for a step of this size."""
         assert self.split is None or len(x) <= self._max_rows, "a recorded step is larger than its buffers"
         self.reserve(len(x))
         buffers = self._buffers_for(x, ids, weights)
-        rows = [buffer[: len(x)] for buffer in buffers]
-        for buffer, values in zip(rows, sent, strict=False):
-            self.link.copy(buffer, values)
-        work = partial(self._work, compute, rows)
-        work() if self.split is None else self.split(work)
-        out = torch.empty_like(x)
-        self.link.copy(out, rows[-1])
-        return out
-
-    def _work(self, compute: Compute, rows: list[Tensor]) -> None:
-        x, ids, weights, out = rows
-        self.link.wait()
-        begun = time.perf_counter()
-        out.copy_(compute(x, ids, weights))
-        self.seconds += time.perf_counter() - begun
+        found = self._rows[x.shape, ids.shape[1], x.dtype] = _Rows(*(buffer[: len(x)] for buffer in buffers))
+        return found
 
     def _buffers_for(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         """Return buffers for x, ids, weights and the result. Layers of one width share them: each result has been
@@ -114,31 +214,42 @@ class Crossing:
 class FarExperts:
     """The matrices of all experts of a layer, in RAM or on disk."""
 
-    __slots__ = ("_crossing", "_few", "_has_few", "_spec", "experts")
+    __slots__ = ("_crossing", "_few", "_has_few", "_spec", "experts", "records")
     stays_in_ram = True
 
-    def __init__(self, experts: Experts, crossing: Crossing, spec: ModelSpec) -> None:
-        """experts: on the CPU."""
-        self.experts, self._crossing, self._spec = experts, crossing, spec
+    def __init__(self, experts: Experts, crossing: Crossing, spec: ModelSpec, records: Records | None = None) -> None:
+        """experts: on the CPU. records: that they are in; None: they are elsewhere."""
+        self.experts, self._crossing, self._spec, self.records = experts, crossing, spec, records
         self._few: FewRows | None = None
         self._has_few = True  # False once it is known that the native library cannot multiply with these weights
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] on the device -> [T, H] on the device."""
-        return self._crossing(self.compute, x, ids, weights)
+        stream = self._crossing.stream
+        if stream is not None and stream.takes(len(x)) and stream.has(self):
+            return stream(self, x, ids, weights)
+        return self._crossing(self._write, x, ids, weights)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Do the same in RAM: -> [T, H] fp32. Rows of padding, whose ids are -1, are zeros and read nothing.
+        """Do the same in RAM: -> [T, H] fp32."""
+        out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
+        self._write(x, ids, weights, out)
+        return out
+
+    def _write(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Do the same in RAM, to out [T, H] fp32. Rows of padding, whose ids are -1, are zeros and read nothing.
 
         Raises IndexError for ids of experts that there are not: the native library would read whatever lies there."""
+        is_in_ram = not isinstance(self.experts.gate_up, DiskMatrices)
+        if is_in_ram and (few := self._few_rows(ids.shape[1])) is not None and few.write(x, ids, weights, out):
+            return
         if int(ids.max()) >= (count := len(self.experts.gate_up)):
             raise IndexError(f"a token was routed to expert {int(ids.max())} of {count}")
         with torch.inference_mode():
             real = (ids >= 0).any(1).nonzero()[:, 0]
-            out = torch.zeros(x.shape, dtype=torch.float32)
+            out.zero_()
             if len(real):
                 out[real] = self._products(x[real].float(), ids[real], weights[real])
-            return out
 
     def _products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         gate_up, few = self.experts.gate_up, self._few_rows(ids.shape[1]) if len(x) <= MAX_ROWS else None
@@ -166,6 +277,180 @@ class FarExperts:
         return self._few
 
 
+class _Group(NamedTuple):
+    """Neighbouring experts of a layer that are copied together."""
+
+    part: FarExperts
+    first: int
+    source: Tensor  # [n, bytes of a record] uint8 of the arena
+
+
+class FarStream:
+    """The experts of the layers in RAM on their way to the device, layer after layer, some of them at a time.
+
+    A group is copied while the one before it is computed, without waiting for what the router chooses: a long prompt
+    chooses nearly all experts. The device unpacks the bytes that the CPU multiplies with (kernels/moe/from_lanes.py).
+    """
+
+    stays_in_ram = True
+
+    def __init__(
+        self, parts: Sequence[FarExperts], crossing: Crossing, dtype: torch.dtype = torch.float32, top_k: int = 1
+    ) -> None:
+        """parts: whose records a device can unpack (`streamable`), in the order of their layers. dtype: of the device's
+        rows. top_k: experts of a row."""
+        assert crossing.arena is not None
+        self.dtype, self._top_k = dtype, top_k
+        self._arena, self._link, self.bytes, self.from_tokens = crossing.arena, crossing.link, 0, 0
+        self._groups, self._starts = list[_Group](), dict[int, int]()
+        largest = 0
+        for part in parts:
+            assert part.records is not None
+            self._starts[id(part)] = len(self._groups)
+            records, record = part.records.bytes, part.records.bytes.shape[1]
+            size = staged_bytes(record, len(records)) // record
+            largest = max(largest, size * record)
+            self._groups += [_Group(part, i * size, group) for i, group in enumerate(records.split(size))]
+        self._places = self._link.open_places(largest)
+        self._at = self._next = 0  # the group that is read next, and the one that is copied next
+        self.copies = True  # False: kernels run on whatever bytes there are, to be compiled
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device."""
+        return sum(place.nbytes for place in self._places)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a step copies."""
+        return sum(group.source.nbytes for group in self._groups)
+
+    @property
+    def form(self) -> str:
+        """The form of the first layer's experts, in words that a record of measurements can be found by."""
+        records = self._groups[0].part.records
+        assert records is not None
+        form = records.form
+        return f"{len(records.bytes)} x {form.gate_up.kind} {form.down.kind} {form.num_bytes} top {self._top_k}"
+
+    def takes(self, tokens: int) -> bool:
+        """Return whether the device computes the experts of a step of `tokens` tokens. from_tokens 0: of none."""
+        return 0 < self.from_tokens <= tokens
+
+    def has(self, part: FarExperts) -> bool:
+        return id(part) in self._starts
+
+    def begin(self, group: int = 0) -> None:
+        """Begin to copy from a group on, whatever has been copied before."""
+        self._at = self._next = group
+        self._fill()
+
+    def __call__(self, part: FarExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Run each token's experts on the device: x [T, H], ids and weights [T, top_k] -> [T, H]."""
+        assert part.records is not None
+        start = self._starts[id(part)]
+        if self._at != start or self._next == start:  # without `begin`: the check of a layer
+            self.begin(start)
+        form, experts = part.records.form, part.experts
+        arriving = ArrivingExperts(x, ids, weights, len(part.records.bytes), experts.activation)
+        while self._at < len(self._groups) and (group := self._groups[self._at]).part is part:
+            place = self._at % PLACES
+            self._link.await_copy(place)
+            held = self._places[place][: group.source.numel()].view(group.source.shape)
+            matrices, biases = list[ExpertWeights](), list[Tensor | None]()
+            for matrix in (form.gate_up, form.down):
+                shape = matrix.outputs, matrix.inputs
+                matrices.append(from_lanes(held, matrix.kind, shape, matrix.places, x.dtype))
+                biases.append(bias_of(held, matrix.outputs, matrix.places, x.dtype))
+            self._link.release(place)
+            self._at += 1
+            self._fill()
+            arriving.add(group.first, matrices[0], matrices[1], *biases)
+        return arriving.sum()
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Run kernels on whatever bytes there are in the block, to compile them: copies are left out."""
+        self.copies = False
+        try:
+            yield
+        finally:
+            self.copies = True
+
+    def check(self, rows: int = 64) -> str:
+        """Compare the device's products with the CPU's for one layer of each form. Return what differs; empty:
+        nothing."""
+        forms = dict[str, FarExperts]()
+        for group in self._groups:
+            assert group.part.records is not None
+            forms.setdefault(repr(group.part.records.form), group.part)
+        for part in forms.values():
+            x, ids, weights = self._example(part, rows)
+            wanted = part.compute(x, ids, weights)
+            got = self(part, *(each.to(self._places[0].device) for each in (x.to(self.dtype), ids, weights)))
+            error = float((got.float().cpu() - wanted).abs().max() / wanted.abs().max())
+            if not error <= TOLERANCE:
+                return (
+                    f"the results differ by {error:.3g} of the largest value, where {TOLERANCE:g} is expected at most"
+                )
+        return ""
+
+    def timed(self) -> tuple[dict[int, float], float]:
+        """Return the seconds of the CPU for the experts of a layer by rows, and the seconds of their copy: of each the
+        better of two."""
+        part = self._groups[0].part
+        cpu_s, copy_s = dict[int, float](), math.inf
+        for _ in range(2):
+            begun = time.perf_counter()
+            for place, group in enumerate(each for each in self._groups if each.part is part):
+                source = group.source.view(-1)
+                target = self._places[place % PLACES][: len(source)]
+                self._link.copy_ahead(place % PLACES, target, self._arena.pieces(source))
+            self._link.finish_copies()
+            copy_s = min(copy_s, time.perf_counter() - begun)
+        for rows in TIMED_ROWS:
+            given = self._example(part, rows)
+            times = list[float]()
+            for _ in range(2):
+                begun = time.perf_counter()
+                part.compute(*given)
+                times.append(time.perf_counter() - begun)
+            cpu_s[rows] = min(times)
+            if cpu_s[rows] >= copy_s and len(cpu_s) > 1:  # more rows tell nothing more
+                break
+        return cpu_s, copy_s
+
+    def _example(self, part: FarExperts, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random rows in RAM and experts for them."""
+        assert part.records is not None
+        count, top_k = len(part.records.bytes), min(self._top_k, len(part.records.bytes))
+        random = torch.Generator().manual_seed(rows)
+        x = torch.randn((rows, part.records.form.gate_up.inputs), generator=random)
+        ids = torch.rand((rows, count), generator=random).argsort(dim=1)[:, :top_k].int()
+        return x, ids, torch.full((rows, top_k), 1 / top_k)
+
+    def _fill(self) -> None:
+        """Begin to copy the next groups to the buffers that are free."""
+        while self._next < min(len(self._groups), self._at + PLACES):
+            if self.copies:
+                group, place = self._groups[self._next], self._next % PLACES
+                source = group.source.view(-1)
+                self._link.copy_ahead(place, self._places[place][: len(source)], self._arena.pieces(source))
+                self.bytes += len(source)
+            self._next += 1
+
+
+def streamable(model_parts: Iterable[FarExperts]) -> list[FarExperts]:
+    """Return the parts whose experts a device can unpack, in the order of their layers."""
+    found = [
+        (part.records.bytes.data_ptr(), part)
+        for part in model_parts
+        if part.records is not None
+        and all(can_unpack(form.kind, form.places) for form in (part.records.form.gate_up, part.records.form.down))
+    ]
+    return [part for _, part in sorted(found, key=lambda each: each[0])]
+
+
 def _row_groups(ids: list[list[int]], most: int) -> Iterator[tuple[int, int, list[int]]]:
     """Yield neighbouring rows that choose at most `most` distinct experts, more than one row does: the first, the one
     after the last, and their experts."""
@@ -181,7 +466,10 @@ def _row_groups(ids: list[list[int]], most: int) -> Iterator[tuple[int, int, lis
 class FewRows:
     """The products of up to MAX_ROWS rows with their experts, as two operations of the native library."""
 
-    __slots__ = ("_buffers", "_described", "_experts", "_kept", "_library", "_operations", "_rows")
+    __slots__ = (
+        "_address", "_buffers", "_described", "_experts", "_ids", "_job", "_kept", "_library", "_operations", "_rows",
+        "_run", "_weights",
+    )  # fmt: skip
     stays_in_ram = True
 
     def __init__(self, experts: Experts, top_k: int, spec: ModelSpec, library: Library) -> None:
@@ -190,12 +478,37 @@ class FewRows:
             raise NotSupportedNatively("experts without a gate")
         writer = Writer(spec, (), lambda kind: None)
         self._experts, self._described = experts, experts.described(writer, top_k)
+        self._ids, self._weights = torch.zeros((MAX_ROWS, top_k), dtype=torch.int32), torch.zeros((MAX_ROWS, top_k))
+        self._described.ids, self._described.weights = self._ids.data_ptr(), self._weights.data_ptr()
         chosen = ctypes.addressof(self._described)
         experts.write(writer, chosen, top_k, None)
         experts.write_out(writer, chosen, writer.part)
         self._library, self._operations, self._kept = library, writer.lowered(), writer.kept
         self._buffers = writer.stream.values, writer.part.values
         self._rows = (NativeRow * MAX_ROWS)()
+        self._job = library.far_job(self._operations, chosen, ctypes.addressof(self._rows))
+        self._job.hidden, self._job.most_rows = matrix_shape(experts.gate_up)[1], MAX_ROWS
+        self._address, self._run = ctypes.addressof(self._job), library.run_far
+
+    def write(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        """Write the result of any number of rows, some of them padding, to out [n, H] fp32. False: they are too many
+        without padding, or of types that the library does not read.
+
+        Raises IndexError for an id of an expert that there is not, MemoryError."""
+        job, kind = self._job, TYPES.get(x.dtype)
+        if kind is None or ids.dtype != torch.int32 or weights.dtype != torch.float32:
+            return False
+        if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and out.is_contiguous()):
+            return False
+        job.type, job.count = kind, len(x)
+        job.x, job.ids, job.weights, job.y = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        self._run(self._address)
+        outcome = job.outcome
+        if outcome == JobOutcome.NO_SUCH_EXPERT:
+            raise IndexError(f"a token was routed to expert {int(ids.max())} of {self._described.count}")
+        if outcome == JobOutcome.NO_MEMORY:
+            raise MemoryError(f"No memory for the buffers of experts for {len(x)} rows in the native library.")
+        return bool(outcome == JobOutcome.DONE)
 
     def place(self, experts: Sequence[int], addresses: Sequence[int]) -> None:
         """Read these experts of a layer on disk from where their records are in RAM."""
@@ -212,7 +525,6 @@ class FewRows:
         stream, out = self._buffers
         count, hidden = x.shape
         stream[:count, :hidden] = x
-        ids, weights = ids.int().contiguous(), weights.float().contiguous()
-        self._described.ids, self._described.weights = ids.data_ptr(), weights.data_ptr()
+        self._ids[:count], self._weights[:count] = ids, weights
         self._library.run_step(self._operations, self._rows, count)
         return out[:count, :hidden]

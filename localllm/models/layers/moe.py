@@ -26,6 +26,7 @@ from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import LEAST_SUM, route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
+from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.group import Group
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
@@ -59,7 +60,7 @@ def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, packe
 
 def matrix_shape(weights: ExpertWeights) -> tuple[int, int]:
     """Return the outputs and inputs of each expert's matrix, without reading one that is on disk."""
-    outputs, inputs = weights.shape if isinstance(weights, DiskMatrices) else weights[0].shape
+    outputs, inputs = weights.shape if isinstance(weights, DiskMatrices | RecordMatrices) else weights[0].shape
     return outputs, inputs
 
 

@@ -34,6 +34,7 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
 from localllm.kernels.layer_cache import LayerCache, LayerKV, LayerState
+from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLinear
@@ -140,6 +141,10 @@ class Writer:
         if isinstance(weights, DiskMatrices):
             matrices, owned = weights.matrices(biases)
             self.kept += [matrices, *owned]
+            return ctypes.addressof(matrices)
+        if isinstance(weights, RecordMatrices):
+            matrices = weights.matrices()
+            self.kept += [matrices, weights]
             return ctypes.addressof(matrices)
         count = len(weights)
         each = [None] * count if biases is None else list(biases)

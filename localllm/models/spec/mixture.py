@@ -124,3 +124,15 @@ def _count(config: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
     return value
+
+
+STAGING_PLACES = 2
+"""Buffers of a device for experts on their way: one is filled while the other is read."""
+STAGED_BYTES = 256 * 2**20
+"""The experts that are copied to a device together take at most this, or are one."""
+
+
+def staged_bytes(record: int, count: int) -> int:
+    """Return the bytes of the experts of a layer that are copied to a device together. record: bytes of an expert;
+    count: experts of the layer."""
+    return record * min(count, max(1, STAGED_BYTES // record))

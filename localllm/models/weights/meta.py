@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.half import pack_half
+from localllm.kernels.cpu.pack import native_nbytes
 from localllm.kernels.quantized_weight import MetaWeight
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
@@ -69,7 +70,8 @@ class MetaWeights(Weights):
         if isinstance(weight, Tensor):
             return weight
         held = device_layout_bytes(weight, self._target, self.packer.mode)
-        return MetaWeight((weight.shape[0], weight.shape[1]), held)
+        native = native_nbytes(weight, self.packer.mode) if self._target.type == "cpu" else None
+        return MetaWeight((weight.shape[0], weight.shape[1]), held, native)
 
     def _stored(self, part: StoredPart) -> Tensor:
         info = matrices.info(self.layout.checkpoint, part.stem)

@@ -32,9 +32,10 @@ def held_bytes(model: object) -> int:
 def far_bytes(model: object) -> int:
     """Return the bytes of the experts that are in RAM while the model is on a device, and of the cache of the experts
     that are on disk."""
-    cache = getattr(getattr(model, "crossing", None), "cache", None)
-    own = sum(held_bytes(part.experts) for part in parts_of_kind(model, FarExperts))
-    return own + (0 if cache is None else cache.ram_bytes)
+    crossing = getattr(model, "crossing", None)
+    cache, arena = getattr(crossing, "cache", None), getattr(crossing, "arena", None)
+    own = sum(held_bytes(part.experts) for part in parts_of_kind(model, FarExperts) if part.records is None)
+    return own + (0 if cache is None else cache.ram_bytes) + (0 if arena is None else arena.used_bytes)
 
 
 def held_memory(model: object) -> Iterator[tuple[int, int]]:

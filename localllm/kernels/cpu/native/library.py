@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 
@@ -32,6 +33,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeAttention,
     NativeConvolution,
     NativeExperts,
+    NativeFarJob,
     NativeGatedDelta,
     NativeGatedNorm,
     NativeHeadProducts,
@@ -213,6 +215,17 @@ class Library:
         """Do `Pool.run_step` in the process's threads for steps."""
         self._pool(borrows=False).run_step(operations, rows, num_rows)
 
+    def far_job(self, operations: ctypes.Array[NativeOperation], experts: int, rows: int) -> NativeFarJob:
+        """Return a job for `run_far` in the process's threads for steps. experts, rows: addresses."""
+        pool = self._pool(borrows=False)._pool
+        return NativeFarJob(pool=pool, operations=ctypes.addressof(operations), experts=experts, rows=rows)
+
+    @property
+    def run_far(self) -> Callable[[int], None]:
+        """The function that runs the job at an address, for any thread."""
+        function: Callable[[int], None] = self._functions.localllm_run_far
+        return function
+
     def attend(self, attention: NativeAttention, rows: Tensor, queries: Tensor, out: Tensor) -> None:
         """Do `Pool.attend` in torch's threads."""
         self._pool(borrows=True).attend(attention, rows, queries, out)
@@ -289,6 +302,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
         ("localllm_run_step", number, [pool, operations, number, rows, number]),
+        ("localllm_run_far", None, [c_void_p]),
         ("localllm_attend", number, [pool, attention, rows, number, c_void_p, number, c_void_p, number]),
         ("localllm_linear", number, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
@@ -320,6 +334,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
         NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow, NativeLowRank, NativeHeadProducts,
+        NativeFarJob,
     )  # fmt: skip
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
         return "The structures of structures.py, step.h and recurrent.h differ."

@@ -790,6 +790,65 @@ int64_t localllm_run_step(
   return is_there;
 }
 
+// Experts in RAM of rows of a device ---------------------------------------------------------------------------------------
+
+static void widen_row(const FarJob* job, int64_t row, float* out) {
+  const int64_t n = job->hidden;
+  const uint16_t* halves = (const uint16_t*)job->x + row * n;
+  if (job->type == CACHE_F32) {
+    memcpy(out, (const float*)job->x + row * n, n * sizeof(float));
+  } else if (job->type == CACHE_BF16) {
+    for (int64_t i = 0; i < n; i++) out[i] = from_bf16(halves[i]);
+  } else {
+    for (int64_t i = 0; i < n; i++) out[i] = half_at((const uint8_t*)(halves + i));
+  }
+}
+
+// Compute the rows whose numbers are in `chosen`. Returns 0 if memory runs out.
+static int64_t run_far_rows(const FarJob* job, const int64_t* chosen, int64_t num_rows) {
+  const Operation *gates = &job->operations[0], *downs = &job->operations[1];
+  const Experts* experts = job->experts;
+  const int64_t top_k = experts->top_k;
+  for (int64_t i = 0; i < num_rows; i++) {
+    widen_row(job, chosen[i], (float*)gates->x + i * gates->x_stride);
+    memcpy(experts->ids + i * top_k, job->ids + chosen[i] * top_k, top_k * sizeof(int32_t));
+    memcpy(experts->weights + i * top_k, job->weights + chosen[i] * top_k, top_k * sizeof(float));
+  }
+  if (!localllm_run_step(job->pool, job->operations, 2, job->rows, num_rows)) return 0;
+  for (int64_t i = 0; i < num_rows; i++)
+    memcpy(job->y + chosen[i] * job->hidden, downs->y + i * downs->y_stride, job->hidden * sizeof(float));
+  return 1;
+}
+
+void localllm_run_far(void* of) {
+  FarJob* job = of;
+  const int64_t top_k = job->experts->top_k, experts = job->experts->count;
+  int64_t real = 0, chosen[MAX_ROWS], taken = 0;
+  for (int64_t row = 0; row < job->count; row++) {
+    int64_t padded = 0;
+    for (int64_t k = 0; k < top_k; k++) {
+      const int32_t id = job->ids[row * top_k + k];
+      padded += id < 0;
+      if (id >= experts || (padded && padded != k + 1)) {  // or a row that is padding in part
+        job->outcome = NO_SUCH_EXPERT;
+        return;
+      }
+    }
+    real += !padded;
+  }
+  job->outcome = real > job->most_rows ? TOO_MANY_ROWS : DONE;
+  for (int64_t row = 0; row < job->count && job->outcome == DONE; row++) {
+    if (job->ids[row * top_k] < 0) {
+      memset(job->y + row * job->hidden, 0, job->hidden * sizeof(float));
+      continue;
+    }
+    chosen[taken++] = row;
+    if (--real && taken < MAX_ROWS) continue;
+    if (!run_far_rows(job, chosen, taken)) job->outcome = NO_MEMORY;
+    taken = 0;
+  }
+}
+
 // Attention of any number of rows ------------------------------------------------------------------------------------
 
 enum {
@@ -1001,6 +1060,6 @@ int64_t localllm_size_of(int64_t structure) {
   const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
                            sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
                            sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow),    sizeof(LowRank),
-                           sizeof(HeadProducts)};
+                           sizeof(HeadProducts), sizeof(FarJob)};
   return sizes[structure];
 }

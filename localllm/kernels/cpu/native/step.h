@@ -151,6 +151,28 @@ typedef struct {
 // Returns 0, and has done nothing, if memory runs out.
 int64_t localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
 
+// The experts of a layer in RAM, of rows of a device.
+typedef struct {
+  Pool* pool;
+  const Operation* operations;  // [2] OP_EXPERTS_GATED, OP_EXPERTS_DOWN, without norms
+  const Experts* experts;       // theirs, whose ids and weights are [MAX_ROWS, top_k]
+  const StepRow* rows;          // [MAX_ROWS]
+  int64_t type;                 // CacheType of x
+  int64_t hidden;
+  const void* x;                // [count, hidden]
+  const int32_t* ids;           // [count, top_k]; a row of padding has -1 alone
+  const float* weights;         // [count, top_k]
+  float* y;                     // [count, hidden]: the sum over a row's choices; zeros of padding
+  int64_t count;
+  int64_t most_rows;            // without padding, for which this is faster than products of many rows
+  int64_t outcome;              // enum JobOutcome, of the last run; y is undefined but after DONE
+} FarJob;
+
+enum JobOutcome { DONE, NO_MEMORY, NO_SUCH_EXPERT, TOO_MANY_ROWS };
+
+// Run a FarJob. Allocates nothing after a run of MAX_ROWS rows, and takes no lock but the pool's.
+void localllm_run_far(void* job);
+
 // y [count, heads * head_dim] = attention of any number of rows of one token each, whose keys and values are in the cache:
 // only reads it. x [count, heads * head_dim] holds the queries, before the attention's norm and rotation if it has them.
 // A row's result has the bits that it has in a step. Returns 0 if memory runs out.
@@ -176,5 +198,5 @@ const char* localllm_instruction_set(void);
 const char* localllm_source_hash(void);
 
 // Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow, 5 Convolution,
-// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank, 12 HeadProducts.
+// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank, 12 HeadProducts, 13 FarJob.
 int64_t localllm_size_of(int64_t structure);

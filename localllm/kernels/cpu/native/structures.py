@@ -106,6 +106,15 @@ class CacheType(IntEnum):
     I4 = 4
 
 
+class JobOutcome(IntEnum):
+    """JobOutcome of a `NativeFarJob`."""
+
+    DONE = 0
+    NO_MEMORY = 1
+    NO_SUCH_EXPERT = 2
+    TOO_MANY_ROWS = 3
+
+
 class HeadNorm(IntEnum):
     NONE = 0
     RMS = 1
@@ -224,6 +233,26 @@ class NativeHeadProducts(ctypes.Structure):
         ("copied", c_int64),
         ("x_head_stride", c_int64),
         ("y_head_stride", c_int64),
+    )
+
+
+class NativeFarJob(ctypes.Structure):
+    """`FarJob` of step.h. Does not keep the memory alive that it points to."""
+
+    _fields_ = (
+        ("pool", c_void_p),
+        ("operations", c_void_p),
+        ("experts", c_void_p),
+        ("rows", c_void_p),
+        ("type", c_int64),
+        ("hidden", c_int64),
+        ("x", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("y", c_void_p),
+        ("count", c_int64),
+        ("most_rows", c_int64),
+        ("outcome", c_int64),
     )
 
 
