@@ -156,10 +156,10 @@ def test_a_plan_with_layers_of_several_sizes_never_exceeds_and_never_slows_with_
     whole = (500 << 20) + sum(each.gpu_bytes for each in experts)
     resident = CheckpointBytes(lambda *given: whole, lambda *given: experts)
 
-    def answer_s(free_gib: float) -> float:
+    def answer_s(free_gib: float, prompts: str = "off") -> float:
         machine = desk(64, free_gib)
         try:
-            made = plan(spec, resident, machine, device="cuda:0")
+            made = plan(spec, resident, machine, device="cuda:0", stream_prompts=prompts)
         except DoesNotFit:
             return float("inf")
         assert made.total_bytes + made.reserve_bytes <= made.free_bytes
@@ -168,6 +168,7 @@ def test_a_plan_with_layers_of_several_sizes_never_exceeds_and_never_slows_with_
 
     least = 2.2 + 1.6 * free / 100
     assert answer_s(least + more / 20) <= answer_s(least) * (1 + 1e-9)
+    assert answer_s(least, "auto") < float("inf") or answer_s(least) == float("inf")
 
 
 # ---- plans of real models on real machines ---------------------------------------------------------------------------

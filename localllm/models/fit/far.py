@@ -61,10 +61,14 @@ ExpertBytes = Callable[[str, str, str | None], Sequence[LayerExperts]]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBytes:
-    """`ResidentBytes` of a checkpoint, and the bytes of its experts."""
+    """`ResidentBytes` of a checkpoint, and the bytes of its experts.
+
+    looked_up: bytes of the tables that a token reads a row of, by device and dtype; None: not known, counted as read.
+    """
 
     whole: ResidentBytes
     experts: ExpertBytes
+    looked_up: Callable[[str, str], float] | None = None
 
     def __call__(
         self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /

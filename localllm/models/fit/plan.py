@@ -290,27 +290,30 @@ class _Planner:
             return whole.plan()
         experts = choice.experts(whole.dtype)
 
-        streams = self.config.streams_prompts
-
-        def attempt(layers: Collection[int], steps: int | None = None) -> PlanAttempt:
+        def attempt(layers: Collection[int], steps: int | None, *, streams: bool) -> PlanAttempt:
             config = self.config if steps is None else replace(self.config, max_num_batched_tokens=steps)
             far = far_plan(experts, layers, self.spec, streams=streams)
             return replace(self, config=config)._attempt([gpu], far=far)
 
-        def chosen(steps: int | None = None) -> tuple[int, ...] | None:
-            return self._far_layers(choice, experts, lambda layers: attempt(layers, steps).holds(useful))
+        def chosen(steps: int | None = None, *, streams: bool) -> tuple[int, ...] | None:
+            def holds(layers: Collection[int]) -> bool:
+                return attempt(layers, steps, streams=streams).holds(useful)
 
-        layers, steps = chosen(), None
+            return self._far_layers(choice, experts, holds)
+
+        layers, steps, is_demand = chosen(streams=False), None, self.config.stream_prompts.isdecimal()
         if layers is None:
             return whole.plan()
-        if streams and self.config.max_num_batched_tokens is None:
-            for tokens in LONG_STEPS:
-                more = chosen(tokens)
-                is_few = more is not None and len(more) <= len(layers) + most_more(len(experts))
-                if more is not None and is_few and attempt(more, tokens).holds(useful):
-                    layers, steps = more, tokens
-                    break
-        moved = attempt(layers, steps)
+        # Long prompts on the GPU are worth a few more layers in RAM, for the buffers and for longer steps.
+        most, streams = len(experts) if is_demand else len(layers) + most_more(len(experts)), is_demand
+        lengths = LONG_STEPS if self.config.max_num_batched_tokens is None else ()
+        for tokens in (*lengths, None) if self.config.streams_prompts else ():
+            context = MIN_CONTEXT if tokens is None and choice.asked(experts) is not None else useful
+            more = chosen(tokens, streams=True)
+            if more is not None and len(more) <= most and attempt(more, tokens, streams=True).holds(context):
+                layers, steps, streams = more, tokens, True
+                break
+        moved = attempt(layers, steps, streams=streams)
         assert moved.far is not None
         reserve = free_and_reserve(self.hardware, None)
         try:

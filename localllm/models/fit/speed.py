@@ -105,6 +105,8 @@ def work_of(
         near = sum(each.gpu_bytes for each in experts if each.layer not in far_layers)
         share = mixture.top_k / mixture.num_experts
     read = plan.weights_bytes - (near * (1 - share) if far is None else far.idle_bytes)
+    if far is None and isinstance(resident, CheckpointBytes) and resident.looked_up is not None:
+        read -= resident.looked_up(plan.device, plan.dtype)
     parts = [layer_multiplies(spec, layer) for layer in range(spec.num_layers)]
     moved = sum(parts[layer][1] for layer in far_layers)
     return TokenWork(

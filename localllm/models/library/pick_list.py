@@ -74,14 +74,19 @@ class Pick:
             whole = self.cpu_bytes(config, dtype) if device == "cpu" else self.bytes
             return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
 
-        sizes = resident if self.spec.mixture is None else CheckpointBytes(resident, self._experts(config))
-        plan = make_plan(config, self.spec, self.bytes, hardware, resident_bytes=sizes)
-        if plan.work is None or self.spec.mixture is not None:
-            return plan
-        # A dense model may have tables of which a token reads a row.
-        named = self.name, self.bytes, self.parameters, self.bytes_per_token
-        read = cpu_read_bytes(*named, config, plan.dtype) if plan.device == "cpu" else self.bytes_per_token
-        return replace(plan, work=replace(plan.work, dense_bytes=float(read)))
+        def looked_up(device: str, dtype: str) -> float:
+            """Return the bytes of a dense model's tables that a token reads a row of."""
+            named = self.name, self.bytes, self.parameters, self.bytes_per_token
+            read = cpu_read_bytes(*named, config, dtype) if device == "cpu" else self.bytes_per_token
+            return resident(device, dtype, 0, None) - read
+
+        is_mixture = self.spec.mixture is not None
+        sizes = CheckpointBytes(
+            resident,
+            self._experts(config) if is_mixture else lambda *_: [],
+            looked_up=None if is_mixture else looked_up,
+        )
+        return make_plan(config, self.spec, self.bytes, hardware, resident_bytes=sizes)
 
     def _experts(self, config: EngineConfig) -> ExpertBytes:
         """Return the sizes of the experts: what a token does not read is the experts that it does not choose."""
