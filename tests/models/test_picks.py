@@ -316,9 +316,10 @@ def test_a_gpus_bandwidth_decides_its_speed() -> None:
     ("gpus", "words"),
     [
         ((24,), ""),
-        ((24, 24), "Runs on GPU 0 (GPU); GPU 1 (GPU) stays free."),
+        ((48, 48), "Runs on GPU 0 (GPU); GPU 1 (GPU) stays free."),
         ((12, 12), "Runs on GPU 0 (GPU) and GPU 1 (GPU)."),
-        ((24, 24, 24), "Runs on GPU 0 (GPU); GPU 1 (GPU) and GPU 2 (GPU) stay free."),
+        ((24, 24, 24), "Runs on GPU 0 (GPU) and GPU 1 (GPU); GPU 2 (GPU) stays free."),
+        ((48, 48, 48), "Runs on GPU 0 (GPU); GPU 1 (GPU) and GPU 2 (GPU) stay free."),
     ],
 )
 def test_the_second_gpu_is_named(gpus: tuple[float, ...], words: str) -> None:
