@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.eagle import EagleDrafter
+from localllm.models.fit import activation_bytes
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
@@ -261,6 +263,11 @@ LLAMA_8B = ModelSpec(
 )  # fmt: skip
 WEIGHTS = {QWEN_05B.architecture: 988_097_536, LLAMA_8B.architecture: 16_060_522_496}
 NO_GPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
+
+
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have plans count the memory of a machine without a native library, which gathers K and V to decode."""
+    monkeypatch.setattr(activation_bytes, "chosen_set", lambda: ("", "there is none"))
 
 
 def gpu_machine(free_gib: float, total_gib: float = 24, capability: tuple[int, int] = (8, 9)) -> Hardware:

@@ -17,7 +17,7 @@ from localllm.models.spec.latent import IndexSpec, LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from tests.draws import draws
-from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
+from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine, without_library
 
 
 def plan(spec: ModelSpec, hardware: Hardware, **asked: Any) -> MemoryPlan:
@@ -235,12 +235,14 @@ def test_more_memory_never_gives_a_smaller_plan(free: float, more: float) -> Non
     "more", [{"max_num_batched_tokens": 1024}, {"max_model_len": 16_384}, {"max_num_seqs": 128},
              {"kv_cache_memory_bytes": 3 * GIB}]
 )  # fmt: skip
-def test_whatever_makes_a_step_larger_is_planned_for(more: dict[str, Any]) -> None:
+def test_whatever_makes_a_step_larger_is_planned_for(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_library(monkeypatch)
     base = {"max_num_batched_tokens": 512, "max_model_len": 8192, "max_num_seqs": 64, "kv_cache_memory_bytes": GIB}
     assert plan(QWEN_05B, NO_GPU, **{**base, **more}).activation_bytes > plan(QWEN_05B, NO_GPU, **base).activation_bytes
 
 
-def test_the_mask_of_one_chunk_grows_with_the_context() -> None:
+def test_the_mask_of_one_chunk_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_library(monkeypatch)
     short, long = (plan(QWEN_05B, NO_GPU, max_model_len=n, kv_cache_memory_bytes=GIB) for n in (8192, 16_384))
     assert long.activation_bytes - short.activation_bytes >= 8192 * short.max_num_batched_tokens * 4
 

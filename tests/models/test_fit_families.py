@@ -3,6 +3,7 @@ states, and the memory of a request."""
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,22 @@ def test_the_table_names_what_is_kept_in_ram_and_on_disk(fit: Any) -> None:
     assert rows["KV blocks in RAM"].split() == ["up", "to", "3.0", "GiB"] * 2
     assert rows["KV blocks on disk"].split() == ["up", "to", "2.0", "GiB"] * 2
     assert re.search(r"of preempted requests +up to 1.0 GiB", told)
+
+
+MEASURED = ("llama-4", "deepseek-v3.2", "glm-5", "muse-glimmer", "qwen3.5", "granite-4-h", "nemotron-h", "falcon-h1",
+            "lfm2", "gemma3n", "gemma4-e4b")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_process_takes_what_was_predicted(name: str) -> None:
+    """Within 3 %: weights, a full cache, states, and the largest steps of a model of about a hundred million
+    parameters, drafts included where states are copied."""
+    script = Path(__file__).parents[2] / "scripts" / "check_fit"
+    ended = subprocess.run([script, name, "--live", "--json"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    assert "1 of 1 within 3%" in ended.stdout
 
 
 @pytest.mark.slow

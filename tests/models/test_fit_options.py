@@ -23,6 +23,7 @@ from localllm.models.fit import (
     Estimate,
     MemoryPlan,
     MemoryReport,
+    activation_bytes,
     estimate,
     fit_options,
     kv_bytes_per_token,
@@ -38,7 +39,7 @@ from localllm.runner.kv_cache import KVCache
 from tests.draws import draws
 from tests.hub.conftest import *  # noqa: F403  its fixtures: a hub on this machine
 from tests.kv import of_each
-from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
+from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine, without_library
 
 MIB = 1024**2
 
@@ -192,8 +193,9 @@ def test_a_token_takes_what_the_cache_allocates(name: str, kv_dtype: str) -> Non
     assert cache.allocated_bytes == 5 * 16 * kv_bytes_per_token(SPECS[name], kv_dtype)
 
 
-def test_a_window_bounds_what_a_cpu_gathers() -> None:
+def test_a_window_bounds_what_a_cpu_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it what a full cache costs beside itself: more of it fits."""
+    without_library(monkeypatch)
     windowed = replace(QWEN_05B, sliding_window=512, layer_is_windowed=(True,) * 24)
     small = replace(NO_GPU, ram_available_bytes=6 * GIB)
     made = []
@@ -209,6 +211,16 @@ def test_a_window_bounds_what_a_cpu_gathers() -> None:
         assert fits.total_bytes + fits.reserve_bytes <= fits.free_bytes
         made.append(left)
     assert made[1] > made[0]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_the_native_library_reads_a_full_cache_where_it_is(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the types that it knows."""
+    monkeypatch.setattr(activation_bytes, "chosen_set", lambda: ("avx2", ""))
+    step = StepMemory(QWEN_05B, "float32", kv_dtype, False, 8, 512, 16)
+    assert (step.gathered_per_block() == 0) == (kv_dtype != "float8_e4m3fn")
+    without_library(monkeypatch)
+    assert StepMemory(QWEN_05B, "float32", kv_dtype, False, 8, 512, 16).gathered_per_block() > 0
 
 
 def test_the_report_names_what_was_not_measured() -> None:

@@ -97,6 +97,19 @@ def test_two_requests_and_four_checkpoints_are_the_least():
     assert "the recurrent states of 2 requests and their checkpoints 1.0 GiB" in refused.value.why
 
 
+def test_copies_of_states_for_drafts_are_not_beside_a_prompt():
+    """A step with drafts has no prompt, so that only the larger of the two counts; a GPU keeps projections instead."""
+    asked = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 4096}
+    spec = replace(QWEN_27B, layer_kinds=("recurrent",) * 4 + ("attention",) * 4, num_layers=8)
+    sizes = {}
+    for tokens in (16, 4096):
+        each = (plan(spec, 0, 1, max_num_batched_tokens=tokens, speculative=how, **asked) for how in ("auto", "off"))
+        drafted, plain = (made.activation_bytes for made in each)
+        sizes[tokens] = drafted - plain
+    assert sizes[4096] == 0
+    assert 0 < sizes[16] <= 4 * state_bytes(spec, "float32")
+
+
 def test_without_prefix_caching_there_are_no_checkpoints():
     made = plan(QWEN_27B, 40, enable_prefix_caching=False, max_num_seqs=5)
     assert made.num_places == 6

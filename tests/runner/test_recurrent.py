@@ -110,7 +110,8 @@ def test_an_engine_allocates_what_was_planned(hybrid):
 def test_a_plan_counts_the_copies_of_states_for_drafts(hybrid):
     _, spec = hybrid
     machine = Hardware((), "CPU", 4, 64 * 1024**3, 8 * 1024**3)
-    configs = [EngineConfig(max_num_seqs=9, max_model_len=131, speculative=each) for each in ("auto", "off")]
+    sizes = {"max_num_seqs": 9, "max_model_len": 131, "max_num_batched_tokens": 16}
+    configs = [EngineConfig(**sizes, speculative=each) for each in ("auto", "off")]
     drafted, plain = (plan_memory(config, spec, 10_000_000, machine) for config in configs)
     assert drafted.activation_bytes - plain.activation_bytes == 4 * state_bytes(spec, drafted.dtype)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.kernels.kv_format import format_of
 from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups, kv_shape
 
@@ -32,6 +33,7 @@ CPU_QUERIES = 128  # kernels/paged_attention/twin.py: queries at a time
 CPU_MLP_ROWS = 256  # models/layers/mlp.py: rows at a time
 INDEX_NUMBERS = 2**24  # kernels/indexer.py: numbers of a buffer
 EXPERT_ROWS = 128  # kernels/moe: most rows in a block that is padded for one expert
+READ_NATIVELY = ("float32", "bfloat16", "float16", "int8", "k8v4", "int4")  # caches that reads_cache accepts
 SLICES = 12 * MIB  # temporaries of sampling, which a CPU handles a few rows at a time
 DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: bytes that a long prompt dequantises at once
 WORKSPACE_BYTES = 32 * MIB  # cuBLAS takes it from the same allocator
@@ -66,6 +68,7 @@ class StepMemory:
     prompt_embeds: bool = False  # a whole chunk may come as embeddings, which are held until its step is done
     given_rows: int = 0  # rows for each token of a chunk that pictures bring: one, and those of further layers
     samples: bool = True  # False: another rank does
+    copied_bytes: int = 0  # states of rows with drafts, which a CPU copies; such a step has no prompts
     own_logits: int = 0  # logits of one row that a rank of several computes, before the sampling rank gathers them
 
     # -- the result
@@ -107,11 +110,13 @@ class StepMemory:
 
     def gathering_bytes(self, context: int) -> int:
         """Return the bytes of decode attention, without what it gathers from the cache."""
-        return self.state_bytes(context) + self._attention() + self._masks(context) + self._prompt_embeds_bytes()
+        held = self.copied_bytes + self._masks(context) + self._prompt_embeds_bytes()
+        return self.state_bytes(context) + self._attention() + held
 
     def gathered_per_block(self) -> int:
-        """Return the bytes that decoding gathers per KV block: a CPU copies one layer's K and V, with fp32 scores."""
-        if self.on_gpu:
+        """Return the bytes that decoding gathers per KV block: without the native library, which reads the cache where
+        it is, a CPU copies one layer's K and V, with fp32 scores."""
+        if self.on_gpu or self._reads_cache:
             return 0
         spec, size = self.spec, self._activation
         per_token = self._gathered_token + 2 * 4 * spec.num_heads + 4 * self._kv_heads  # scores, softmax, mask
@@ -147,6 +152,7 @@ class StepMemory:
     def sampling_bytes(self) -> int:
         """Return the bytes of sampling: fp32 logits of the sampled rows, plus a copy or prompt rows for logprobs."""
         own = (min(self.max_num_seqs, self.max_num_batched_tokens) + LOGITS_ROWS) * self.own_logits * self._activation
+        own += self.copied_bytes
         return own + self._draw_bytes() if self.samples else own + self._stream(1)
 
     def _draw_bytes(self) -> int:
@@ -164,6 +170,11 @@ class StepMemory:
     @property
     def _activation(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def _reads_cache(self) -> bool:
+        """Return whether decoding reads K and V where they are: see kernels/cpu/attention.py."""
+        return bool(chosen_set()[0]) and self.kv_dtype in READ_NATIVELY and self.spec.latent is None
 
     @cached_property
     def _num_groups(self) -> int:

@@ -134,6 +134,7 @@ class RankMemory:
             given_rows=1 + (whole.vision.deep if whole.vision else 0) if inputs.pictures or inputs.sounds else 0,
             prompt_embeds=config.enable_prompt_embeds,
             samples=is_last and (shard is None or shard.index == 0),
+            copied_bytes=0 if gpu or config.speculation.is_off else self._copied_bytes,
             own_logits=len(shard.vocab) if shard is not None and is_last and shard.size > 1 else 0,
         )  # fmt: skip
         self.graphs = self._graph_bytes() if gpu and not config.enforce_eager else 0
@@ -204,8 +205,8 @@ class RankMemory:
     @property
     def _beside_layers(self) -> int:
         """Bytes of experts that a step unpacks, of the features that a drafter reads, of its logits, which a GPU
-        computes for every row, and of what recurrent layers keep since drafts may be wrong: on a GPU their projections,
-        else copies of states."""
+        computes for every row, and of the projections that recurrent layers keep on a GPU since drafts may be wrong.
+        """
         inputs, drafter = self.inputs, self._drafter
         width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
         features = inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype] + inputs.unpacked_bytes
@@ -213,13 +214,16 @@ class RankMemory:
             rows = min(inputs.config.max_num_seqs, inputs.batched_tokens)
             features += rows * (drafter.spec.vocab_size + inputs.spec.vocab_size) * 4
         recurrent, config = self._spec.recurrent, inputs.config
-        if recurrent is None or config.speculation.is_off:
-            return features
-        if self.gpu is not None:
+        if recurrent is not None and self.gpu is not None and not config.speculation.is_off:
             tokens = min(MOST_DRAFTED, config.max_num_seqs * 16, inputs.batched_tokens)
             width = (recurrent.conv_channels + 2 * recurrent.inner_size) * DTYPE_BYTES[inputs.dtype]
             return features + tokens * width * len(self._spec.recurrent_layers)
-        return features + min(inputs.config.max_num_seqs, COPIED_STATES) * self.bytes_per_state
+        return features
+
+    @property
+    def _copied_bytes(self) -> int:
+        """Bytes of the states that a step with drafts copies on a CPU."""
+        return min(self.inputs.config.max_num_seqs, COPIED_STATES) * self.bytes_per_state
 
     def _graph_bytes(self) -> int:
         """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
