@@ -51,6 +51,7 @@ REFUSED = {
     "trocr": r"TrOCRForCausalLM is not supported: its attention cannot be replaced",
     "llama4_text": r"layers of type chunked_attention",
     "mpt": r"MptForCausalLM is not supported: its attention cannot be replaced",
+    "qwen4_exp_text": r"The indexer of qwen4_exp_text keeps keys in another way",
     "rwkv": r"type 'rwkv' are not supported.*no num_attention_heads",
 }
 
@@ -101,4 +102,4 @@ def test_every_class_runs_or_is_refused() -> None:
     assert table.returncode == 0, table.stdout
     runs = re.search(r"(\d+) of \d+ that can be built run", table.stdout)
     assert runs is not None
-    assert int(runs[1]) >= 175, table.stdout
+    assert int(runs[1]) >= 185, table.stdout
