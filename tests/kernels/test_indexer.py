@@ -133,12 +133,20 @@ def test_of_equal_scores_the_first_are_chosen(device: torch.device) -> None:
     assert len(set(chosen)) == TOPK
 
 
+def test_equal_scores_are_not_written_behind_the_last_chosen(device: torch.device) -> None:
+    chosen = torch.full((2, TOPK), -7, dtype=torch.int32, device=device)
+    ends = torch.tensor([40], dtype=torch.int32, device=device)
+    indexer._select_kernel[(1,)](chosen, torch.zeros(1, 40, device=device), ends, 0, 0, 40, TOPK, 64, False)
+    assert chosen.tolist() == [list(range(TOPK)), [-7] * TOPK]
+
+
 def test_keys_before_the_first_are_not_chosen(device: torch.device) -> None:
     step = Step([1, 9], [50, 20], device, first_key=1)
     chosen = step.choose()
     assert 0 not in chosen[:10]
     out = attend_on_device(step.q, LayerKV(step.cache, step.cache), step.rows, chosen, 0.3, ROPE)
-    assert bool(out.isfinite().all())
+    expected = step.attended(chosen, LayerKV(step.cache, step.cache))
+    torch.testing.assert_close(out[:10], expected[:10], atol=1e-5, rtol=1e-5)
     for token, row in enumerate(step.owners()):
         scores = step.scores(token, row)
         best = scores.topk(min(TOPK, len(scores))).indices + 1

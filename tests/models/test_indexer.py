@@ -135,6 +135,15 @@ def test_the_cache_takes_the_planned_bytes(kv_dtype: str, tiny_model_path: Calla
     assert with_index.dtype == (torch.float32 if kv_dtype == "float32" else torch.bfloat16)
 
 
+def test_what_a_class_keeps_of_each_token_is_planned(tmp_path: Path) -> None:
+    """Values and gates of the compressors, and the indexer's beside them: twice as many, since windows overlap."""
+    make_class_model(tmp_path, "deepseek_v4")
+    spec = read_spec(tmp_path)
+    assert spec.layer_index_sizes == (0, 2 * 16, 4 * 16 + 4 * 32, 4 * 16 + 4 * 32)
+    cache = KVCache(spec, (5, 7, 9), 8, CPU, "bfloat16")
+    assert cache.allocated_bytes == kv_cache_bytes(spec, (5, 7, 9), 8, "bfloat16")
+
+
 @pytest.mark.parametrize(
     "model_type",
     ["deepseek_v4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax_m3_vl_text", "hy_v4"))],

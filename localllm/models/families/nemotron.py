@@ -6,9 +6,11 @@ positions, a feed-forward part, or experts, which have no gate either (arXiv:250
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from localllm.errors import UnsupportedModel
+from localllm.models.families import text_part
 from localllm.models.families.bamba import mamba2_gguf, time_step_limits
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import NormSpec, number, renamed, size
@@ -222,3 +224,11 @@ H = Family(
         ),
     },
 )
+_OMNI = text_part.of_family("Nemotron 3 Nano Omni", ("NemotronH_Omni_Reasoning_V3",), H)
+OMNI = replace(
+    _OMNI,
+    storage=replace(_OMNI.storage, ignored=(*_OMNI.storage.ignored, r"(mlp1|sound_encoder|sound_projection)\..*")),
+    common_names=lambda config: _OMNI.common_names(renamed(config, {"llm_config": "text_config"})),
+)
+"""Its parts for pictures, videos and sound are not loaded. Released checkpoints have the text part's config as
+llm_config."""

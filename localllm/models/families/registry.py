@@ -112,6 +112,7 @@ FAMILIES = (
     lfm2.DENSE,
     granite.HYBRID,
     nemotron.H,
+    nemotron.OMNI,
     bamba.BAMBA,
     bamba.FALCON_H1,
     lfm2.MOE,

@@ -123,6 +123,9 @@ def _index_size(config: Any, layer: int, kind: str) -> int:
         return 0
     if (getattr(config, "indexer_types", None) or ["full"] * (layer + 1))[layer] != "full":
         return 0
+    if not hasattr(config, "index_head_dim"):
+        why = f"The indexer of {config.model_type} keeps keys in another way than those that are supported."
+        raise UnsupportedModel(f"Layers of type {kind} are not supported in this model.", why)
     size = _whole(config, "index_head_dim")
     return 2 * size + 1 if getattr(config, "index_kpool", None) else size  # a key, its gate, and whether it is there
 
