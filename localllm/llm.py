@@ -360,6 +360,8 @@ class LLM:
         seed: int = 0,
         translate: bool = False,
         words: bool = False,
+        beam_size: int = 1,
+        condition_on_previous_text: bool = False,
         vad_filter: bool = True,
         allow_damaged: bool = False,
     ) -> Transcript:
@@ -377,7 +379,9 @@ class LLM:
         from localllm.serving.transcription import SpeechOptions, inputs_of, transcriber_of, transcript_of, windows_of
 
         client = transcriber_of(self._engine)
-        asked = SpeechOptions(language, prompt, temperature, seed, translate, words)
+        asked = SpeechOptions(
+            language, prompt, temperature, seed, translate, words, beam_size, condition_on_previous_text
+        )
         decoding, warnings = client.decoding(asked, self._engine.name)
         if isinstance(sound, tuple):
             samples = Samples.of(*sound)
@@ -388,8 +392,14 @@ class LLM:
                 name = "The sound" if isinstance(sound, bytes) else str(sound)
                 samples = decode(file, name, allow_damaged=allow_damaged)
         windows = windows_of(samples, VadOptions() if vad_filter else None)
-        answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
-        heard = [client.heard(*each) for each in answers]
+        if decoding is not None and decoding.reads_previous:
+            results = list[Any]()
+            for window in windows:
+                results += self._pool(inputs_of(samples, [window], decoding))
+                decoding = decoding.after(results[-1])
+        else:
+            results = self._pool(inputs_of(samples, windows, decoding))
+        heard = [client.heard(*each) for each in zip(windows, results, strict=True)]
         return transcript_of(samples, heard, translate=translate, warnings=warnings)
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:

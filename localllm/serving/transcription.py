@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,6 +19,7 @@ from localllm.config.settings import Settings
 from localllm.engine.pooling import JoiningLoop, PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.models.encoders.recipe import MOST_BEAMS
 from localllm.serving.compute import start_torch
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.pooling import BatchRunner, loop_in_batches, serve_inputs
@@ -60,7 +62,7 @@ class WindowInput:
     @property
     def beams(self) -> int:
         """Texts of the window that are written at once."""
-        return 1
+        return 1 if self.decoding is None else self.decoding.beams
 
     @property
     def length(self) -> int:
@@ -76,6 +78,18 @@ class SpeechOptions(NamedTuple):
     seed: int = 0
     translate: bool = False  # into English
     words: bool = False  # with their times
+    beam_size: int = 1  # partial texts of a search at temperature 0
+    condition_on_previous_text: bool = False  # windows one after the other, each with the texts before as its prompt
+    no_speech_threshold: float | None = None  # the three of Whisper's attempts; None: 0.6, -1 and 2.4
+    logprob_threshold: float | None = None
+    compression_ratio_threshold: float | None = None
+    max_completion_tokens: int | None = None  # of a window
+
+
+HINTS_OF_WHISPER = ("condition_on_previous_text", "no_speech_threshold", "logprob_threshold",
+                    "compression_ratio_threshold")  # fmt: skip
+HINTS = ("language", "prompt", "temperature", "seed", "beam_size", *HINTS_OF_WHISPER, "max_completion_tokens")
+"""Options that have no effect on a model with CTC or a transducer."""
 
 
 class WriterFacts(NamedTuple):
@@ -115,9 +129,7 @@ class TranscriptionClient(BatchClient):
                 "POST /v1/audio/transcriptions, then have a chat model translate the text.", param="model",
             )  # fmt: skip
         if facts is None:
-            default = SpeechOptions()
-            names = ("language", "prompt", "temperature", "seed")
-            return None, [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
+            return None, _without_effect(asked, HINTS)
         if not 0 <= asked.temperature <= 1:
             raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
         if asked.words and not facts.has_words:
@@ -126,7 +138,13 @@ class TranscriptionClient(BatchClient):
                 "Its texts are written without times; Whisper and Parakeet do.",
             )
             raise UnsupportedParameter(what, why, "Leave word out.", param="timestamp_granularities")
-        from localllm.models.encoders.whisper import TEMPERATURES, Decoding
+        if not 1 <= asked.beam_size <= MOST_BEAMS:
+            why = f"It must be 1 to {MOST_BEAMS}."
+            raise InvalidParameter(f"beam_size is {asked.beam_size}.", why, param="beam_size")
+        if asked.max_completion_tokens is not None and asked.max_completion_tokens < 1:
+            what, why = f"max_completion_tokens is {asked.max_completion_tokens}.", "It must be at least 1."
+            raise InvalidParameter(what, why, param="max_completion_tokens")
+        from localllm.models.encoders.whisper import TEMPERATURES, Decoding, Thresholds
 
         prompt, warnings = self._tokenizer.encode(f" {asked.prompt.strip()}", add_special_tokens=False), list[str]()
         if not asked.prompt.strip() or not facts.most_prompt:
@@ -137,10 +155,15 @@ class TranscriptionClient(BatchClient):
         temperatures = (asked.temperature, *(each for each in TEMPERATURES if each > asked.temperature))
         if not facts.has_attempts:
             temperatures = temperatures[:1]
-            warnings += ["language has no effect"] * (asked.language is not None)
-            asked = asked._replace(language=None)
-        language = self._language(asked.language, name, facts)
-        return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words), warnings
+            warnings += _without_effect(asked, ("language", *HINTS_OF_WHISPER))
+            asked = asked._replace(language=None, condition_on_previous_text=False)
+        language, given = self._language(asked.language, name, facts), Thresholds()
+        named = (asked.logprob_threshold, asked.compression_ratio_threshold, asked.no_speech_threshold)
+        bounds = Thresholds(*(default if own is None else own for own, default in zip(named, given, strict=True)))
+        return Decoding(
+            language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words, asked.beam_size,
+            asked.max_completion_tokens, bounds, asked.condition_on_previous_text,
+        ), warnings  # fmt: skip
 
     def _language(self, asked: str | None, name: str, facts: WriterFacts) -> str | None:
         """Return the code of a language. Raises `InvalidParameter` with the languages that the model knows."""
@@ -161,15 +184,18 @@ class TranscriptionClient(BatchClient):
     ) -> AsyncIterator[Heard]:  # fmt: skip
         """Yield the text of each window in order, with times in the sound. vad: None: nothing is left out.
 
-        Windows run side by side, as many as a batch holds, so that other requests have their turns between them.
-        Raises `QueueFull`, `EngineStopped`.
+        Windows run side by side, unless each reads the texts before. Raises `QueueFull`, `EngineStopped`.
         """
         found = await asyncio.to_thread(windows_of, samples, vad)
-        for first in range(0, len(found), self.limits.max_num_seqs):
-            group = found[first : first + self.limits.max_num_seqs]
-            results = await self.run(inputs_of(samples, group, decoding), is_background)
-            for window, result in zip(group, results, strict=True):
+        if decoding is not None and decoding.reads_previous:
+            for window in found:
+                (result,) = await self.run(inputs_of(samples, [window], decoding), is_background)
+                decoding = decoding.after(cast("SpokenText", result))
                 yield self.heard(window, result)
+            return
+        async with aclosing(self.run_in_order(inputs_of(samples, found, decoding), is_background)) as results:
+            for window in found:
+                yield self.heard(window, await anext(results))
 
     def heard(self, window: Window, result: Any) -> Heard:
         """Return what the model's result for a window says."""
@@ -181,11 +207,19 @@ class TranscriptionClient(BatchClient):
             TranscriptSegment(
                 words, start_s + each.start_s, start_s + each.stop_s, each.token_ids, text.avg_logprob,
                 tuple(self._words(zip(each.token_ids, each.tokens, strict=False), start_s, text.language)),
-                text.temperature, text.no_speech_prob,
+                text.temperature, text.no_speech_prob, each.logprobs,
             )
             for each in text.segments if (words := self._tokenizer.decode(each.token_ids).strip())
         ]  # fmt: skip
         return Heard(window, [], found, text.language)
+
+    def spelled(self, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
+        """Return each token of some segments with its log probability."""
+        return [
+            (self._tokenizer.token_bytes(token), logprob)
+            for each in segments
+            for token, logprob in zip(each.token_ids, each.logprobs, strict=True)
+        ]
 
     def _words(self, tokens: Iterable[tuple[int, Any]], start_s: float, language: str = "") -> list[Word]:
         """Return the words of tokens, (id, its times), of a window that starts at `start_s`; none without times. A word
@@ -199,6 +233,12 @@ class TranscriptionClient(BatchClient):
     def _begins_word(self, language: str, token_id: int) -> bool:
         first = self._tokenizer.token_bytes(token_id)[:1]
         return first not in _CONTINUED if language in UNSPACED else first == b" "
+
+
+def _without_effect(asked: SpeechOptions, names: Iterable[str]) -> list[str]:
+    """Return a warning for each option that is asked for."""
+    default = SpeechOptions()
+    return [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
 
 
 def transcriber_of(model: ServedModel) -> TranscriptionClient:

@@ -19,6 +19,7 @@ from localllm.models.encoders.whisper import (
     Decoding,
     SpecialTokens,
     SpokenText,
+    Thresholds,
     WhisperModel,
     align,
     load_whisper,
@@ -269,7 +270,38 @@ def test_repeated_tokens_end_an_attempt() -> None:
 
 def test_segments_are_the_texts_between_timestamps() -> None:
     special: Any = SimpleNamespace(first_time=100)
-    found = segments_of([100, 1, 2, 150, 150, 3, 200, 250, 4], special, 0.02, 4.0)
-    assert [(each.token_ids, each.start_s, each.stop_s) for each in found] == [
-        ((1, 2), 0.0, 1.0), ((3,), 1.0, 2.0), ((4,), 3.0, 4.0)
+    ids = (100, 1, 2, 150, 150, 3, 200, 250, 4)
+    found = segments_of(WrittenText(ids, tuple(-token / 10 for token in ids), 0.0, False), special, 0.02, 4.0)
+    assert [each[:4] for each in found] == [
+        ((1, 2), 0.0, 1.0, (-0.1, -0.2)), ((3,), 1.0, 2.0, (-0.3,)), ((4,), 3.0, 4.0, (-0.4,))
     ]  # fmt: skip
+
+
+def test_a_search_finds_likelier_texts_and_the_same_beside_others(model: WhisperModel) -> None:
+    windows, asked = sounds(2.5, 30, 11), Decoding("de", temperatures=GREEDY)
+    wide, prompt = asked._replace(beams=4), model.special.prompt(asked, "de")
+    drawn = attempts(model, windows, asked)
+    alone = [
+        written(model, [each], [model.attempt(prompt, 0.0, 0, wide)], beams=4)[0] for each in windows
+    ]  # fmt: skip
+    beside = written(model, windows, [model.attempt(prompt, 0.0, 0, wide) for _ in windows], beams=4)
+    for one, other, greedy in zip(alone, beside, drawn, strict=True):
+        assert one.text.token_ids == other.text.token_ids
+        assert one.text.avg_logprob >= greedy.text.avg_logprob - 1e-5 or one.text.is_cut
+    assert [each.text.token_ids for each in alone] != [each.text.token_ids for each in drawn]
+
+
+def test_thresholds_decide_and_a_window_has_as_many_tokens_as_asked(model: WhisperModel) -> None:
+    window = sounds(30)
+    lenient = Decoding("de", thresholds=Thresholds(least_logprob=-100.0, most_ratio=9.0, silence=2.0), most_tokens=5)
+    found = transcribed(model, window, [lenient], lambda ids: 8.0)[0]
+    assert found.temperature == 0.0
+    assert 0 < sum(len(each.token_ids) for each in found.segments) <= 5
+    strict = lenient._replace(thresholds=Thresholds(least_logprob=-100.0, most_ratio=7.0, silence=2.0))
+    assert transcribed(model, window, [strict], lambda ids: 8.0)[0].temperature == 1.0
+    silent = lenient._replace(thresholds=Thresholds(least_logprob=0.0, silence=-1.0))
+    assert transcribed(model, window, [silent], lambda ids: 8.0)[0].segments == ()
+    after = Decoding("de", prompt=(1,), reads_previous=True).after(found)
+    assert after.prompt == (1, *(token for each in found.segments for token in each.token_ids))
+    assert after.after(found._replace(temperature=0.6)) == after
+    assert lenient.after(found) == lenient
