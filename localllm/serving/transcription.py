@@ -195,7 +195,9 @@ class TranscriptionClient(BatchClient):
             return
         async with aclosing(self.run_in_order(inputs_of(samples, found, decoding), is_background)) as results:
             for window in found:
-                yield self.heard(window, await anext(results))
+                result = await anext(results)
+                samples.drop_pages()
+                yield self.heard(window, result)
 
     def heard(self, window: Window, result: Any) -> Heard:
         """Return what the model's result for a window says."""
@@ -279,12 +281,12 @@ def windows_of(samples: Samples, vad: VadOptions | None) -> list[Window]:
     from localllm.media.speech import plain_windows, speech_finder, windows
 
     if vad is None:
-        return plain_windows(samples.values, WINDOW_S)
+        return plain_windows(samples.values, WINDOW_S, samples.drop_pages)
     total = len(samples.values)
-    found = windows(speech_finder().probabilities(samples.values), total, WINDOW_S, vad)
+    found = windows(speech_finder().probabilities(samples.values, samples.drop_pages), total, WINDOW_S, vad)
     heard = sum(each.stop - each.start for each in found)
     if len(found) == 1 and total <= WINDOW_S * 16_000 and heard >= (1 - SILENT_SHARE) * total:
-        return plain_windows(samples.values, WINDOW_S)
+        return plain_windows(samples.values, WINDOW_S, samples.drop_pages)
     return found
 
 
@@ -331,7 +333,8 @@ def build_transcriber(
             facts = WriterFacts(
                 tuple(special.languages), model.translates, special.most_prompt, has_words=True, has_attempts=True
             )
-        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
+        places = plan.max_num_batched_tokens // WINDOW_FRAMES
+        rows = SpeechRows(model, places, halves=config.keeps_half_weights)
         runner = RowsRunner(model, rows, lambda ids: compression_ratio(tokenizer.decode(ids)))
         loop = JoiningLoop(runner, max_num_queued=most_queued)
     client = TranscriptionClient(loop, served, tokenizer, facts)

@@ -13,7 +13,7 @@ import torch
 
 from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder import native_program
-from localllm.models.encoders.speech_rows import SpeechRows, WrittenText, looped_tokens
+from localllm.models.encoders.speech_rows import Read, SpeechRows, WrittenText, looped_tokens
 from localllm.models.encoders.whisper import (
     Attempt,
     Decoding,
@@ -144,6 +144,37 @@ def test_native_steps_write_what_torchs_write(model: WhisperModel, monkeypatch: 
     assert len(found[True]) > forward.call_count > 5  # one call for all rows
     for ours, torchs in zip(found[True], found[False], strict=True):
         assert (ours - torchs).abs().max() <= 1e-5 * torchs.abs().max()
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native library")
+def test_sound_in_16_bits_changes_logits_little(model: WhisperModel) -> None:
+    """Through the native library and, with times of words, through torch."""
+    windows, found = sounds(2.5, 11), list[list[torch.Tensor]]()
+    prompt = model.special.prompt(Decoding("de"), "de")
+
+    def read(tokens: list[int]) -> Any:
+        logits = [(yield Read([prompt], 0))[0]]
+        for place, token in enumerate(tokens, len(prompt)):
+            logits.append((yield Read([[token]], place))[0])
+        return torch.cat(logits)
+
+    for halves in (False, True):
+        rows = SpeechRows(model, 2, halves=halves)
+        assert rows._sources.layers[0].k.dtype == (torch.float16 if halves else torch.float32)
+        for key, window in enumerate(windows):
+            rows.join(key, window, read(list(range(7, 15))))
+        ended = dict[Any, Any]()
+        while rows.keys:
+            ended |= dict(rows.step())
+        found.append([ended[0], ended[1]])
+    for halved, whole in zip(found[1], found[0], strict=True):
+        assert 0 < (halved - whole).abs().max() <= 5e-3 * whole.abs().max()
+    asked = Decoding("de", temperatures=GREEDY, words=True)
+    rows = SpeechRows(model, 1, halves=True)
+    rows.join(0, windows[0], model.write(windows[0], asked, lambda ids: 1.0))
+    while not (ended := dict(rows.step())):
+        pass
+    assert ended[0].segments[0].tokens
 
 
 def history(draw: np.random.Generator, special: SpecialTokens, count: int) -> list[int]:
