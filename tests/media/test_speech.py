@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from localllm.media.sound import decode
+from localllm.media.sound import Samples, decode
 from localllm.media.speech import (
     CONTEXT,
     FRAME,
@@ -170,3 +170,19 @@ def test_windows_of_a_long_sound_keep_little_of_it_in_memory(
     assert max([resident(), *most]) - before < samples.values.nbytes / 4
     assert found[-1].stop == len(samples.values)
     assert samples.values[:: 16_000 * 60].any()  # it is read again
+
+
+@pytest.mark.parametrize("kind", ["silence", "noise", "hum", "music"])
+def test_a_minute_without_speech_has_no_windows(kind: str) -> None:
+    draw, time_s = np.random.default_rng(0), np.arange(60 * RATE) / RATE
+    if kind == "silence":
+        sound = np.zeros(60 * RATE)
+    elif kind == "noise":
+        sound = draw.standard_normal(60 * RATE) * 0.1
+    elif kind == "hum":
+        sound = sum(np.sin(2 * np.pi * 50 * n * time_s) / n for n in range(1, 8)) * 0.1
+    else:  # chords of plucked strings, two a second
+        chord = np.array([[220, 277.2, 329.6], [196, 246.9, 293.7], [174.6, 220, 261.6]])[(time_s * 2).astype(int) % 3]
+        sound = np.sin(2 * np.pi * chord * time_s[:, None]).sum(axis=1) * np.exp(-3 * (time_s % 0.5)) * 0.15
+    samples = np.rint(np.clip(sound, -1, 1) * 32767).astype(np.int16)
+    assert windows_of(Samples(samples), VadOptions()) == []
