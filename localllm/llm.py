@@ -363,6 +363,8 @@ class LLM:
         seed: int = 0,
         translate: bool = False,
         words: bool = False,
+        beam_size: int = 1,
+        condition_on_previous_text: bool = False,
         vad_filter: bool = True,
         allow_damaged: bool = False,
     ) -> Transcript:
@@ -388,7 +390,9 @@ class LLM:
         )
 
         client = transcriber_of(self._engine)
-        asked = SpeechOptions(language, prompt, temperature, seed, translate, words)
+        asked = SpeechOptions(
+            language, prompt, temperature, seed, translate, words, beam_size, condition_on_previous_text
+        )
         decoding, warnings = client.decoding(asked, self._engine.name)
         if isinstance(sound, tuple):
             samples = Samples.of(*sound)
@@ -405,13 +409,25 @@ class LLM:
             outputs = self.generate(encoded, [params for _, params in prompts], use_tqdm=False) if encoded else []
             answered = [output.outputs[0] for output in outputs]
             heard = [
-                client.heard(window, decoding, each.text, each.token_ids, each.cumulative_logprob or 0.0)
+                client.heard(
+                    window,
+                    decoding,
+                    each.text,
+                    each.token_ids,
+                    [found[token].logprob for token, found in zip(each.token_ids, each.logprobs or (), strict=True)],
+                )
                 for window, each in zip(windows, answered, strict=True)
             ]
+            return transcript_of(samples, heard, translate=translate, warnings=warnings)
+        assert isinstance(client, TranscriptionClient)
+        if decoding is not None and decoding.reads_previous:
+            results = list[Any]()
+            for window in windows:
+                results += self._pool(inputs_of(samples, [window], decoding))
+                decoding = decoding.after(results[-1])
         else:
-            assert isinstance(client, TranscriptionClient)
-            answers = zip(windows, self._pool(inputs_of(samples, windows, decoding)), strict=True)
-            heard = [client.heard(*each) for each in answers]
+            results = self._pool(inputs_of(samples, windows, decoding))
+        heard = [client.heard(*each) for each in zip(windows, results, strict=True)]
         return transcript_of(samples, heard, translate=translate, warnings=warnings)
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:

@@ -99,13 +99,19 @@ class PoolingStats:
     busy_s: float
 
 
+OnAnswer = Callable[[int, PooledValues], None]
+"""Called on the loop's thread with the index of an input and its answer, before the request is answered."""
+
+
 class _Request:
     """Inputs submitted together, answered together."""
 
-    __slots__ = ("answers", "future", "is_background", "missing", "waiting")
+    __slots__ = ("answers", "future", "is_background", "missing", "on_answer", "waiting")
 
-    def __init__(self, inputs: Sequence[BatchInput], *, is_background: bool = False) -> None:
-        self.is_background = is_background
+    def __init__(
+        self, inputs: Sequence[BatchInput], *, is_background: bool = False, on_answer: OnAnswer | None = None
+    ) -> None:
+        self.is_background, self.on_answer = is_background, on_answer
         self.answers: list[PooledValues | None] = [None] * len(inputs)
         self.missing = len(inputs)
         self.waiting = dict(enumerate(inputs))  # inputs in no batch yet, by index
@@ -152,13 +158,15 @@ class PoolingLoop:
         for request in left:
             _fail(request, error)
 
-    def submit(self, inputs: Sequence[BatchInput], *, is_background: bool = False) -> Future[list[PooledValues]]:
-        """Queue inputs; the future gives one answer per input, in order.
-        Cancelling it drops the inputs that still wait. is_background: every other request runs first.
+    def submit(
+        self, inputs: Sequence[BatchInput], *, is_background: bool = False, on_answer: OnAnswer | None = None
+    ) -> Future[list[PooledValues]]:
+        """Queue inputs; the future gives one answer per input, in order. Cancelling it drops the inputs that still
+        wait. is_background: every other request runs first. on_answer: is told of each answer as soon as it is known.
 
         Raises `QueueFull`, `EngineStopped`.
         """
-        request = _Request(inputs, is_background=is_background)
+        request = _Request(inputs, is_background=is_background, on_answer=on_answer)
         if not inputs:
             request.future.set_result([])
             return request.future
@@ -390,6 +398,8 @@ def _answered(request: _Request, index: int, answer: PooledValues) -> bool:
     """Store an answer, and return whether the request now has all its answers."""
     request.answers[index] = answer
     request.missing -= 1
+    if request.on_answer is not None:
+        request.on_answer(index, answer)
     return request.missing == 0
 
 

@@ -7,7 +7,7 @@ Does not know: HTTP, dialects, torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -143,6 +143,33 @@ class BatchClient(LoopClient):
             return await asyncio.wrap_future(self._loop.submit(inputs, is_background=is_background))
         finally:
             self._open -= 1
+
+    async def run_in_order(
+        self, inputs: Sequence[BatchInput], is_background: bool
+    ) -> AsyncGenerator[PooledValues, None]:
+        """Yield one answer per input, in order, each as soon as it and those before it are known. Closing the iterator
+        drops the other inputs. Raises like `run`."""
+        event_loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[PooledValues]] = [event_loop.create_future() for _ in inputs]
+
+        def on_answer(index: int, answer: PooledValues) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: no reader is left
+                event_loop.call_soon_threadsafe(answers[index].set_result, answer)
+
+        self._open += 1
+        whole = None
+        try:
+            future = self._loop.submit(inputs, is_background=is_background, on_answer=on_answer)
+            whole = asyncio.wrap_future(future)
+            for answer in answers:
+                await asyncio.wait((answer, whole), return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    await whole  # raises: its answers are told before it is over
+                yield await answer
+        finally:
+            self._open -= 1
+            if whole is not None:
+                whole.cancel()
 
 
 class PoolingClient(BatchClient):

@@ -68,9 +68,16 @@ class SoundLimits:
 class Samples:
     """Sound of one channel at 16 kHz. values: int16 [n], mapped from a file without a name unless given directly."""
 
-    def __init__(self, values: npt.NDArray[np.int16], kind: str = "", missing_s: float = 0.0) -> None:
-        """missing_s: sound that a damaged file claims and does not have."""
-        self.values, self.kind, self.missing_s = values, kind, missing_s
+    def __init__(
+        self, values: npt.NDArray[np.int16], kind: str = "", missing_s: float = 0.0, mapped: mmap.mmap | None = None
+    ) -> None:
+        """missing_s: sound that a damaged file claims and does not have. mapped: what `values` are in."""
+        self.values, self.kind, self.missing_s, self._mapped = values, kind, missing_s, mapped
+
+    def drop_pages(self) -> None:
+        """Give the memory of what was read back to the system, which reads it again from the file when it is needed."""
+        if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     @property
     def seconds(self) -> float:
@@ -148,8 +155,9 @@ def decode(
         if "error" in facts and not (facts["error"] == "damaged" and allow_damaged and num_samples):
             raise _refused(facts, where, kind, limits)
         size = 2 * num_samples
-        mapped = mmap.mmap(out.fileno(), size) if size else b""
-    return Samples(np.frombuffer(mapped, "<i2"), kind, missing_s if is_cut else 0.0)
+        mapped = mmap.mmap(out.fileno(), size) if size else None
+    values = np.frombuffer(b"" if mapped is None else mapped, "<i2")
+    return Samples(values, kind, missing_s if is_cut else 0.0, mapped)
 
 
 @cache

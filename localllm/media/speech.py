@@ -7,6 +7,7 @@ Does not know: files, models that recognise speech.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,8 +38,11 @@ class SpeechFinder:
 
         self._weights = load_file(WEIGHTS)
 
-    def probabilities(self, samples: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
-        """Return the probability of speech in each frame of samples [n] at 16 kHz; the last frame is padded."""
+    def probabilities(
+        self, samples: npt.NDArray[np.int16], on_block: Callable[[], None] = lambda: None
+    ) -> npt.NDArray[np.float32]:
+        """Return the probability of speech in each frame of samples [n] at 16 kHz; the last frame is padded.
+        on_block: called after each minute."""
         import torch
 
         count = -(-len(samples) // FRAME)
@@ -53,6 +57,7 @@ class SpeechFinder:
                 block[max(0, -start) : max(0, -start) + len(part)] = part / np.float32(32768)
                 values, state = self._block(torch.from_numpy(block), state)
                 found[first:last] = values.numpy()
+                on_block()
         return found
 
     def _block(self, samples: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -137,8 +142,11 @@ def _speech(probabilities: npt.NDArray[np.float32], total: int, options: VadOpti
     return parts
 
 
-def plain_windows(samples: npt.NDArray[np.int16], longest_s: float) -> list[Window]:
-    """Return windows that leave nothing out, cut where the sound is quietest in the last third."""
+def plain_windows(
+    samples: npt.NDArray[np.int16], longest_s: float, on_block: Callable[[], None] = lambda: None
+) -> list[Window]:
+    """Return windows that leave nothing out, cut where the sound is quietest in the last third. on_block: called after
+    each."""
     longest, start, found = int(longest_s * RATE) // FRAME * FRAME, 0, list[Window]()
     while len(samples) - start > longest:
         low = start + longest * 2 // 3 // FRAME * FRAME
@@ -147,4 +155,5 @@ def plain_windows(samples: npt.NDArray[np.int16], longest_s: float) -> list[Wind
         cut = low + int((frames**2).mean(axis=1).argmin()) * FRAME + FRAME // 2
         found.append(Window(start, cut))
         start = cut
+        on_block()
     return [*found, Window(start, len(samples))] if len(samples) > start else found

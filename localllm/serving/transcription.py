@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -20,6 +21,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.pooling import JoiningLoop, PoolingLoop
 from localllm.engine.pooling_client import BatchClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.models.encoders.recipe import MOST_BEAMS
 from localllm.serving.answers.generation import collect, generation_of
 from localllm.serving.answers.pictures import PromptIds, require_room
 from localllm.serving.answers.sounds import Hearing, Senses, SoundPart
@@ -69,7 +71,7 @@ class WindowInput:
     @property
     def beams(self) -> int:
         """Texts of the window that are written at once."""
-        return 1
+        return 1 if self.decoding is None else self.decoding.beams
 
     @property
     def length(self) -> int:
@@ -85,6 +87,18 @@ class SpeechOptions(NamedTuple):
     seed: int = 0
     translate: bool = False  # into English
     words: bool = False  # with their times
+    beam_size: int = 1  # partial texts of a search at temperature 0
+    condition_on_previous_text: bool = False  # windows one after the other, each with the texts before as its prompt
+    no_speech_threshold: float | None = None  # the three of Whisper's attempts; None: 0.6, -1 and 2.4
+    logprob_threshold: float | None = None
+    compression_ratio_threshold: float | None = None
+    max_completion_tokens: int | None = None  # of a window
+
+
+HINTS_OF_WHISPER = ("condition_on_previous_text", "no_speech_threshold", "logprob_threshold",
+                    "compression_ratio_threshold")  # fmt: skip
+HINTS = ("language", "prompt", "temperature", "seed", "beam_size", *HINTS_OF_WHISPER, "max_completion_tokens")
+"""Options that have no effect on a model with CTC or a transducer."""
 
 
 class WriterFacts(NamedTuple):
@@ -124,9 +138,7 @@ class TranscriptionClient(BatchClient):
                 "POST /v1/audio/transcriptions, then have a chat model translate the text.", param="model",
             )  # fmt: skip
         if facts is None:
-            default = SpeechOptions()
-            names = ("language", "prompt", "temperature", "seed")
-            return None, [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
+            return None, _without_effect(asked, HINTS)
         if not 0 <= asked.temperature <= 1:
             raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
         if asked.words and not facts.has_words:
@@ -135,7 +147,13 @@ class TranscriptionClient(BatchClient):
                 "Its texts are written without times; Whisper and Parakeet do.",
             )
             raise UnsupportedParameter(what, why, "Leave word out.", param="timestamp_granularities")
-        from localllm.models.encoders.whisper import TEMPERATURES, Decoding
+        if not 1 <= asked.beam_size <= MOST_BEAMS:
+            why = f"It must be 1 to {MOST_BEAMS}."
+            raise InvalidParameter(f"beam_size is {asked.beam_size}.", why, param="beam_size")
+        if asked.max_completion_tokens is not None and asked.max_completion_tokens < 1:
+            what, why = f"max_completion_tokens is {asked.max_completion_tokens}.", "It must be at least 1."
+            raise InvalidParameter(what, why, param="max_completion_tokens")
+        from localllm.models.encoders.whisper import TEMPERATURES, Decoding, Thresholds
 
         prompt, warnings = self._tokenizer.encode(f" {asked.prompt.strip()}", add_special_tokens=False), list[str]()
         if not asked.prompt.strip() or not facts.most_prompt:
@@ -146,10 +164,15 @@ class TranscriptionClient(BatchClient):
         temperatures = (asked.temperature, *(each for each in TEMPERATURES if each > asked.temperature))
         if not facts.has_attempts:
             temperatures = temperatures[:1]
-            warnings += ["language has no effect"] * (asked.language is not None)
-            asked = asked._replace(language=None)
-        language = self._language(asked.language, name, facts)
-        return Decoding(language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words), warnings
+            warnings += _without_effect(asked, ("language", *HINTS_OF_WHISPER))
+            asked = asked._replace(language=None, condition_on_previous_text=False)
+        language, given = self._language(asked.language, name, facts), Thresholds()
+        named = (asked.logprob_threshold, asked.compression_ratio_threshold, asked.no_speech_threshold)
+        bounds = Thresholds(*(default if own is None else own for own, default in zip(named, given, strict=True)))
+        return Decoding(
+            language, asked.translate, tuple(prompt), temperatures, asked.seed, asked.words, asked.beam_size,
+            asked.max_completion_tokens, bounds, asked.condition_on_previous_text,
+        ), warnings  # fmt: skip
 
     def _language(self, asked: str | None, name: str, facts: WriterFacts) -> str | None:
         """Return the code of a language. Raises `InvalidParameter` with the languages that the model knows."""
@@ -170,14 +193,19 @@ class TranscriptionClient(BatchClient):
     ) -> AsyncIterator[Heard]:  # fmt: skip
         """Yield the text of each window in order, with times in the sound. vad: None: nothing is left out.
 
-        Windows run side by side, as many as a batch holds, so that other requests have their turns between them.
-        Raises `QueueFull`, `EngineStopped`.
+        Windows run side by side, unless each reads the texts before. Raises `QueueFull`, `EngineStopped`.
         """
         found = await asyncio.to_thread(windows_of, samples, vad)
-        for first in range(0, len(found), self.limits.max_num_seqs):
-            group = found[first : first + self.limits.max_num_seqs]
-            results = await self.run(inputs_of(samples, group, decoding), is_background)
-            for window, result in zip(group, results, strict=True):
+        if decoding is not None and decoding.reads_previous:
+            for window in found:
+                (result,) = await self.run(inputs_of(samples, [window], decoding), is_background)
+                decoding = decoding.after(cast("SpokenText", result))
+                yield self.heard(window, result)
+            return
+        async with aclosing(self.run_in_order(inputs_of(samples, found, decoding), is_background)) as results:
+            for window in found:
+                result = await anext(results)
+                samples.drop_pages()
                 yield self.heard(window, result)
 
     def heard(self, window: Window, result: Any) -> Heard:
@@ -190,11 +218,15 @@ class TranscriptionClient(BatchClient):
             TranscriptSegment(
                 words, start_s + each.start_s, start_s + each.stop_s, each.token_ids, text.avg_logprob,
                 tuple(self._words(zip(each.token_ids, each.tokens, strict=False), start_s, text.language)),
-                text.temperature, text.no_speech_prob,
+                text.temperature, text.no_speech_prob, each.logprobs,
             )
             for each in text.segments if (words := self._tokenizer.decode(each.token_ids).strip())
         ]  # fmt: skip
         return Heard(window, [], found, text.language)
+
+    def spelled(self, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
+        """Return each token of some segments with its log probability."""
+        return _spelled(self._tokenizer, segments)
 
     def _words(self, tokens: Iterable[tuple[int, Any]], start_s: float, language: str = "") -> list[Word]:
         """Return the words of tokens, (id, its times), of a window that starts at `start_s`; none without times. A word
@@ -210,10 +242,26 @@ class TranscriptionClient(BatchClient):
         return first not in _CONTINUED if language in UNSPACED else first == b" "
 
 
+def _spelled(tokenizer: Tokenizer, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
+    return [
+        (tokenizer.token_bytes(token), logprob)
+        for each in segments
+        for token, logprob in zip(each.token_ids, each.logprobs, strict=True)
+    ]
+
+
+def _without_effect(asked: SpeechOptions, names: Iterable[str]) -> list[str]:
+    """Return a warning for each option that is asked for."""
+    default = SpeechOptions()
+    return [f"{each} has no effect" for each in names if getattr(asked, each) != getattr(default, each)]
+
+
 class SpeechClient(Protocol):
     """Transcribes with one model."""
 
     def decoding(self, asked: SpeechOptions, name: str) -> tuple[Any, list[str]]: ...
+
+    def spelled(self, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]: ...
 
     def transcribe(
         self, samples: Samples, vad: VadOptions | None, decoding: Any, *, is_background: bool = False
@@ -234,6 +282,7 @@ class ChatDecoding(NamedTuple):
     wish: Wish
     temperature: float = 0.0
     seed: int = 0
+    max_completion_tokens: int | None = None  # of a window
 
 
 class ChatTranscriber:
@@ -247,7 +296,7 @@ class ChatTranscriber:
         Raises `UnsupportedParameter`, `InvalidParameter`."""
         from localllm.models.vision.sound import Wish
 
-        family, warnings = self._family, list[str]()
+        family, warnings = self._family, _without_effect(asked, ("beam_size", *HINTS_OF_WHISPER))
         if asked.translate and not family.translates:
             raise UnsupportedParameter(
                 f"{name} does not translate here.", "Its transcriptions have no such task.",
@@ -272,7 +321,12 @@ class ChatTranscriber:
                 why = f"It knows {', '.join(sorted(family.languages))}."
                 raise InvalidParameter(what, why, "Leave language out, and the model finds it.", param="language")
         prompt = asked.prompt.strip() if family.prompts else ""
-        return ChatDecoding(Wish(language, prompt, asked.translate), asked.temperature, asked.seed), warnings
+        wish = Wish(language, prompt, asked.translate)
+        return ChatDecoding(wish, asked.temperature, asked.seed, asked.max_completion_tokens), warnings
+
+    def spelled(self, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
+        """Return each token of some segments with its log probability."""
+        return _spelled(self._model.tokenizer, segments)
 
     async def transcribe(
         self, samples: Samples, vad: VadOptions | None, decoding: ChatDecoding, *, is_background: bool = False
@@ -301,8 +355,8 @@ class ChatTranscriber:
         prompt, params = await asyncio.to_thread(self.asked, samples, window, decoding)
         async with generation_of(self._model, params, [prompt]) as generation:
             [choice] = await collect(generation)
-        logprob = sum(each.logprobs[0] for each in choice.logprobs)
-        return self.heard(window, decoding, choice.text, choice.token_ids, logprob)
+        logprobs = [each.logprobs[0] for each in choice.logprobs]
+        return self.heard(window, decoding, choice.text, choice.token_ids, logprobs)
 
     def asked(self, samples: Samples, window: Window, decoding: ChatDecoding) -> tuple[PromptIds, SamplingParams]:
         """Return the prompt of a window, with its sound, and how it is answered. Blocks. Raises `ContextTooLong`."""
@@ -320,6 +374,7 @@ class ChatTranscriber:
         )
         require_room(prompt, model.plan.max_model_len)
         most = min(model.plan.max_model_len - len(prompt), SPARE_TOKENS + int(listened.seconds * TOKENS_PER_S))
+        most = min(most, decoding.max_completion_tokens or most)
         return prompt, SamplingParams(
             temperature=decoding.temperature, seed=decoding.seed if decoding.temperature else None, max_tokens=most,
             logprobs=0,
@@ -330,17 +385,19 @@ class ChatTranscriber:
         return self._hearing.spans_of(prompt, prompt.sounds)
 
     def heard(
-        self, window: Window, decoding: ChatDecoding, answer: str, token_ids: Sequence[int], logprob: float
+        self, window: Window, decoding: ChatDecoding, answer: str, token_ids: Sequence[int], logprobs: Sequence[float]
     ) -> Heard:
-        """Return what the answer for a window says: one segment, or none. logprob: of all tokens."""
+        """Return what the answer for a window says: one segment, or none. logprobs: of each token."""
         language, text = self._family.written(answer)
         language = "en" if decoding.wish.translate else language or decoding.wish.language or ""
         if not text:
             return Heard(window, [], [], language)
-        start_s, stop_s, mean = window.start / 16_000, window.stop / 16_000, logprob / max(1, len(token_ids))
-        token_ids = [each for each in token_ids if each not in self._model.spec.eos_token_ids]
+        start_s, stop_s, mean = window.start / 16_000, window.stop / 16_000, sum(logprobs) / max(1, len(logprobs))
+        ends = self._model.spec.eos_token_ids
+        kept = [each for each in zip(token_ids, logprobs, strict=True) if each[0] not in ends]
         segment = TranscriptSegment(
-            text, start_s, stop_s, tuple(token_ids), mean, temperature=decoding.temperature
+            text, start_s, stop_s, tuple(token for token, _ in kept), mean, temperature=decoding.temperature,
+            logprobs=tuple(logprob for _, logprob in kept),
         )  # fmt: skip
         return Heard(window, [], [segment], language)
 
@@ -384,12 +441,12 @@ def windows_of(samples: Samples, vad: VadOptions | None) -> list[Window]:
     from localllm.media.speech import plain_windows, speech_finder, windows
 
     if vad is None:
-        return plain_windows(samples.values, WINDOW_S)
+        return plain_windows(samples.values, WINDOW_S, samples.drop_pages)
     total = len(samples.values)
-    found = windows(speech_finder().probabilities(samples.values), total, WINDOW_S, vad)
+    found = windows(speech_finder().probabilities(samples.values, samples.drop_pages), total, WINDOW_S, vad)
     heard = sum(each.stop - each.start for each in found)
     if len(found) == 1 and total <= WINDOW_S * 16_000 and heard >= (1 - SILENT_SHARE) * total:
-        return plain_windows(samples.values, WINDOW_S)
+        return plain_windows(samples.values, WINDOW_S, samples.drop_pages)
     return found
 
 
@@ -436,7 +493,8 @@ def build_transcriber(
             facts = WriterFacts(
                 tuple(special.languages), model.translates, special.most_prompt, has_words=True, has_attempts=True
             )
-        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
+        places = plan.max_num_batched_tokens // WINDOW_FRAMES
+        rows = SpeechRows(model, places, halves=config.keeps_half_weights)
         runner = RowsRunner(model, rows, lambda ids: compression_ratio(tokenizer.decode(ids)))
         loop = JoiningLoop(runner, max_num_queued=most_queued)
     client = TranscriptionClient(loop, served, tokenizer, facts)

@@ -47,6 +47,7 @@ class Word:
     stop_s: float
     probability: float  # mean of its tokens
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()  # of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class TranscriptSegment:
     words: tuple[Word, ...] = ()  # none: the model has no times for words
     temperature: float = 0.0
     no_speech_prob: float = 0.0
+    logprobs: tuple[float, ...] = ()  # of the tokens
 
     @staticmethod
     def of(words: Sequence[Word]) -> TranscriptSegment:
@@ -73,6 +75,7 @@ class TranscriptSegment:
             tuple(token for word in words for token in word.token_ids),
             sum(logprobs) / len(logprobs),
             tuple(words),
+            logprobs=tuple(logprob for word in words for logprob in word.logprobs),
         )
 
     @property
@@ -137,7 +140,8 @@ def words_of(
         ids = tuple(token.token_id for token in group)
         if text := decode(ids).strip():
             mean = sum(token.probability for token in group) / len(group)
-            words.append(Word(text, group[0].start_s, max(token.stop_s for token in group), mean, ids))
+            logprobs = tuple(math.log(max(token.probability, 1e-10)) for token in group)
+            words.append(Word(text, group[0].start_s, max(token.stop_s for token in group), mean, ids, logprobs))
     return words
 
 

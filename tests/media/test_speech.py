@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from localllm.media.sound import Samples, decode
 from localllm.media.speech import (
     CONTEXT,
     FRAME,
@@ -28,7 +31,9 @@ from localllm.media.speech import (
     speech_finder,
     windows,
 )
+from localllm.serving.transcription import windows_of
 from tests.draws import draws
+from tests.media.sounds import wav
 
 
 def speech_like(seconds: float, seed: int = 0) -> np.ndarray:
@@ -138,3 +143,46 @@ def test_plain_windows_leave_nothing_out(total: int, longest_s: float) -> None:
     assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])][: len(found)]
     assert (found[-1].stop if found else 0) == total
     assert all(0 < each.stop - each.start <= longest_s * RATE for each in found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("vad", [VadOptions(), None])
+def test_windows_of_a_long_sound_keep_little_of_it_in_memory(
+    vad: VadOptions | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes, most = 20, list[int]()
+
+    def resident() -> int:
+        """Return the bytes of files that this process has in its memory."""
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssFile:", "RssShmem:"))
+
+    def block(self: SpeechFinder, samples: torch.Tensor, state: Any) -> Any:
+        most.append(resident())
+        return torch.ones((len(samples) - CONTEXT) // FRAME), state
+
+    monkeypatch.setattr(SpeechFinder, "_block", block)
+    with tempfile.TemporaryFile() as file:
+        file.write(wav(np.random.default_rng(0).standard_normal(16_000 * 60 * minutes) / 8))
+        samples = decode(file)
+    before = resident()
+    found = windows_of(samples, vad)
+    assert max([resident(), *most]) - before < samples.values.nbytes / 4
+    assert found[-1].stop == len(samples.values)
+    assert samples.values[:: 16_000 * 60].any()  # it is read again
+
+
+@pytest.mark.parametrize("kind", ["silence", "noise", "hum", "music"])
+def test_a_minute_without_speech_has_no_windows(kind: str) -> None:
+    draw, time_s = np.random.default_rng(0), np.arange(60 * RATE) / RATE
+    if kind == "silence":
+        sound = np.zeros(60 * RATE)
+    elif kind == "noise":
+        sound = draw.standard_normal(60 * RATE) * 0.1
+    elif kind == "hum":
+        sound = sum(np.sin(2 * np.pi * 50 * n * time_s) / n for n in range(1, 8)) * 0.1
+    else:  # chords of plucked strings, two a second
+        chord = np.array([[220, 277.2, 329.6], [196, 246.9, 293.7], [174.6, 220, 261.6]])[(time_s * 2).astype(int) % 3]
+        sound = np.sin(2 * np.pi * chord * time_s[:, None]).sum(axis=1) * np.exp(-3 * (time_s % 0.5)) * 0.15
+    samples = np.rint(np.clip(sound, -1, 1) * 32767).astype(np.int16)
+    assert windows_of(Samples(samples), VadOptions()) == []

@@ -97,6 +97,20 @@ def test_greedy_texts_are_those_of_transformers(model: MoonshineModel, reference
                 assert all((each.start_s, each.stop_s) == (0, len(window) / 16_000) for each in text.segments)
 
 
+def test_beams_are_those_of_transformers(model: MoonshineModel, reference: Any) -> None:
+    windows, asked = sounds(*WINDOWS), GREEDY._replace(beams=3)
+    with patch("localllm.models.encoders.speech_rows.looped_tokens", lambda ids: 0), patch.object(
+        moonshine, "looped_tokens", lambda ids: 0
+    ), patch.object(moonshine, "MOST_TOKENS_PER_S", 12.0), patch.object(model, "text_len", 13):  # fmt: skip
+        found = written(model, windows, [model.write(each, asked, len) for each in windows], beams=3)
+    for window, text in zip(windows, found, strict=True):
+        ids = reference.generate(
+            **inputs(reference, window), max_new_tokens=12, num_beams=3, early_stopping=True, do_sample=False
+        )[0].tolist()  # fmt: skip
+        ids = ids[1 : ids.index(2)] if 2 in ids else ids[1:]
+        assert [list(each.token_ids) for each in text.segments] == ([ids] if ids else [])
+
+
 def test_native_steps_are_torchs(model: MoonshineModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if native() is None:
         monkeypatch.setattr(native_program, "native", DefinedLibrary)

@@ -139,14 +139,22 @@ def save_wide(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["whisper", "moonshine", "moonshine_streaming"])
-def test_the_peak_of_windows_is_predicted(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "halves"),
+    [("whisper", True), ("moonshine", False), *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("whisper", False), ("moonshine", True), ("moonshine_streaming", False))
+    )],
+)  # fmt: skip
+def test_the_peak_of_windows_is_predicted(tmp_path: Path, kind: str, halves: bool) -> None:
     path = save_wide(tmp_path, kind)
     model: Any = load_transcriber(path, torch.device("cpu"), torch.float32)
-    plan = plan_transcriber(EngineConfig(device="cpu"), spec_of_any(path), transcriber_sizes(path), NO_GPU)
+    plan = plan_transcriber(
+        EngineConfig(device="cpu"), spec_of_any(path), transcriber_sizes(path, half_weights=halves), NO_GPU
+    )
     windows = sounds(*[30] * 4)
     with PeakBytes() as meter, torch.inference_mode():
-        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES)
+        rows = SpeechRows(model, plan.max_num_batched_tokens // WINDOW_FRAMES, halves=halves)
         for key, window in enumerate(windows):
             rows.join(key, window, model.write(window, Decoding(temperatures=(0.0,)), lambda ids: 1.0))
             rows.step()

@@ -13,12 +13,13 @@ import torch
 
 from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder import native_program
-from localllm.models.encoders.speech_rows import SpeechRows, WrittenText, looped_tokens
+from localllm.models.encoders.speech_rows import Read, SpeechRows, WrittenText, looped_tokens
 from localllm.models.encoders.whisper import (
     Attempt,
     Decoding,
     SpecialTokens,
     SpokenText,
+    Thresholds,
     WhisperModel,
     align,
     load_whisper,
@@ -145,6 +146,37 @@ def test_native_steps_write_what_torchs_write(model: WhisperModel, monkeypatch: 
         assert (ours - torchs).abs().max() <= 1e-5 * torchs.abs().max()
 
 
+@pytest.mark.skipif(native() is None, reason="needs the native library")
+def test_sound_in_16_bits_changes_logits_little(model: WhisperModel) -> None:
+    """Through the native library and, with times of words, through torch."""
+    windows, found = sounds(2.5, 11), list[list[torch.Tensor]]()
+    prompt = model.special.prompt(Decoding("de"), "de")
+
+    def read(tokens: list[int]) -> Any:
+        logits = [(yield Read([prompt], 0))[0]]
+        for place, token in enumerate(tokens, len(prompt)):
+            logits.append((yield Read([[token]], place))[0])
+        return torch.cat(logits)
+
+    for halves in (False, True):
+        rows = SpeechRows(model, 2, halves=halves)
+        assert rows._sources.layers[0].k.dtype == (torch.float16 if halves else torch.float32)
+        for key, window in enumerate(windows):
+            rows.join(key, window, read(list(range(7, 15))))
+        ended = dict[Any, Any]()
+        while rows.keys:
+            ended |= dict(rows.step())
+        found.append([ended[0], ended[1]])
+    for halved, whole in zip(found[1], found[0], strict=True):
+        assert 0 < (halved - whole).abs().max() <= 5e-3 * whole.abs().max()
+    asked = Decoding("de", temperatures=GREEDY, words=True)
+    rows = SpeechRows(model, 1, halves=True)
+    rows.join(0, windows[0], model.write(windows[0], asked, lambda ids: 1.0))
+    while not (ended := dict(rows.step())):
+        pass
+    assert ended[0].segments[0].tokens
+
+
 def history(draw: np.random.Generator, special: SpecialTokens, count: int) -> list[int]:
     """Return tokens that the rules allow: texts between pairs of ascending timestamps."""
     found, time = list[int](), special.first_time
@@ -269,7 +301,38 @@ def test_repeated_tokens_end_an_attempt() -> None:
 
 def test_segments_are_the_texts_between_timestamps() -> None:
     special: Any = SimpleNamespace(first_time=100)
-    found = segments_of([100, 1, 2, 150, 150, 3, 200, 250, 4], special, 0.02, 4.0)
-    assert [(each.token_ids, each.start_s, each.stop_s) for each in found] == [
-        ((1, 2), 0.0, 1.0), ((3,), 1.0, 2.0), ((4,), 3.0, 4.0)
+    ids = (100, 1, 2, 150, 150, 3, 200, 250, 4)
+    found = segments_of(WrittenText(ids, tuple(-token / 10 for token in ids), 0.0, False), special, 0.02, 4.0)
+    assert [each[:4] for each in found] == [
+        ((1, 2), 0.0, 1.0, (-0.1, -0.2)), ((3,), 1.0, 2.0, (-0.3,)), ((4,), 3.0, 4.0, (-0.4,))
     ]  # fmt: skip
+
+
+def test_a_search_finds_likelier_texts_and_the_same_beside_others(model: WhisperModel) -> None:
+    windows, asked = sounds(2.5, 30, 11), Decoding("de", temperatures=GREEDY)
+    wide, prompt = asked._replace(beams=4), model.special.prompt(asked, "de")
+    drawn = attempts(model, windows, asked)
+    alone = [
+        written(model, [each], [model.attempt(prompt, 0.0, 0, wide)], beams=4)[0] for each in windows
+    ]  # fmt: skip
+    beside = written(model, windows, [model.attempt(prompt, 0.0, 0, wide) for _ in windows], beams=4)
+    for one, other, greedy in zip(alone, beside, drawn, strict=True):
+        assert one.text.token_ids == other.text.token_ids
+        assert one.text.avg_logprob >= greedy.text.avg_logprob - 1e-5 or one.text.is_cut
+    assert [each.text.token_ids for each in alone] != [each.text.token_ids for each in drawn]
+
+
+def test_thresholds_decide_and_a_window_has_as_many_tokens_as_asked(model: WhisperModel) -> None:
+    window = sounds(30)
+    lenient = Decoding("de", thresholds=Thresholds(least_logprob=-100.0, most_ratio=9.0, silence=2.0), most_tokens=5)
+    found = transcribed(model, window, [lenient], lambda ids: 8.0)[0]
+    assert found.temperature == 0.0
+    assert 0 < sum(len(each.token_ids) for each in found.segments) <= 5
+    strict = lenient._replace(thresholds=Thresholds(least_logprob=-100.0, most_ratio=7.0, silence=2.0))
+    assert transcribed(model, window, [strict], lambda ids: 8.0)[0].temperature == 1.0
+    silent = lenient._replace(thresholds=Thresholds(least_logprob=0.0, silence=-1.0))
+    assert transcribed(model, window, [silent], lambda ids: 8.0)[0].segments == ()
+    after = Decoding("de", prompt=(1,), reads_previous=True).after(found)
+    assert after.prompt == (1, *(token for each in found.segments for token in each.token_ids))
+    assert after.after(found._replace(temperature=0.6)) == after
+    assert lenient.after(found) == lenient

@@ -109,12 +109,28 @@ def test_silence_is_an_empty_text_with_a_warning(server: LiveServer) -> None:
     assert verbose["segments"] == []
 
 
+def test_log_probabilities_spell_the_text(server: LiveServer, request: pytest.FixtureRequest) -> None:
+    for each in (server, request.getfixturevalue("whisper")):
+        answer = post(each, **{"include[]": "logprobs"}).json()
+        verbose = post(each, response_format="verbose_json").json()["segments"]
+        assert len(answer["logprobs"]) == sum(len(segment["tokens"]) for segment in verbose)
+        whole = [bytes(token["bytes"]) for token in answer["logprobs"] if "\ufffd" not in token["token"]]
+        assert all(raw.decode() in " " + answer["text"] for raw in whole if raw.isalnum())
+        assert len(whole) > 3
+        assert all(token["logprob"] <= 0 for token in answer["logprobs"])
+        assert "logprobs" not in post(each).json()
+        lines = post(each, stream="true", **{"include[]": "logprobs"}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+        told = [token for event in events[:-1] for token in event["logprobs"]]
+        assert told == answer["logprobs"]
+
+
 def test_hints_without_effect_are_named(server: LiveServer) -> None:
-    answer = post(server, prompt="names", language="de", temperature="0.4", colour="red")
+    answer = post(server, prompt="names", language="de", temperature="0.4", colour="red", beam_size="2")
     warning = answer.headers["x-localllm-warning"]
     assert warning.split("; ") == [
         "unknown field 'colour' ignored", "language has no effect", "prompt has no effect",
-        "temperature has no effect",
+        "temperature has no effect", "beam_size has no effect",
     ]  # fmt: skip
 
 
@@ -123,8 +139,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"response_format": "docx"}, 400, "Supported: text, json, srt, vtt, verbose_json."),
     ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities does not apply to json."),
     ({"timestamp_granularities[]": "letter", "response_format": "verbose_json"}, 400, "'letter' is not supported"),
-    ({"include[]": "logprobs"}, 400, "'include[]' is not supported with this value."),
-    ({"beam_size": "5"}, 400, "'beam_size' is not supported"),
+    ({"include[]": "speakers"}, 400, "include 'speakers' is not supported."),
+    ({"include[]": "logprobs", "response_format": "srt"}, 400, "include does not apply to srt."),
+    ({"known_speaker_names[]": "Ada"}, 400, "Speakers are not told apart."),
     ({"stream": "true", "response_format": "srt"}, 400, "response_format srt cannot be streamed."),
     ({"stream": "perhaps"}, 400, "It must be true or false."),
     ({"chunking_strategy": '{"type": "server_vad", "threshold": 2}', "vad_filter": "true"}, 400, "chunking_strategy"),
@@ -311,6 +328,23 @@ def test_whisper_has_times_for_words(whisper: LiveServer) -> None:
     assert len(chinese["words"]) > len(chinese["text"].split())
 
 
+def test_whisper_searches_and_reads_what_was_said_before(whisper: LiveServer) -> None:
+    sound, fields = noise(33), {"language": "de", "response_format": "verbose_json"}
+    plain = post(whisper, sound, **fields).json()
+    short = post(whisper, sound, max_completion_tokens="4", logprob_threshold="-99", **fields).json()
+    assert 0 < len(short["text"]) < len(plain["text"])
+    assert {each["temperature"] for each in short["segments"]} == {0.0}
+    lenient = {"logprob_threshold": "-99", "compression_ratio_threshold": "99", "max_completion_tokens": "9", **fields}
+    searched = [post(whisper, noise(33), beam_size=width, **lenient).json()["text"] for width in (1, 2, 5, 8)]
+    drawn = post(whisper, noise(33), **lenient).json()["text"]
+    assert searched[0] == drawn
+    assert len({*searched}) > 1
+    each, both = (post(whisper, sound, condition_on_previous_text=on, **lenient).json() for on in ("false", "true"))
+    first, last = ([[part["text"] for part in answer["segments"] if (part["start"] < 20) == early]
+                    for answer in (each, both)] for early in (True, False))  # fmt: skip
+    assert (first[0] == first[1], last[0] == last[1]) == (True, False)
+
+
 def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
     fields: Any = {"model": "whisper", "file": ("a.wav", noise(33)), "language": "de"}
     extra = {"vad_filter": False}
@@ -326,6 +360,8 @@ def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
         ({"language": "Klingon"}, "whisper does not know the language 'Klingon'. It knows de, en, fr, zh."),
         ({"temperature": "1.5"}, "It must be 0 to 1."),
         ({"temperature": "warm"}, "Invalid type for 'temperature'."),
+        ({"beam_size": "9"}, "It must be 1 to 8."),
+        ({"max_completion_tokens": "0"}, "It must be at least 1."),
     ],
 )
 def test_what_whisper_cannot_do_is_refused_by_name(whisper: LiveServer, fields: dict[str, Any], what: str) -> None:

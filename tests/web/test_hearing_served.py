@@ -143,6 +143,14 @@ def test_a_file_is_transcribed_as_transformers_does_in_every_format(served: Serv
     assert events[-1].text == expected
 
 
+def test_tokens_are_told_and_hints_without_effect_are_named(served: Served) -> None:
+    answer = post(served, **{"include[]": "logprobs", "beam_size": "2", "max_completion_tokens": "3"})
+    told = answer.json()["logprobs"]
+    assert 0 < len(told) <= 3
+    assert all(each["logprob"] <= 0 for each in told)
+    assert "beam_size has no effect" in answer.headers["x-localllm-warning"]
+
+
 def test_long_sound_is_transcribed_in_windows_in_order(served: Served) -> None:
     data = wav(noise(9.0, 3) / 32768)
     with mock.patch("localllm.serving.transcription.WINDOW_S", 3.0):

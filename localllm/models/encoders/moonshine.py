@@ -21,7 +21,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.encoders.source import SourceEncoder, load_encoder
-from localllm.models.encoders.speech_rows import LOOP_TIMES, Read, draw_text, looped_tokens
+from localllm.models.encoders.speech_rows import LOOP_TIMES, Read, draw_text, looped_tokens, search_text
 from localllm.models.encoders.whisper import Decoding, SpokenSegment, SpokenText
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
@@ -78,14 +78,22 @@ class MoonshineModel:
         """Write a window as one segment. A text that begins to repeat itself is cut after its first time."""
         seconds, temperature = len(samples) / RATE, asked.temperatures[0]
         most = min(self.text_len - len(self._prompt), max(1, int(max(seconds, 1.0) * MOST_TOKENS_PER_S)))
+        most = min(most, asked.most_tokens or most)
         logits = (yield Read([self._prompt], 0))[0, -1]
-        first, end = len(self._prompt), self._ends
-        found = yield from draw_text(logits, first, end, most, lambda logits, _: logits, temperature, asked.seed)
-        ids = found.token_ids
-        if looped := looped_tokens(ids):
-            ids = ids[: len(ids) - looped * LOOP_TIMES]
-        segments = (SpokenSegment(ids, 0.0, seconds),) if ids else ()
+        first, ends = len(self._prompt), self._ends
+        if asked.beams > 1 and not temperature:
+            found = yield from search_text(logits, first, ends, most, _anything, asked.beams)
+        else:
+            found = yield from draw_text(logits, first, ends, most, _anything, temperature, asked.seed)
+        kept = len(found.token_ids) - looped_tokens(found.token_ids) * LOOP_TIMES
+        segment = SpokenSegment(found.token_ids[:kept], 0.0, seconds, found.logprobs[:kept])
+        segments = (segment,) if kept else ()
         return SpokenText("", segments, temperature, found.avg_logprob, 0.0)
+
+
+def _anything(logits: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return logits in which every token may follow."""
+    return logits
 
 
 def lengths_of(config: Any) -> tuple[int, int]:

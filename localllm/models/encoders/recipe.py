@@ -253,6 +253,7 @@ class TranscriberSizes(NamedTuple):
     per_position: int = 0  # numbers of keys and values of a position, of all layers of the decoder; 0: there is none
     source_len: int = 0  # most positions of a window's sound
     text_len: int = 0  # most positions of a text
+    halves_sources: bool = False  # on a CPU, keys and values of the sound take half of float32
 
 
 def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> ModelSpec:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder.decoder import DecoderModel
@@ -76,13 +77,13 @@ class RowBlocks(NamedTuple):
     table: Tensor  # [rows, blocks] int32
 
     @staticmethod
-    def of(model: DecoderModel, rows: int, length: int) -> RowBlocks:
-        """Return blocks, not filled. length: positions of each row."""
+    def of(model: DecoderModel, rows: int, length: int, dtype: torch.dtype | None = None) -> RowBlocks:
+        """Return blocks, not filled. length: positions of each row. dtype: None: the model's."""
         spec, blocks = model.spec, -(-length // BLOCK_SIZE)
         shape = kv_cache_shape(rows * blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
 
         def empty() -> Tensor:
-            return torch.empty(shape, dtype=model.dtype, device=model.device)
+            return torch.empty(shape, dtype=dtype or model.dtype, device=model.device)
 
         layers = [LayerKV(empty(), empty()) for _ in range(spec.num_layers)]
         return RowBlocks(layers, torch.arange(rows * blocks, dtype=torch.int32, device=model.device).view(rows, -1))
@@ -118,10 +119,11 @@ class _Text:
 class SpeechRows:
     """The windows that one model writes, each under the key that it joined with."""
 
-    def __init__(self, model: SpeechModel, num_sources: int) -> None:
-        """num_sources: most windows at once."""
+    def __init__(self, model: SpeechModel, num_sources: int, *, halves: bool = False) -> None:
+        """num_sources: most windows at once. halves: keep what is read of the sound in 16 bits on a CPU."""
         self._model, self._decoder = model, model.decoder
-        self._sources = RowBlocks.of(model.decoder, num_sources, model.source_len)
+        dtype = sources_dtype(model.decoder.dtype, model.decoder.device, halves=halves)
+        self._sources = RowBlocks.of(model.decoder, num_sources, model.source_len, dtype)
         num_rows = max(num_sources, MOST_BEAMS)
         self._texts = RowBlocks.of(model.decoder, num_rows, model.text_len)
         self._free_sources, self._free_rows = list(range(num_sources)), list(range(num_rows))
@@ -244,7 +246,8 @@ class SpeechRows:
             keys, length = self._sources.table[sources[0]].long(), lengths[0]
 
             def given(layer: int, queries: Tensor) -> None:
-                watch(layer, queries, self._sources.layers[layer].k[:, keys].flatten(1, 2)[:, :length])
+                kept = self._sources.layers[layer].k[:, keys].flatten(1, 2)[:, :length]
+                watch(layer, queries, kept.to(queries.dtype))
 
         at = torch.tensor(list(places), device=device)
         hidden = self._decoder.forward(
@@ -287,6 +290,12 @@ class SpeechRows:
             (table.data_ptr() + own * table.stride(0) * table.element_size())[None],
             source=self._source([text.source for text, _, _ in rows], [text.length for text, _, _ in rows]),
         )).clone()  # fmt: skip
+
+
+def sources_dtype(dtype: torch.dtype, device: torch.device, *, halves: bool) -> torch.dtype:
+    """Return the type in which keys and values of the sound are kept: half of float32 where the native library reads
+    them, which is bound by the memory."""
+    return torch.float16 if halves and dtype == torch.float32 and device.type == "cpu" and native() else dtype
 
 
 def looped_tokens(token_ids: Sequence[int]) -> int:

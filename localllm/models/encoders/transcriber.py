@@ -24,6 +24,7 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
+from localllm.kernels.cpu.native.library import native
 from localllm.models.encoders import moonshine
 from localllm.models.encoders.moonshine import MoonshineModel, load_moonshine
 from localllm.models.encoders.recipe import MOONSHINES, TRANSCRIBERS, WHISPER, TranscriberSizes
@@ -182,17 +183,23 @@ def transcriber_sizes(path: Path, *, half_weights: bool = False) -> TranscriberS
         own = resident_bytes(path, spec, torch.device(device), kind, half_weights=half_weights)
         return own + spec.source.encoder_bytes * int(kind.itemsize) // 4
 
+    halves = half_weights and native() is not None
     if architecture == WHISPER:
         # While a window is encoded: a layer's stream, its sum and the wide part before and after the activation.
         width, source_len, text_len = config.d_model, config.max_source_positions, config.max_target_positions
         return TranscriberSizes(
-            weights_bytes, 15 * source_len * width, 2 * config.decoder_layers * width, source_len, text_len
+            weights_bytes,
+            15 * source_len * width,
+            2 * config.decoder_layers * width,
+            source_len,
+            text_len,
+            halves,
         )
     if architecture in MOONSHINES:
         source_len, text_len = moonshine.lengths_of(config)
         encoded = moonshine.encoded_numbers(config)
         per_position = 2 * config.num_hidden_layers * config.hidden_size
-        return TranscriberSizes(weights_bytes, encoded, per_position, source_len, text_len)
+        return TranscriberSizes(weights_bytes, encoded, per_position, source_len, text_len, halves)
     return TranscriberSizes(weights_bytes)
 
 

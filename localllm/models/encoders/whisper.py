@@ -11,8 +11,8 @@ Does not know: files, windows, words, queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.encoders.source import SourceEncoder, load_encoder
-from localllm.models.encoders.speech_rows import Read, WrittenText, draw_text
+from localllm.models.encoders.speech_rows import Read, WrittenText, draw_text, search_text
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.transformers_backend.config_class import load_config
@@ -35,11 +35,18 @@ from localllm.models.transformers_backend.config_class import load_config
 RATE, WINDOW_S, HOP, FFT = 16_000, 30, 160, 400
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures of the attempts at a window, until one is accepted."""
-LEAST_LOGPROB, MOST_RATIO, SILENCE = -1.0, 2.4, 0.6
-"""Least mean log probability and most compression ratio of an accepted text; least probability of no speech in a window
-that is left empty if its text is not likely."""
+FORGOTTEN = 0.5
+"""A text that was written above this temperature is not read before the next window."""
 FIRST_TIME_S = 1.0
 """Latest time of the first timestamp, unless generation_config.json has another one."""
+
+
+class Thresholds(NamedTuple):
+    """Bounds that decide whether a window is written again, or left empty."""
+
+    least_logprob: float = -1.0  # mean log probability of an accepted text
+    most_ratio: float = 2.4  # compression ratio of an accepted text
+    silence: float = 0.6  # probability of no speech from which on a window is empty, if its text is not likely
 
 
 class Decoding(NamedTuple):
@@ -51,6 +58,17 @@ class Decoding(NamedTuple):
     temperatures: tuple[float, ...] = TEMPERATURES
     seed: int = 0
     words: bool = False  # with the times of tokens
+    beams: int = 1  # partial texts of a search at temperature 0
+    most_tokens: int | None = None  # of a window; None: as many as the decoder has positions
+    thresholds: Thresholds = Thresholds()
+    reads_previous: bool = False  # the text of the windows before, as a prompt
+
+    def after(self, text: SpokenText) -> Decoding:
+        """Return how the next window is written."""
+        if not self.reads_previous or text.temperature > FORGOTTEN:
+            return self
+        ids = tuple(token for segment in text.segments for token in segment.token_ids)
+        return self._replace(prompt=(*self.prompt, *ids))
 
 
 class AlignedToken(NamedTuple):
@@ -63,6 +81,7 @@ class SpokenSegment(NamedTuple):
     token_ids: tuple[int, ...]  # of text, without timestamps
     start_s: float  # within its window
     stop_s: float
+    logprobs: tuple[float, ...] = ()  # of each token
     tokens: tuple[AlignedToken, ...] = ()  # with times within the segment; none: they were not asked for
 
 
@@ -166,33 +185,37 @@ class Attempt:
     text: WrittenText  # with timestamps
     no_speech_prob: float
     temperature: float
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
     def text_ids(self, special: SpecialTokens) -> list[int]:
         return [token for token in self.text.token_ids if token < special.end]
 
     @property
     def is_silent(self) -> bool:
-        return self.no_speech_prob > SILENCE and self.text.avg_logprob < LEAST_LOGPROB
+        bounds = self.thresholds
+        return self.no_speech_prob > bounds.silence and self.text.avg_logprob < bounds.least_logprob
 
     def is_accepted(self, ratio: float) -> bool:
         """Return whether no further attempt is made. ratio: the compression ratio of the text."""
         if self.is_silent:
             return True
-        return not self.text.is_cut and self.text.avg_logprob >= LEAST_LOGPROB and ratio <= MOST_RATIO
+        bounds = self.thresholds
+        return not self.text.is_cut and self.text.avg_logprob >= bounds.least_logprob and ratio <= bounds.most_ratio
 
 
-def segments_of(token_ids: Iterable[int], special: SpecialTokens, step_s: float, end_s: float) -> list[SpokenSegment]:
+def segments_of(text: WrittenText, special: SpecialTokens, step_s: float, end_s: float) -> list[SpokenSegment]:
     """Return the texts between timestamps. end_s: of the window, where an open segment ends."""
-    found, text, start_s = list[SpokenSegment](), list[int](), 0.0
-    for token in token_ids:
-        if token < special.first_time:
-            text.append(token)
+    found, part, start_s = list[SpokenSegment](), list[tuple[int, float]](), 0.0
+    for token, logprob in (*zip(text.token_ids, text.logprobs, strict=True), (None, 0.0)):
+        if token is not None and token < special.first_time:
+            part.append((token, logprob))
             continue
-        time_s = min((token - special.first_time) * step_s, end_s)
-        if text:
-            found.append(SpokenSegment(tuple(text), start_s, time_s))
-        text, start_s = [], time_s
-    return [*found, SpokenSegment(tuple(text), start_s, max(start_s, end_s))] if text else found
+        time_s = max(start_s, end_s) if token is None else min((token - special.first_time) * step_s, end_s)
+        if part:
+            ids, logprobs = zip(*part, strict=True)
+            found.append(SpokenSegment(ids, start_s, time_s, logprobs))
+        part, start_s = [], time_s
+    return found
 
 
 def align(costs: npt.NDArray[np.float64]) -> list[int]:
@@ -280,10 +303,10 @@ class WhisperModel:
         language, end_s = asked.language or (yield from self._language()), min(WINDOW_S, len(samples) / RATE)
         prompt = self.special.prompt(asked, language)
         for turn, temperature in enumerate(asked.temperatures):
-            found = yield from self.attempt(prompt, temperature, asked.seed * 64 + turn)
+            found = yield from self.attempt(prompt, temperature, asked.seed * 64 + turn, asked)
             if found.is_accepted(ratio_of(found.text_ids(self.special))):
                 break
-        segments = [] if found.is_silent else segments_of(found.text.token_ids, self.special, self.step_s, end_s)
+        segments = [] if found.is_silent else segments_of(found.text, self.special, self.step_s, end_s)
         if asked.words and segments:
             prompt = self.special.prompt(asked._replace(prompt=()), language)
             segments = yield from self._with_times(segments, prompt, end_s)
@@ -296,14 +319,25 @@ class WhisperModel:
         logits = (yield Read([[self.special.start]], 0))[0, 0]
         return list(self.special.languages)[int(logits[list(self.special.languages.values())].argmax())]
 
-    def attempt(self, prompt: list[int], temperature: float, seed: int) -> Generator[Read, Tensor, Attempt]:
+    def attempt(
+        self,
+        prompt: list[int],
+        temperature: float,
+        seed: int,
+        asked: Decoding = Decoding(),  # noqa: B008
+    ) -> Generator[Read, Tensor, Attempt]:
         """Write a window once. prompt: the tokens before its text."""
         logits = (yield Read([prompt], 0, (prompt.index(self.special.start), -1)))[0]
         silence = float(logits[0].softmax(dim=-1)[self.special.no_speech])
-        most = self.text_len - len(prompt)
-        rule = partial(restrict, special=self.special)
-        text = yield from draw_text(logits[1], len(prompt), (self.special.end,), most, rule, temperature, seed)
-        return Attempt(text, silence, temperature)
+        most = min(self.text_len - len(prompt), asked.most_tokens or self.text_len)
+        rule, first, ends = partial(restrict, special=self.special), len(prompt), (self.special.end,)
+        if asked.beams > 1 and not temperature:
+            text = yield from search_text(logits[1], first, ends, most, rule, asked.beams)
+        else:
+            text = yield from draw_text(logits[1], first, ends, most, rule, temperature, seed)
+        if asked.most_tokens is not None and len(text.token_ids) == asked.most_tokens:
+            text = text._replace(is_cut=False)  # as asked
+        return Attempt(text, silence, temperature, asked.thresholds)
 
     def _with_times(
         self, segments: Sequence[SpokenSegment], prompt: list[int], end_s: float

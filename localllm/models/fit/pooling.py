@@ -53,7 +53,8 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSi
         # windows that are written at once, and has their logits, in fp32, in a few copies.
         windows = frames // WINDOW_FRAMES
         rows = max(windows, MOST_BEAMS)
-        kept = sizes.per_position * (windows * sizes.source_len + rows * sizes.text_len) * size
+        own = 2 if gpu is None and sizes.halves_sources else size
+        kept = sizes.per_position * (windows * sizes.source_len * own + rows * sizes.text_len * size)
         activations = kept + max(sizes.encoded * size, 4 * 4 * windows * spec.vocab_size)
     else:
         # The first convolution makes 256 channels of half of the frames and half of about 80 features. The encoder then

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, cast
 
 import anyio.to_thread
@@ -14,6 +14,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.models.encoders.recipe import MOST_BEAMS
 from localllm.serving.transcription import Heard, SpeechOptions, transcriber_of, transcript_of, warnings_of
 from localllm.text.transcript import FORMATS, Transcript, TranscriptSegment, compression_ratio, joined, srt, vtt
 from localllm.web.api.disconnect import EventStream, unless_disconnected
@@ -32,14 +33,16 @@ FORM_BYTES = 64 * 1024
 _SPEAKERS = Refused("Speakers are not told apart.")
 RULES = FieldRules(
     refused={
-        "include": Refused("Words have a probability in verbose_json."),
-        "include[]": Refused("Words have a probability in verbose_json."),
-        "beam_size": Refused("The models that transcribe here have no beam search."),
-        "condition_on_previous_text": Refused("Each window is read by itself."),
         "known_speaker_names[]": _SPEAKERS,
         "known_speaker_references[]": _SPEAKERS,
     }
 )
+
+
+_NUMBERS: dict[str, Callable[[str], float]] = {
+    "temperature": float, "seed": int, "beam_size": int, "no_speech_threshold": float, "logprob_threshold": float,
+    "compression_ratio_threshold": float, "max_completion_tokens": int,
+}  # fmt: skip
 
 
 class TranscriptionForm(msgspec.Struct, kw_only=True):
@@ -58,6 +61,13 @@ class TranscriptionForm(msgspec.Struct, kw_only=True):
     hotwords: str | None = None  # more of the prompt
     temperature: float | None = None  # 0 to 1, of the first attempt
     seed: int | None = None
+    beam_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_BEAMS)] = 1  # partial texts of a search, at temperature 0
+    condition_on_previous_text: bool = False  # each window reads the texts before, so windows wait for each other
+    no_speech_threshold: float = 0.6  # probability of no speech from which on an unlikely text is dropped
+    logprob_threshold: float = -1.0  # mean log probability below which a window is written again
+    compression_ratio_threshold: float = 2.4  # above which a window is written again
+    max_completion_tokens: int | None = None  # of a window
+    include: list[Literal["logprobs"]] = msgspec.field(default_factory=list, name="include[]")  # of json and streams
 
 
 class ServerVad(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -124,16 +134,17 @@ async def _transcribe(request: ApiRequest, config: ServerConfig, *, translate: b
     vad = _vad(form)
     samples = await _samples(file, "file", config, allow_damaged=_flag(form, "allow_damaged", default=False))
     heard = client.transcribe(samples, vad, decoding, is_background=model.is_background)
+    spell = client.spelled if asked["logprobs"] else None
     if asked["stream"]:
         return EventStream(
-            _events(request, heard, samples.seconds),
+            _events(request, heard, samples.seconds, spell),
             nothing_to_close,
             warning_headers([*warnings, *warnings_of(samples)]),
         )
 
     windows = await unless_disconnected(request.receive, _all(heard))
     transcript = transcript_of(samples, windows, translate=translate, warnings=warnings)
-    body = written(transcript, asked["format"], granularities)
+    body = written(transcript, asked["format"], granularities, spell)
     headers = warning_headers(transcript.warnings)
     return ASGIResponse(body=body, media_type=FORMATS[asked["format"]], headers=headers)
 
@@ -175,14 +186,30 @@ async def nothing_to_close() -> None:
     """The generator of events has no source that must be closed."""
 
 
-async def _events(request: ApiRequest, heard: AsyncIterator[Heard], seconds: float) -> AsyncGenerator[bytes, None]:
+Spell = Callable[[Iterable[TranscriptSegment]], list[tuple[bytes, float]]]
+"""Returns the tokens of some segments, each with its log probability."""
+
+
+def _tokens(spelled: Iterable[tuple[bytes, float]]) -> list[shapes.TranscribedToken]:
+    return [
+        shapes.TranscribedToken(token=raw.decode(errors="replace"), bytes=list(raw), logprob=logprob)
+        for raw, logprob in spelled
+    ]
+
+
+async def _events(
+    request: ApiRequest, heard: AsyncIterator[Heard], seconds: float, spell: Spell | None
+) -> AsyncGenerator[bytes, None]:
     told = ""
     try:
         async for each in heard:
             if text := joined((part.text for part in each.segments or each.words), each.language):
                 delta = joined(("", text), each.language) if told else text
                 told += delta
-                yield _event(shapes.TranscriptDelta(type="transcript.text.delta", delta=delta))
+                event = shapes.TranscriptDelta(type="transcript.text.delta", delta=delta)
+                if spell is not None:
+                    event.logprobs = _tokens(spell(each.segments or [TranscriptSegment.of(each.words)]))
+                yield _event(event)
         usage = shapes.SoundUsage(type="duration", seconds=seconds)
         yield _event(shapes.TranscriptDone(type="transcript.text.done", text=told, usage=usage))
     except Exception as error:
@@ -193,8 +220,11 @@ def _event(content: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(content)
 
 
-def written(transcript: Transcript, kind: str, granularities: Collection[str] = ("segment",)) -> bytes:
-    """Return a transcript in one of the formats. granularities: the times that verbose_json has, word or segment."""
+def written(
+    transcript: Transcript, kind: str, granularities: Collection[str] = ("segment",), spell: Spell | None = None
+) -> bytes:
+    """Return a transcript in one of the formats. granularities: the times that verbose_json has, word or segment.
+    spell: None: json has no log probabilities."""
     match kind:
         case "text":
             return f"{transcript.text}\n".encode()
@@ -204,7 +234,10 @@ def written(transcript: Transcript, kind: str, granularities: Collection[str] = 
             return vtt(transcript.segments).encode()
     usage = shapes.SoundUsage(type="duration", seconds=transcript.seconds)
     if kind == "json":
-        return msgspec.json.encode(shapes.Transcription(text=transcript.text, usage=usage))
+        plain = shapes.Transcription(text=transcript.text, usage=usage)
+        if spell is not None:
+            plain.logprobs = _tokens(spell(transcript.segments))
+        return msgspec.json.encode(plain)
     answer = shapes.VerboseTranscription(
         task="translate" if transcript.is_translated else "transcribe", language=transcript.language,
         duration=transcript.seconds, text=transcript.text, usage=usage,
@@ -231,7 +264,7 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
     """Return model, format and whether to stream, the granularities, and warnings. Raises an error that names the wrong
     field."""
     fields = {field.encode_name for field in msgspec.structs.fields(TranscriptionForm)}
-    warnings = RULES.check(dict(form), {*fields, "timestamp_granularities"})
+    warnings = RULES.check(dict(form), {*fields, "timestamp_granularities", "include"})
     kind = _text(form, "response_format") or "json"
     if kind not in FORMATS:
         error = UnsupportedParameter if kind == "diarized_json" else InvalidParameter
@@ -252,22 +285,32 @@ def _read(form: Any) -> tuple[dict[str, Any], set[str], list[str]]:
     if stream and kind not in ("json", "text"):
         what = f"response_format {kind} cannot be streamed."
         raise UnsupportedParameter(what, "A stream has events with text.", "json", param="response_format")
-    asked = {"model": _text(form, "model"), "format": kind, "stream": stream}
+    included = {str(each) for name in ("include[]", "include") for each in form.getall(name, [])}
+    if unknown := included - {"logprobs"}:
+        raise InvalidParameter(
+            f"include {min(unknown)[:40]!r} is not supported.", "Supported: logprobs.", param="include"
+        )
+    if included and kind != "json":
+        what, why = f"include does not apply to {kind}.", "Only json and streams of it have log probabilities."
+        raise InvalidParameter(what, why, "json", param="include")
+    asked = {"model": _text(form, "model"), "format": kind, "stream": stream, "logprobs": bool(included)}
     return asked, granularities or {"segment"}, warnings
 
 
 def _options(form: Any, *, translate: bool, words: bool) -> SpeechOptions:
     """Return what is asked of the model. Raises `InvalidType` for what is not a number."""
-    numbers = dict[str, float]()
-    for name, kind in (("temperature", float), ("seed", int)):
+    numbers = dict[str, Any]()
+    for name, kind in _NUMBERS.items():
         try:
-            numbers[name] = kind(_text(form, name) or 0)
+            numbers |= {name: kind(text)} if (text := _text(form, name)) is not None else {}
         except ValueError as error:
             raise InvalidType(f"Invalid type for '{name}'.", f"{error}.", param=name) from None
     prompt = " ".join(text for name in ("prompt", "hotwords") if (text := _text(form, name)))
+    conditioned = _flag(form, "condition_on_previous_text", default=False)
     return SpeechOptions(
-        _text(form, "language"), prompt, numbers["temperature"], int(numbers["seed"]), translate, words
-    )
+        _text(form, "language"), prompt, translate=translate, words=words, condition_on_previous_text=conditioned,
+        **numbers,
+    )  # fmt: skip
 
 
 def _vad(form: Any) -> VadOptions | None:

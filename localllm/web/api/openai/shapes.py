@@ -387,9 +387,16 @@ class SoundUsage(Shape):
     seconds: float
 
 
+class TranscribedToken(Shape):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
 class Transcription(Shape):
     text: str
     usage: SoundUsage
+    logprobs: list[TranscribedToken] | UnsetType = UNSET  # if include[] asks for them
 
 
 class TranscribedWord(Shape):
@@ -425,6 +432,7 @@ class VerboseTranscription(Shape):
 class TranscriptDelta(Shape):
     type: Literal["transcript.text.delta"]
     delta: str
+    logprobs: list[TranscribedToken] | UnsetType = UNSET  # if include[] asks for them
 
 
 class TranscriptDone(Shape):
