@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import html
 import re
 from base64 import b64encode
@@ -22,6 +23,7 @@ from tests.adapters import write_config
 from tests.media.sounds import wav
 from tests.models.hearing import HEARING, PAD, make_hearing, noise, opened, reference_with_sounds
 from tests.serving import settings_for
+from tests.tiny import make_tiny_model
 from tests.web.live_server import ManagedServer
 
 NUM_TOKENS = 6
@@ -263,3 +265,29 @@ def test_granites_adapter_answers_prompts_with_sound_alone(tmp_path: Path) -> No
         for _ in range(4):
             expected.append(int(reference_with_sounds(reference, [*prompt, *expected], sounds)[-1].argmax()))
         assert output.outputs[0].token_ids == expected
+
+
+def test_a_model_that_hears_transcribes_beside_a_chat_model(tmp_path: Path) -> None:
+    """As the speech model: loaded by the first sound, with a short context, and named to who asks a deaf model."""
+    make_tiny_model(tmp_path / "chat", "llama", seed=1)
+    make_hearing(tmp_path / "voxtral", "voxtral", max_position_embeddings=4096)
+    asked = settings_for(tmp_path / "chat", max_model_len=512, kv_cache_memory_bytes=8 << 20)
+    asked = dataclasses.replace(asked, server=dataclasses.replace(asked.server, speech_model=str(tmp_path / "voxtral")))
+    with ManagedServer(asked) as live:
+        deaf = live.post("/v1/chat/completions", chat(sound_part(), {"type": "text", "text": QUESTION}))
+        assert deaf.status_code == 400
+        assert "does not hear. No loaded model hears." in deaf.json()["error"]["message"]
+        files = {"file": ("a.wav", WAV)}
+        heard = httpx.post(f"{live.url}/v1/audio/transcriptions", files=files, data={"vad_filter": "false"}, timeout=60)
+        assert heard.status_code == 200, heard.text
+        assert heard.json()["text"]
+        deaf = live.post("/v1/chat/completions", chat(sound_part(), {"type": "text", "text": QUESTION}, model="chat"))
+        assert "Loaded models that hear: voxtral." in deaf.json()["error"]["message"]
+        earlier = [{"role": "user", "content": [sound_part()]}, {"role": "assistant", "content": "Yes."},
+                   {"role": "user", "content": "Go on."}]  # fmt: skip
+        answer = live.post("/v1/chat/completions", {"messages": earlier, "max_tokens": 2, "model": "chat"})
+        assert answer.status_code == 200
+        assert answer.headers["x-localllm-warning"].startswith("a short text replaces a picture, sound or document")
+        card = next(each.card for each in live.manager.entries if each.is_beside)
+        assert card is not None
+        assert (card.plan.max_model_len, card.plan.max_num_seqs) == (2048, 4)
