@@ -102,6 +102,8 @@ PROMPTS = {
     "voxtral": "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]lang:de[TRANSCRIBE]",
     "qwen3_asr": "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|><|im_end|>\n<|im_start|>assistant\n"
                  "language German<asr_text>",
+    "glmasr": "<|im_start|>user\n<|begin_of_audio|><|pad|><|end_of_audio|>Please transcribe this audio "
+              "into text<|im_end|>\n<|im_start|>assistant\n",
     "granite_speech": "<|im_start|>user\n<|audio|>can you transcribe the speech into a written format?<|im_end|>\n"
                       "<|im_start|>assistant\n",
 }  # fmt: skip
@@ -131,7 +133,7 @@ def test_a_file_is_transcribed_as_transformers_does_in_every_format(served: Serv
     assert (segment["start"], segment["end"], segment["text"]) == (0, 2.4, expected)
     assert segment["tokens"] == [token for token in written if token != 2]
     assert segment["avg_logprob"] < 0
-    if served.name != "granite_speech":
+    if served.name in ("voxtral", "qwen3_asr"):
         assert verbose["language"] == "de"
     for kind in ("srt", "vtt"):
         body = post(served, language="de", response_format=kind).text
