@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from localllm.config.settings import EngineConfig
+from localllm.errors import CorruptModel
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.fit.pictures import sound_encode_bytes, with_tower
@@ -309,3 +311,38 @@ def test_features_and_rows_of_glm_are_those_of_its_processor(num_samples: int, f
     assert torch.equal(made.tensors["input_features_mask"], expected["attention_mask"].long())
     frames = expected["attention_mask"].sum()
     assert made.rows == int(GlmAsrProcessor._get_audio_token_length(None, frames))  # type: ignore[arg-type]
+
+
+def test_a_family_whose_sound_is_not_read_says_so(tmp_path: Path) -> None:
+    make_hearing(tmp_path, "voxtral")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen2_audio"}))
+    spec = read_spec(tmp_path)
+    plan = plan_memory(EngineConfig(device="cpu"), spec, 2**20, Hardware((), "a CPU", 2, 2**34, 2**33))
+    assert spec.hearing is None
+    assert "Text only: Sound of qwen2_audio is not supported." in plan.notes
+
+
+DAMAGED = [
+    ({"audio_token_id": None}, "audio_token_id = None"),
+    ({"audio_config": {"hidden_size": 32}}, "cannot be read"),
+    ({"audio_config": 3}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), DAMAGED)
+def test_a_config_that_cannot_be_read_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    make_hearing(tmp_path, "voxtral")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CorruptModel, match=text):
+        read_spec(tmp_path)
+
+
+def test_an_extractor_of_other_features_is_refused(tmp_path: Path) -> None:
+    make_hearing(tmp_path, "voxtral")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_size": 16, "sampling_rate": 16_000}))
+    assert read_spec(tmp_path).hearing is not None
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_size": 16, "sampling_rate": 8000}))
+    with pytest.raises(CorruptModel, match="sampling_rate = 8000"):
+        read_spec(tmp_path)

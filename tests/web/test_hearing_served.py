@@ -293,3 +293,15 @@ def test_a_model_that_hears_transcribes_beside_a_chat_model(tmp_path: Path) -> N
         card = next(each.card for each in live.manager.entries if each.is_beside)
         assert card is not None
         assert (card.plan.max_model_len, card.plan.max_num_seqs) == (2048, 4)
+
+
+def test_ranks_hear_what_one_process_hears(tmp_path: Path) -> None:
+    make_hearing(tmp_path, "qwen3_asr")
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    asked = [{"role": "user", "content": [sound_part(), {"type": "text", "text": QUESTION}]}]
+    answers = []
+    for given in ({}, {"tensor_parallel_size": 2}):
+        with LLM(str(tmp_path), max_model_len=512, kv_cache_memory_bytes=8 << 20, device="cpu", **given) as llm:
+            [result] = llm.chat(asked, params, use_tqdm=False)
+            answers.append(result.outputs[0].token_ids)
+    assert answers[0] == answers[1]
