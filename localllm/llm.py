@@ -605,7 +605,7 @@ class LLM:
         given, senses, text = prompt["multi_modal_data"], self._engine.senses, prompt.get("prompt")
         if not given or not set(given) <= {"image", "audio"} or not isinstance(text, str):
             why = f"Got {sorted(given)} and a prompt that is {type(text).__name__}."
-            what = "multi_modal_data holds 'image' or 'audio', beside a text."
+            what = "multi_modal_data holds only 'image' and 'audio', beside a text."
             raise InvalidParameter(what, why, param="multi_modal_data")
         for kind, sense, does in (("image", senses.sight, "see pictures"), ("audio", senses.hearing, "hear")):
             if kind in given and sense is None:

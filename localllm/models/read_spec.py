@@ -325,7 +325,8 @@ def _read_hearing(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     from localllm.models.vision.sound import hears, read_hearing, require_extractor
 
     if not hears(config):
-        return {}
+        is_deaf = "audio_config" in config and "vision_config" not in config
+        return {"why_unseeing": f"Sound of {config.get('model_type')} is not supported."} if is_deaf else {}
     hearing = read_hearing(config, path)
     require_extractor(path, hearing)
     return {"hearing": hearing}

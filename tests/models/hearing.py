@@ -41,6 +41,12 @@ HEARING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"audio_config": {"d_model": 32, "encoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 2,
                           "num_mel_bins": 16, "downsample_hidden_size": 8, "output_dim": 64, "n_window_infer": 200}},
     ),
+    "glmasr": (
+        "GlmAsrForConditionalGeneration",
+        {"model_type": "llama"},
+        {"audio_config": {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                          "num_mel_bins": 16}},
+    ),
     "granite_speech": (
         "GraniteSpeechForConditionalGeneration",
         {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.25, "logits_scaling": 2.0,
@@ -49,7 +55,12 @@ HEARING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Class, fields of the text part, further fields of the config."""
-CHATS = {"voxtral": "", "qwen3_asr": "<|audio_start|><|audio_pad|><|audio_end|>", "granite_speech": "<|audio|>"}
+CHATS = {
+    "voxtral": "",
+    "glmasr": "<|begin_of_audio|><|pad|><|end_of_audio|>",
+    "qwen3_asr": "<|audio_start|><|audio_pad|><|audio_end|>",
+    "granite_speech": "<|audio|>",
+}
 """What each family's chat template writes for a sound; empty: its checkpoints have none."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import html
 import re
 from base64 import b64encode
@@ -22,6 +23,7 @@ from tests.adapters import write_config
 from tests.media.sounds import wav
 from tests.models.hearing import HEARING, PAD, make_hearing, noise, opened, reference_with_sounds
 from tests.serving import settings_for
+from tests.tiny import make_tiny_model
 from tests.web.live_server import ManagedServer
 
 NUM_TOKENS = 6
@@ -100,6 +102,8 @@ PROMPTS = {
     "voxtral": "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]lang:de[TRANSCRIBE]",
     "qwen3_asr": "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|><|im_end|>\n<|im_start|>assistant\n"
                  "language German<asr_text>",
+    "glmasr": "<|im_start|>user\n<|begin_of_audio|><|pad|><|end_of_audio|>Please transcribe this audio "
+              "into text<|im_end|>\n<|im_start|>assistant\n",
     "granite_speech": "<|im_start|>user\n<|audio|>can you transcribe the speech into a written format?<|im_end|>\n"
                       "<|im_start|>assistant\n",
 }  # fmt: skip
@@ -129,7 +133,7 @@ def test_a_file_is_transcribed_as_transformers_does_in_every_format(served: Serv
     assert (segment["start"], segment["end"], segment["text"]) == (0, 2.4, expected)
     assert segment["tokens"] == [token for token in written if token != 2]
     assert segment["avg_logprob"] < 0
-    if served.name != "granite_speech":
+    if served.name in ("voxtral", "qwen3_asr"):
         assert verbose["language"] == "de"
     for kind in ("srt", "vtt"):
         body = post(served, language="de", response_format=kind).text
@@ -271,3 +275,41 @@ def test_granites_adapter_answers_prompts_with_sound_alone(tmp_path: Path) -> No
         for _ in range(4):
             expected.append(int(reference_with_sounds(reference, [*prompt, *expected], sounds)[-1].argmax()))
         assert output.outputs[0].token_ids == expected
+
+
+def test_a_model_that_hears_transcribes_beside_a_chat_model(tmp_path: Path) -> None:
+    """As the speech model: loaded by the first sound, with a short context, and named to who asks a deaf model."""
+    make_tiny_model(tmp_path / "chat", "llama", seed=1)
+    make_hearing(tmp_path / "voxtral", "voxtral", max_position_embeddings=4096)
+    asked = settings_for(tmp_path / "chat", max_model_len=512, kv_cache_memory_bytes=8 << 20)
+    asked = dataclasses.replace(asked, server=dataclasses.replace(asked.server, speech_model=str(tmp_path / "voxtral")))
+    with ManagedServer(asked) as live:
+        deaf = live.post("/v1/chat/completions", chat(sound_part(), {"type": "text", "text": QUESTION}))
+        assert deaf.status_code == 400
+        assert "does not hear. No loaded model hears." in deaf.json()["error"]["message"]
+        files = {"file": ("a.wav", WAV)}
+        heard = httpx.post(f"{live.url}/v1/audio/transcriptions", files=files, data={"vad_filter": "false"}, timeout=60)
+        assert heard.status_code == 200, heard.text
+        assert heard.json()["text"]
+        deaf = live.post("/v1/chat/completions", chat(sound_part(), {"type": "text", "text": QUESTION}, model="chat"))
+        assert "Loaded models that hear: voxtral." in deaf.json()["error"]["message"]
+        earlier = [{"role": "user", "content": [sound_part()]}, {"role": "assistant", "content": "Yes."},
+                   {"role": "user", "content": "Go on."}]  # fmt: skip
+        answer = live.post("/v1/chat/completions", {"messages": earlier, "max_tokens": 2, "model": "chat"})
+        assert answer.status_code == 200
+        assert answer.headers["x-localllm-warning"].startswith("a short text replaces a picture, sound or document")
+        card = next(each.card for each in live.manager.entries if each.is_beside)
+        assert card is not None
+        assert (card.plan.max_model_len, card.plan.max_num_seqs) == (2048, 4)
+
+
+def test_ranks_hear_what_one_process_hears(tmp_path: Path) -> None:
+    make_hearing(tmp_path, "qwen3_asr")
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    asked = [{"role": "user", "content": [sound_part(), {"type": "text", "text": QUESTION}]}]
+    answers = []
+    for given in ({}, {"tensor_parallel_size": 2}):
+        with LLM(str(tmp_path), max_model_len=512, kv_cache_memory_bytes=8 << 20, device="cpu", **given) as llm:
+            [result] = llm.chat(asked, params, use_tqdm=False)
+            answers.append(result.outputs[0].token_ids)
+    assert answers[0] == answers[1]

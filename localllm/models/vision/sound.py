@@ -2,6 +2,7 @@
 
     Voxtral         Whisper's encoder over 30 s at a time; four states become a row
     Qwen3-ASR       seconds are read by convolutions, and 8 s attend to each other; 13 rows a second
+    GLM-ASR         the same, with rotary positions, and without the rows behind the end of the sound
     Granite Speech  a conformer over the whole sound, whose frames are asked in groups of 15 by three queries
 
 Features are logarithms of mel spectrograms, computed here in torch: the same as transformers' extractors have.
@@ -256,6 +257,50 @@ QWEN3_ASR = SoundFamily(
     prompts=True,
 )
 
+# ---- GLM-ASR -----------------------------------------------------------------------------------------------------
+
+
+def _read_glm(config: Config) -> dict[str, Any]:
+    found = _encoder(config)
+    return {**found, "chunk": 3000, "piece": 3000, "chunk_rows": 1500 // (found["mlp_width"] // found["width"])}
+
+
+def _glm_rows(spec: HearingSpec, num_samples: int) -> int:
+    whole, rest = divmod(math.ceil(num_samples / HOP), spec.chunk)
+    merged = 1500 // spec.chunk_rows  # states that become a row
+    return whole * spec.chunk_rows + ((rest - 1) // 2 + 1) // merged
+
+
+def _glm_features(spec: HearingSpec, samples: Int16) -> dict[str, Tensor]:
+    """Return the features of windows of 30 s, each with its own largest value."""
+    import torch
+
+    size = spec.chunk * HOP
+    windows = [samples[at : at + size] for at in range(0, max(1, len(samples)), size)]
+    features = torch.stack([log_mel(_floats(window, size), spec.num_mels) for window in windows])
+    frames = torch.tensor([[math.ceil(len(window) / HOP)] for window in windows])
+    return {"input_features": features, "input_features_mask": (torch.arange(spec.chunk) < frames).long()}
+
+
+def _glm_spoken(wish: Wish) -> Spoken:
+    asked = {"type": "text", "text": "Please transcribe this audio into text"}
+    return Spoken(({"role": "user", "content": [{"type": "audio"}, asked]},))
+
+
+GLM_ASR = SoundFamily(
+    "GLM-ASR",
+    "GlmAsrForConditionalGeneration",
+    ("glmasr",),
+    "<|pad|>",
+    ("<|pad|>", "<|begin_of_audio|>", "<|end_of_audio|>"),
+    _read_glm,
+    _glm_rows,
+    _glm_features,
+    _glm_spoken,
+    _plain,
+    {},
+)
+
 # ---- Granite Speech ----------------------------------------------------------------------------------------------
 
 
@@ -308,7 +353,7 @@ GRANITE = SoundFamily(
     prompts=True,
 )
 
-FAMILIES = (VOXTRAL, QWEN3_ASR, GRANITE)
+FAMILIES = (VOXTRAL, QWEN3_ASR, GRANITE, GLM_ASR)
 _OF_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 

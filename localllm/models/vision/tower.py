@@ -130,8 +130,8 @@ class SoundTower:
     def encode(self, tensors: Mapping[str, Any]) -> Tensor:
         """Return the rows [rows, hidden] of one sound. tensors: `ProcessedSound.tensors`."""
         features, frames = tensors["input_features"], self.spec.piece
-        if features.ndim == 3 and len(features) > 1:  # windows of 30 s
-            pieces = [{"input_features": window} for window in features.split(1)]
+        if len(features) > 1:  # windows of 30 s
+            pieces = [{name: each[i : i + 1] for name, each in tensors.items()} for i in range(len(features))]
         elif frames and "input_features_mask" in tensors:
             masks = tensors["input_features_mask"].split(frames, -1)
             parts = zip(features.split(frames, -1), masks, strict=True)

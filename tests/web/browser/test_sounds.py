@@ -1,0 +1,88 @@
+"""A sound file in Chromium: attached for a model that hears, priced, sent, played, exported and imported."""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.media.sounds import sounds
+from tests.web.browser.looks import overflow, small_targets
+from tests.web.pages_stub import StubModel, stub_hearing
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+LOAD = """(player) => new Promise((done) => {
+  player.onloadedmetadata = () => done(player.duration);
+  player.onerror = () => done(player.error.message);
+  player.preload = "auto";
+  player.load();
+})"""
+
+
+def plain_wav(seconds: float) -> bytes:
+    """A WAV file of 16 bits as Chromium plays it."""
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(sounds(seconds)[0].astype("<i2").tobytes())
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model() -> StubModel:
+    return StubModel(hearing=stub_hearing())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_data(tmp_path_factory: pytest.TempPathFactory) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_sound_goes_to_a_model_that_hears_and_can_be_played(
+    open_page: Callable[..., Page], model: StubModel, tmp_path: Path, width: int
+) -> None:
+    (tmp_path / "talk.wav").write_bytes(plain_wav(6.0))
+    page = open_page("/", width=width, height=740)
+    page.set_input_files("#composer-file", tmp_path / "talk.wav")
+    page.locator(".attachments .file").wait_for()
+    assert "6.0 s, 188 KiB, 60 tokens" in page.locator(".attachments .file__size").inner_text()
+    assert small_targets(page) == []
+    assert overflow(page) == 0
+    page.get_by_label("Message", exact=True).fill("What is said?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.wait_for_selector(".figures")
+    [span] = model.client.asked[-1].media
+    assert span.rows == 60
+    assert page.get_by_label("Play talk.wav").evaluate(LOAD) == pytest.approx(6, abs=0.1)
+    assert overflow(page) == 0
+    exported = tmp_path / "chat.json"
+    exported.write_bytes(page.request.get(f"{page.url}/export/json").body())
+    page.locator(".message--user").first.hover()
+    page.locator(".message--user [aria-label=More]").first.click()
+    page.locator(".more:popover-open .action--delete").click()
+    page.get_by_text("The message and what followed it are deleted.").wait_for()
+    page.goto(f"{page.url.split('/c/')[0]}/chats/manage")
+    page.set_input_files("#import-file", exported)
+    page.get_by_role("button", name="Import", exact=True).click()
+    page.get_by_label("Play talk.wav").wait_for()
+
+
+def test_a_model_that_does_not_hear_needs_a_speech_model(
+    open_page: Callable[..., Page], model: StubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "hearing", None)
+    (tmp_path / "talk.wav").write_bytes(plain_wav(1.0))
+    page = open_page("/", width=360, height=740)
+    page.set_input_files("#composer-file", tmp_path / "talk.wav")
+    page.get_by_text("talk.wav is sound, and no model here transcribes speech.").wait_for()
+    assert page.locator(".attachments .file").count() == 0
