@@ -80,6 +80,7 @@ def build_engine(
             return _note_unused(build_transcriber(settings, found, on_phase, limits), config)
         return _note_unused(build_pooling(settings, found, spec, on_phase, limits), config)
     from localllm.models.fit.pictures import with_tower
+    from localllm.models.fit.speed import predict
 
     with ExitStack() as undo:
         hardware = start_torch(on_phase, limits)
@@ -110,7 +111,10 @@ def build_engine(
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner, stores)
             executor.when_lost(model.engine[0].lose)
-            model = replace(model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings))
+            model = replace(
+                model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings),
+                speed=predict(plan, hardware),
+            )  # fmt: skip
             report(capacity(plan))
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)

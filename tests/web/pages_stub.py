@@ -298,6 +298,7 @@ class StubModel:
     adapters: None = None
     answers: AnswerFormat | None = None
     sight: Sight | None = None
+    speed: None = None
 
     @property
     def shown_name(self) -> str:
