@@ -95,7 +95,7 @@ def build_engine(
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_place(spec, plan)
-        require_context(plan, spec, config, limits, len(hardware.gpus))
+        require_context(plan, spec, config, limits, sum(gpu.is_supported for gpu in hardware.gpus))
         tokenizer, template = _read_text(found.path, spec, on_phase)
         check_vocabulary(spec, tokenizer, read_tokenizer)
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
@@ -170,7 +170,8 @@ def require_context(
 ) -> None:
     """Refuse a plan with a very short context, or on the CPU of a machine with GPUs, so that another model is evicted
     instead. num_gpus: that the settings may use."""
-    if limits.min_context and plan.device == "cpu" and config.device == "auto" and num_gpus:
+    left_gpu = plan.device == "cpu" and config.device == "auto" and num_gpus and spec.source is None
+    if limits.min_context and left_gpu:
         raise DoesNotFit(
             "The model fits only on the CPU.",
             "The other models leave too little of the GPU.",
