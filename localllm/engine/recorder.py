@@ -34,6 +34,7 @@ _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
 RECENT_REQUESTS = 50
 RECENT_STEPS = 60
+LONE_STEPS = 200  # with one token of one answer, whose median is the measured speed of an answer
 MEASURED_TOKENS = 16
 """Prompt tokens of a step whose time tells what one costs: fewer take almost as long."""
 SHOWN_WAITING = 50
@@ -89,6 +90,8 @@ class StatsRecorder:
         self._window: deque[tuple[float, int, int]] = deque()  # (time, prefill tokens, decode tokens) per step
         self._token_s: deque[float] = deque(maxlen=5)  # seconds of a prompt token, of the last steps
         self._row_s: deque[float] = deque(maxlen=5)  # seconds to encode a row of a picture
+        self._lone_s: deque[float] = deque(maxlen=LONE_STEPS)  # seconds of steps with one token of one answer
+        self._lone_at_s = 0.0  # when the last of them settled; 0: another step came after it
         self._ttft, self._tpot, self._inter_token = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
         self._e2e, self._queue = _Counts(_SECONDS), _Counts(_SECONDS)
         self._prefill, self._decode, self._inference = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
@@ -166,6 +169,10 @@ class StatsRecorder:
             self._launched.popleft()
         if self._launched and self._launched[0].step_id == step_id:  # a step without rows was not recorded
             held = self._launched.popleft()
+            is_lone, at_s = held.prefill_tokens == 0 and held.decode_tokens == held.decode_requests == 1, now_s()
+            if is_lone and self._lone_at_s:
+                self._lone_s.append(at_s - self._lone_at_s)
+            self._lone_at_s = at_s if is_lone else 0.0
             forward_s = timings.forward_s
             self.steps.append(replace(held, forward_s=forward_s, sample_s=timings.sample_s, update_s=update_s))
             if encoded_rows:
@@ -230,8 +237,7 @@ class StatsRecorder:
         speculation: SpeculationStats = NO_SPECULATION,
         tiers: TierStats = NO_TIERS,
     ) -> EngineStats:
-        taken_s = now_s()
-        self._drop_old_rates(taken_s)
+        self._drop_old_rates(taken_s := now_s())
         span_s = max(taken_s - self._window[0][0], 0.5) if self._window else 1.0
         pool = ledger.main_pool
         return EngineStats(
@@ -255,6 +261,7 @@ class StatsRecorder:
             generation_tokens=self.generation_tokens,
             prefill_tokens_per_s=sum(entry[1] for entry in self._window) / span_s,
             decode_tokens_per_s=sum(entry[2] for entry in self._window) / span_s,
+            lone_tokens_per_s=1 / _median(self._lone_s) if len(self._lone_s) == LONE_STEPS else 0.0,
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
             prefix_cache_lacks_state=self.prefix_cache_lacks_state,

@@ -81,6 +81,7 @@ def build_engine(
             return _note_unused(build_transcriber(settings, found, on_phase, limits), config)
         return _note_unused(build_pooling(settings, found, spec, on_phase, limits), config)
     from localllm.models.fit.pictures import with_tower
+    from localllm.models.fit.speed import predict
 
     with ExitStack() as undo:
         hardware = start_torch(on_phase, limits)
@@ -95,7 +96,7 @@ def build_engine(
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_place(spec, plan)
-        require_context(plan, spec, config, limits, len(hardware.gpus))
+        require_context(plan, spec, config, limits, sum(gpu.is_supported for gpu in hardware.gpus))
         tokenizer, template = _read_text(found.path, spec, on_phase)
         check_vocabulary(spec, tokenizer, read_tokenizer)
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
@@ -111,7 +112,10 @@ def build_engine(
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner, stores)
             executor.when_lost(model.engine[0].lose)
-            model = replace(model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings))
+            model = replace(
+                model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings),
+                speed=predict(plan, hardware),
+            )  # fmt: skip
             report(capacity(plan))
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)
@@ -192,7 +196,8 @@ def require_context(
 ) -> None:
     """Refuse a plan with a very short context, or on the CPU of a machine with GPUs, so that another model is evicted
     instead. num_gpus: that the settings may use."""
-    if limits.min_context and plan.device == "cpu" and config.device == "auto" and num_gpus:
+    left_gpu = plan.device == "cpu" and config.device == "auto" and num_gpus and spec.source is None
+    if limits.min_context and left_gpu:
         raise DoesNotFit(
             "The model fits only on the CPU.",
             "The other models leave too little of the GPU.",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from localllm.engine.pooling_client import BatchClient, PoolingClient
     from localllm.engine.step import Profiler
     from localllm.models.fit import MemoryPlan, MemoryReport
+    from localllm.models.fit.speed import PlanSpeeds
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.prompt_embeds import PromptEmbedsReader
     from localllm.models.spec.model_spec import ModelSpec
@@ -105,6 +106,7 @@ class ServedModel:
     sight: Sight | None = None  # reads pictures; None: the model does not see
     hearing: Hearing | None = None  # reads sound; None: the model does not hear
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
+    speed: PlanSpeeds | None = None  # predicted; None: unknown
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
     owner: str = ""  # whose request it is, in the same view

@@ -1,11 +1,13 @@
 """Pictures in the engine, on the model made of memory: what is encoded, where rows end, and what is shared."""
 
 from itertools import pairwise
+from statistics import median
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from localllm.engine import recorder as recorder_module
 from localllm.engine.media import EncoderPrompt, EncoderStore, MediaSpan, spans_of
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import StepComposition
@@ -218,3 +220,26 @@ def test_the_seconds_of_a_picture_come_from_the_last_steps() -> None:
         recorder.on_settled(step_id, 0, StepTimings(seconds), 0.0, rows)
     seen = recorder._with_times(RunnerStats(picture_row_s=7.0))
     assert (seen.prompt_token_s, seen.picture_row_s) == (0.01, 0.1)
+
+
+def test_the_speed_of_an_answer_is_measured_in_steps_that_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of the time between 200 such steps in a row; prompts, drafts and other answers do not count."""
+    recorder, clock = StatsRecorder(), iter(range(10**6))
+    monkeypatch.setattr(recorder_module, "now_s", lambda: next(clock) * 0.01)
+
+    def run(count: int, **held: int) -> None:
+        for _ in range(count):
+            step_id = recorder.num_steps
+            recorder.on_step(StepComposition(step_id, **held), 0)
+            recorder.on_settled(step_id, 1, StepTimings(), 0.0)
+
+    alone = {"decode_tokens": 1, "decode_requests": 1}
+    for held in ({"decode_tokens": 4, "decode_requests": 4}, {"decode_tokens": 3, "decode_requests": 1},
+                 {"prefill_tokens": 9, "prefill_requests": 1}):  # fmt: skip
+        run(1, **alone)
+        run(3, **held)
+    assert len(recorder._lone_s) == 0
+    run(200, **alone)
+    assert len(recorder._lone_s) == 199
+    run(1, **alone)
+    assert median(recorder._lone_s) == pytest.approx(0.03)  # the clock is read three times a step

@@ -21,6 +21,8 @@ from localllm.models.fit.speed import PlanSpeeds, predict
 from localllm.models.library.pick_list import read_picks
 from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.serving.build import require_context
+from localllm.serving.served import LoadLimits
 from tests.draws import draws
 from tests.models.harness import GIB, LLAMA_8B, WEIGHTS, gpu_machine
 from tests.models.large_models import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_235B, G, desk, sized
@@ -326,3 +328,17 @@ def test_a_plan_and_its_speeds_take_a_third_of_a_second_for_94_layers() -> None:
         times.append(time.process_time() - begun_s)
         assert made.far is not None
     assert min(times[1:]) < 0.3
+
+
+# ---- beside other models ---------------------------------------------------------------------------------------------
+
+
+def test_models_that_nobody_uses_leave_the_gpu_before_another_goes_to_the_cpu() -> None:
+    made = plan(LLAMA_8B, None, replace(desk(64), gpus=gpu_machine(11, 12).gpus))
+    assert made.device == "cpu"
+    idle = LoadLimits(min_context=4096)
+    with pytest.raises(DoesNotFit, match="fits only on the CPU"):
+        require_context(made, LLAMA_8B, EngineConfig(), idle, num_gpus=1)
+    require_context(made, LLAMA_8B, EngineConfig(), LoadLimits(), num_gpus=1)  # there is none to unload
+    require_context(made, LLAMA_8B, EngineConfig(device="cpu"), idle, num_gpus=1)
+    require_context(made, LLAMA_8B, EngineConfig(), idle, num_gpus=0)

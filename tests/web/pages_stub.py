@@ -313,6 +313,7 @@ class StubModel:
     answers: AnswerFormat | None = None
     sight: Sight | None = None
     hearing: Hearing | None = None
+    speed: None = None
 
     @property
     def senses(self) -> Senses:

@@ -1,11 +1,18 @@
 """GET /localllm/v1/fit: where a model would run, and how fast, before it is loaded."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from localllm.models.fit.far import DiskPlan, FarPlan
+from localllm.models.fit.speed import PlanSpeeds
+from localllm.web.api.own.running import _with_stats
+from localllm.web.pages.dashboard.views import _far_share, model_facts
 from tests.tiny import make_tiny_model
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
@@ -51,3 +58,41 @@ def test_a_path_of_the_server_is_not_read(server: LiveServer, tmp_path: Path) ->
     path = make_tiny_model(tmp_path, "llama")
     answer = httpx.get(server.url + "/localllm/v1/fit", params={"model": str(path)}, timeout=60)
     assert answer.status_code in (400, 404), answer.text
+
+
+def test_a_loaded_models_entry_has_its_experts_in_ram_and_both_speeds(server: LiveServer) -> None:
+    def entry() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(server.url + "/localllm/v1/models/stats").json()["data"][0]
+        return found
+
+    found = entry()
+    assert (found["far"], found["predicted"], found["measured_tokens_per_s"]) == (None, None, None)
+    speeds = PlanSpeeds((24.0, 34.0), {1: 29.0, 8: 5.5}, 250.0, {1000: 4.0}, "why")
+    stats = replace(server.model.client.stats(), lone_tokens_per_s=27.5)
+    far = FarPlan((1, 2), 4, 100, 110, 5, 0, DiskPlan(1000, 110))
+    served = replace(server.model, plan=replace(server.model.plan, far=far), speed=speeds)
+    status = server.manager.statuses()[0]
+    made = msgspec.to_builtins(_with_stats(status, served, stats), str_keys=True)
+    assert made["far"] == {"layers": [1, 2], "ram_bytes": 110, "disk_bytes": 1000}
+    assert list(made["predicted"]["decode"]) == [24.0, 34.0]
+    assert made["predicted"]["streams"] == {"1": 29.0, "8": 5.5}
+    assert made["measured_tokens_per_s"] == 27.5
+
+
+def test_the_dashboard_shows_ram_and_both_speeds(server: LiveServer) -> None:
+    speeds = PlanSpeeds((24.0, 34.0), {1: 29.0}, None, {}, "A token reads 2 GB.")
+    plan = replace(server.model.plan, far=FarPlan((1, 2), 4, 100, 2**30, 5, 0), kv_ram_bytes=2**29)
+    served = replace(server.model, plan=plan, speed=speeds)
+    shown = model_facts(served, 27.5)
+    assert [part.name for part in shown.ram] == ["Experts", "KV blocks at most", "Rest of RAM"]
+    facts = {fact.name: fact for fact in shown.facts}
+    speed = facts["Speed of one answer"]
+    assert (speed.value, speed.note) == ("measured: 28 tokens/s", "predicted: 24 to 34 tokens/s")
+    before = {fact.name: fact for fact in model_facts(served).facts}["Speed of one answer"]
+    assert (before.value, before.note) == ("predicted: 24 to 34 tokens/s", "A token reads 2 GB.")
+    assert model_facts(server.model).ram == ()
+    stats = server.model.client.stats()
+    assert _far_share(stats, None) is None
+    now = replace(stats, taken_s=stats.taken_s + 10, uptime_s=stats.uptime_s + 10)
+    with_far = replace(now, runner=stats.runner._replace(far_bytes=1, far_s=6.1))
+    assert _far_share(with_far, replace(stats, runner=stats.runner._replace(far_bytes=1))) == pytest.approx(0.61)

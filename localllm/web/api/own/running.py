@@ -21,7 +21,9 @@ from litestar import get, post
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
+from localllm.engine.stats import EngineStats
 from localllm.serving.entry import ModelStatus
+from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import (
     SMALL_BODY_BYTES,
     ApiRequest,
@@ -75,10 +77,8 @@ async def stats(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     taken = {model.name: model.client.stats() for model in manager.ready}
     cut = {name: replace(each, requests=each.requests[:MAX_REQUESTS]) for name, each in taken.items()}
-    data = [
-        shapes.StatusWithStats(status.name, "model", **asdict(status), stats=cut.get(status.name))
-        for status in manager.statuses()
-    ]
+    served = {model.name: model for model in manager.ready}
+    data = [_with_stats(status, served.get(status.name), cut.get(status.name)) for status in manager.statuses()]
     return json_response(shapes.Stats("list", data))
 
 
@@ -157,6 +157,17 @@ def routes() -> list[ControllerRouterHandler]:
 
 def _status(status: ModelStatus) -> shapes.Status:
     return shapes.Status(status.name, "model", **asdict(status))
+
+
+def _with_stats(status: ModelStatus, served: ServedModel | None, stats: EngineStats | None) -> shapes.StatusWithStats:
+    far = None if served is None else served.plan.far
+    on_disk = 0 if far is None or far.disk is None else far.disk.file_bytes
+    return shapes.StatusWithStats(
+        status.name, "model", **asdict(status), stats=stats,
+        far=None if far is None else shapes.FarFacts(list(far.layers), far.ram_bytes, on_disk),
+        predicted=None if served is None else served.speed,
+        measured_tokens_per_s=(stats.lone_tokens_per_s or None) if stats is not None else None,
+    )  # fmt: skip
 
 
 async def model_body(request: ApiRequest, kind: type[Body]) -> Body:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 
 from localllm.engine.stats import EngineStats
+from localllm.models.fit.speed import PlanSpeeds
 from localllm.models.library.hub.downloads import State
 from localllm.models.library.hub.repository import Found
 from localllm.serving import entry
@@ -59,8 +60,22 @@ class Statuses(Shape):
     data: list[Status]
 
 
+class FarFacts(Shape):
+    """The experts that are not on the GPU."""
+
+    layers: list[int]  # whose experts these are
+    ram_bytes: int  # of them, or of the cache of experts on disk
+    disk_bytes: int  # 0: none of them are on disk
+
+
 class StatusWithStats(Status):
+    """`predicted` and `measured_tokens_per_s` are of one answer with a short context: expected before the load, and the
+    median of the last 200 steps that had one token of one answer."""
+
     stats: EngineStats | None
+    far: FarFacts | None = None
+    predicted: PlanSpeeds | None = None
+    measured_tokens_per_s: float | None = None
 
 
 class Stats(Shape):

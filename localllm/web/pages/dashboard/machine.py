@@ -227,12 +227,15 @@ MOST_NAMES = 8
 """Models of a server that its tile names."""
 
 
-def machine_use(machine: MachineReading) -> MachineUse:
+def machine_use(machine: MachineReading, far_share: float | None = None) -> MachineUse:
+    """far_share: of the last minute, in which the CPU computed experts in RAM; None: the model has none there."""
     used, total = machine.memory_used_bytes, machine.memory_total_bytes
-    gauges = (
+    gauges: tuple[Gauge, ...] = (
         Gauge("CPU", machine.cpu, f"{machine.cpu:.0%} of {machine.cores} cores"),
         Gauge("Memory", used / total if total else 0.0, f"{format_bytes(used)} of {format_bytes(total)}"),
     )
+    if far_share is not None:
+        gauges = *gauges, Gauge("Experts in RAM", far_share, f"computed in {far_share:.0%} of the last minute")
     facts = (Fact("This server", format_bytes(machine.process_bytes), "resident memory"),)
     return MachineUse(gauges, facts, tuple(_gpu(index, gpu) for index, gpu in enumerate(machine.gpus)))
 

@@ -19,6 +19,13 @@ from localllm.web.pages.frame import views
 from localllm.web.pages.frame.views import stacked
 
 
+def _far_samples(facts: tuple[views.Fact, ...]) -> tuple[views.View, ...]:
+    """The tiles of a model with experts in RAM."""
+    ram = stacked([("Experts", "weights", 3, "42 GiB"), ("Rest of RAM", "idle", 1, "22 GiB")])
+    large = v.ModelFacts("large", stacked([("Weights", "decode", 3, "17 GiB")]), facts, ram=ram)
+    return large, machine_use(MachineReading(0.42, 8, 2**34, 2**35, 2**31), 0.61)
+
+
 def samples(shell: views.Shell) -> list[views.View]:
     waterfall = stacked(
         [("Queue", "queue", 1, "1 s"), ("Prefill", "prefill", 2, "2 s"), ("Decode", "decode", 5, "5 s")]
@@ -67,6 +74,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ModelFacts(
             "demo", stacked([("Weights", "decode", 3, "12 MiB")]), facts, ("The KV cache is bounded on CPU.",)
         ),
+        *_far_samples(facts),
         _board(),
         v.DashboardPage(
             shell,

@@ -11,6 +11,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import psutil
+
 from localllm.engine.stats import (
     NO_SPECULATION,
     OFF_REASONS,
@@ -21,7 +23,9 @@ from localllm.engine.stats import (
     StoreStats,
     TierStats,
 )
+from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.pictures import PictureSizes, SoundSizes
+from localllm.models.fit.speed import PlanSpeeds, round_speed, speed_in_words
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, OtherServers, Ranks, machine_use, ranks
@@ -190,6 +194,7 @@ class ModelFacts(View):
     memory: tuple[Segment, ...]
     facts: tuple[Fact, ...]
     notes: tuple[str, ...] = ()
+    ram: tuple[Segment, ...] = ()  # of a model with experts in RAM; empty: it has none there
 
 
 @view("dashboard/_board.html")
@@ -271,9 +276,19 @@ def dashboard(
         drafts=drafts(stats.speculation, None if tick.minute_ago is None else tick.minute_ago.speculation),
         live_requests=live_requests(stats, viewer, curl="" if has_waited else first_request(served.name, viewer)),
         finished_requests=finished_requests(stats.recent, viewer),
-        machine=machine_use(machine),
-        model=model_facts(served),
+        machine=machine_use(machine, _far_share(stats, tick.minute_ago)),
+        model=model_facts(served, stats.lone_tokens_per_s),
     )
+
+
+def _far_share(stats: EngineStats, before: EngineStats | None) -> float | None:
+    """Return the share of the time in which the CPU computed experts in RAM while the GPU waited; None: none are
+    there."""
+    if not stats.runner.far_bytes:
+        return None
+    if before is None or not stats.goes_on_from(before):
+        return min(1.0, stats.runner.far_s / max(stats.uptime_s, 1e-9))
+    return min(1.0, (stats.runner.far_s - before.runner.far_s) / max(stats.taken_s - before.taken_s, 1e-9))
 
 
 def headlines(
@@ -508,8 +523,29 @@ def _media_facts(name: str, sizes: PictureSizes | SoundSizes | None) -> tuple[Fa
     return (Fact(name, f"{format_count(sizes.rows)} tokens at most", f"{parts}, {kept}"),)
 
 
-def model_facts(served: ServedModel) -> ModelFacts:
-    """Return the checkpoint's facts and the memory plan."""
+def _speed_facts(speed: PlanSpeeds | None, measured: float) -> tuple[Fact, ...]:
+    """Return what was predicted before the load, and what was measured since; empty: neither is known."""
+    seen = f"measured: {round_speed(measured):,g} tokens/s" if measured else ""
+    if speed is None:
+        return (Fact("Speed of one answer", seen),) if seen else ()
+    expected = f"predicted: {speed_in_words(speed.decode)}"
+    return (Fact("Speed of one answer", seen or expected, expected if seen else speed.why),)
+
+
+def _ram_parts(plan: MemoryPlan) -> tuple[Segment, ...]:
+    """Return the use of RAM by a model that is also on a GPU or on disk; empty: it needs none."""
+    if plan.far is None:
+        return ()
+    total = psutil.virtual_memory().total
+    name = "Experts" if plan.far.disk is None else "Latest experts"
+    own = [(name, "weights", plan.far.ram_bytes)]
+    own += [("KV blocks at most", "cached", plan.kv_ram_bytes)] if plan.kv_ram_bytes else []
+    parts = [*own, ("Rest of RAM", "idle", max(0, total - sum(size for _, _, size in own)))]
+    return stacked([(name, kind, float(size), format_bytes(size)) for name, kind, size in parts])
+
+
+def model_facts(served: ServedModel, measured: float = 0.0) -> ModelFacts:
+    """Return the checkpoint's facts and the memory plan. measured: tokens/s of one answer; 0: unknown."""
     spec, plan = served.spec, served.plan
     planned = [
         ("Weights", "weights", plan.weights_bytes),
@@ -522,6 +558,7 @@ def model_facts(served: ServedModel) -> ModelFacts:
     return ModelFacts(
         name=served.name,
         memory=stacked([(name, kind, size, format_bytes(size)) for name, kind, size in planned]),
+        ram=_ram_parts(plan),
         facts=(
             Fact("Architecture", spec.architecture, f"{spec.num_layers} layers, hidden size {spec.hidden_size}"),
             Fact(
@@ -538,6 +575,7 @@ def model_facts(served: ServedModel) -> ModelFacts:
             ),
             *_media_facts("Pictures", plan.pictures),
             *_media_facts("Sound", plan.sounds),
+            *_speed_facts(served.speed, measured),
             Fact(
                 "Step", f"{format_count(plan.max_num_batched_tokens)} tokens", f"{plan.max_num_seqs} requests at most"
             ),
