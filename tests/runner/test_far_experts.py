@@ -32,6 +32,7 @@ from localllm.runner.opening import open_runner
 from localllm.runner.runner import TorchRunner
 from tests.golden_engine import CPU, Engine
 from tests.runner.late_link import LateLink, chosen, experts_of
+from tests.tiny import make_tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
 MACHINE = Hardware((), "CPU", 2, 2**35, 2**34)
@@ -70,6 +71,20 @@ def test_answers_are_those_of_the_whole_model(
                 for at, expected in zip(engine.logprobs[index], wanted_at, strict=True):
                     assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
         assert engine.model.crossing.seconds > 0
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "cohere", "granite", "arcee"])
+def test_a_dense_model_answers_alike_with_feed_forward_parts_in_ram(family: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, family)
+    wanted = Engine(path, staged=True).generate(PROMPTS, 8)
+    for layers in ([0, 1], [1]):
+        for stream_from in (0, 20):
+            engine = opened(path, layers, stream_from, depth=2)
+            assert engine.generate(PROMPTS, 8) == wanted, (layers, stream_from)
+            crossing = engine.model.crossing
+            assert crossing.seconds > 0
+            assert stream_from == 0 or crossing.stream.bytes == far_bytes(engine.model) > 0
 
 
 @pytest.mark.skipif(native() is None, reason="no native library")

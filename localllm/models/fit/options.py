@@ -16,7 +16,7 @@ from typing import Any
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.far import FarPlan
+from localllm.models.fit.far import FarPlan, why_not_dense
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
@@ -142,8 +142,8 @@ class _OptionSearch:
                 yield [{"kv_cache_dtype": name}], f"{cost}; refused at load if the model's answers change"
         if small and eight_bits:
             yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
-        if on_gpu and self.spec.mixture is not None and config.n_cpu_moe != "auto":
-            yield [{"n_cpu_moe": "auto"}], "more experts in RAM: slower"
+        if on_gpu and config.n_cpu_moe != "auto" and (self.spec.mixture is not None or not why_not_dense(self.spec)):
+            yield [{"n_cpu_moe": "auto"}], "more layers in RAM: slower"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: fewer digits"
         if config.quantization is None:
