@@ -367,6 +367,11 @@ def test_a_gpu_with_experts_in_ram_has_buffers_for_them_and_long_steps() -> None
     assert made.total_bytes + made.reserve_bytes <= made.free_bytes
     parts = made.weights_bytes + made.kv_bytes + made.activation_bytes + made.graph_bytes
     assert made.total_bytes == parts + made.far.staging_bytes
+    note = "--stream-prompts 500 changes nothing: no weights are in RAM beside a GPU."
+    assert note in plan(spec, sizes, desk(96, 80), stream_prompts="500").notes
+    assert note not in plan(spec, sizes, desk(96), stream_prompts="500").notes
+    with pytest.raises(ConfigError, match="out of range"):
+        EngineConfig(stream_prompts="0")
     assert plan(spec, sizes, desk(96), max_num_batched_tokens=1000).max_num_batched_tokens == 1000
     tight = plan(spec, sizes, desk(96, 9.5), n_cpu_moe="all")
     assert tight.max_num_batched_tokens in (2048, 4096)
