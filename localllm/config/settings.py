@@ -206,14 +206,16 @@ class EngineConfig:
         0.90, MEMORY, "share of the GPU's free memory that may be used", allowed_text="above 0 and at most 1",
         accepts=lambda share: 0 < share <= 1)
     n_cpu_moe: str = setting(
-        "auto", MEMORY, "layers whose experts are in RAM and computed by the CPU, counted from the last",
+        "auto", MEMORY, "layers whose experts are in RAM and computed by the CPU, counted from the last; of a dense "
+        "model whose feed-forward parts",
         parser=_parse_far_layers, accepts=lambda text: text in ("auto", "all") or text.isdecimal(), metavar_text="N",
         allowed_text="auto (as few as a context of 8,192 tokens needs), all, or a number",
-        note="for mixtures of experts that are larger than the GPU", is_of_one_model=True)
+        note="for models that are larger than the GPU", is_of_one_model=True)
     cpu_moe: bool = setting(
-        False, MEMORY, "keep the experts of all layers in RAM, as n_cpu_moe all does", is_of_one_model=True)
+        False, MEMORY, "keep the experts or feed-forward parts of all layers in RAM, as n_cpu_moe all does",
+        is_of_one_model=True)
     cpu_offload_gb: float = setting(
-        0.0, MEMORY, "move as few layers of experts to RAM as take this much of the GPU, in GiB", unit="GiB", low=0,
+        0.0, MEMORY, "move the parts of as few layers to RAM as take this much of the GPU, in GiB", unit="GiB", low=0,
         is_of_one_model=True)
     stream_prompts: str = setting(
         "auto", MEMORY, "tokens of a step from which experts in RAM are copied to the GPU and computed there",

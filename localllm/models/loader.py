@@ -27,7 +27,7 @@ from localllm.files.record_file import RecordFile
 from localllm.machine.hardware import available_ram
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts, record_bytes
+from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts, held_mlp, record_bytes
 from localllm.models.families import text_part
 from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint
@@ -167,39 +167,41 @@ def expert_bytes(
     cpu_weights: str = "fast",
     half_weights: bool = False,
 ) -> dict[int, tuple[int, int]]:
-    """Return the exact bytes of each layer's routed experts from the headers: on `device`, and in RAM beside it."""
-    assert spec.mixture is not None
+    """Return the exact bytes of each layer's routed experts, or of a dense model's feed-forward parts, from the
+    headers: on `device`, and in RAM beside it."""
     kept: dict[str, Any] = {
         "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
-    layers = [layer for layer in range(spec.num_layers) if spec.mixture.is_in(layer)]
+    mixture = spec.mixture
+    layers = [layer for layer in range(spec.num_layers) if mixture is None or mixture.is_in(layer)]
     found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), _forms_of_layers(checkpoint)
-        near, in_ram = (
-            ShardWeights(weights, whole_shard(spec), Alone(), far) for far in (None, _far(weights, device, layers))
-        )
-        assert in_ram.far is not None
+        far = _far(weights, device, layers)
+        assert far is not None
+        near, in_ram = (ShardWeights(weights, whole_shard(spec), Alone(), each) for each in (None, far))
         for layer in layers:
             form = forms.get(layer, layer)
             if form not in of_form:  # thousands of experts take a second, and most layers are alike
-                record = record_bytes(spec, spec.mixture, in_ram.far.source, layer)
-                gpu, listed = (
-                    held_experts(build_mixture(spec, spec.mixture, share, layer)) for share in (near, in_ram)
-                )
-                of_form[form] = gpu, listed if record is None else record * spec.mixture.num_experts
+                record = record_bytes(spec, far.source, layer)
+                if mixture is None:
+                    gpu, listed = (held_mlp(spec, source, layer) for source in (weights, far.source))
+                else:
+                    gpu, listed = (held_experts(build_mixture(spec, mixture, share, layer)) for share in (near, in_ram))
+                count = 1 if mixture is None else mixture.num_experts
+                of_form[form] = gpu, listed if record is None else record * count
             found[layer] = of_form[form]
     return found
 
 
 def _arena_bytes(spec: ModelSpec, weights: Weights, checkpoint: Checkpoint, layers: Sequence[int]) -> int:
     """Return the bytes of the experts of these layers that an arena holds. weights: sizes alone."""
-    assert spec.mixture is not None
     forms, of_form, total = _forms_of_layers(checkpoint), dict[Hashable, int](), 0
+    count = 1 if spec.mixture is None else spec.mixture.num_experts
     for layer in layers:
         form = forms.get(layer, layer)
         if form not in of_form:
-            of_form[form] = (record_bytes(spec, spec.mixture, weights, layer) or 0) * spec.mixture.num_experts
+            of_form[form] = (record_bytes(spec, weights, layer) or 0) * count
         total += of_form[form]
     return total
 

@@ -208,7 +208,10 @@ def open_stream(
                 )
                 notes += [] if why else [note]
             elif not why:
-                threshold = int(config.stream_prompts)
+                threshold, most = int(config.stream_prompts), plan.max_num_batched_tokens
+                why = (
+                    f"--stream-prompts {threshold} is more than the {most} tokens of a step" if threshold > most else ""
+                )
     if why:
         notes.append(f"The CPU computes prompts with the experts in RAM, too: {why}.")
         far = replace(plan.far, staging_bytes=0, unpacked_bytes=0, stream_from=0)

@@ -1,5 +1,8 @@
 """Experts unpacked from the bytes that a CPU multiplies: the same bits as where they came from."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +12,10 @@ from localllm.kernels.cpu.matrix import HeldMatrix, matrix_of, parts_of
 from localllm.kernels.cpu.native.structures import KIND_STORED, OUTPUTS, Kind, Stored
 from localllm.kernels.cpu.q4 import pack_q4
 from localllm.kernels.gguf_linear import repack_gguf
+from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.moe.experts import ArrivingExperts, experts
 from localllm.kernels.moe.from_lanes import bias_of, can_unpack, from_lanes
-from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
+from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts, stack_experts
 from localllm.kernels.planar.layout import pack_words
 from localllm.kernels.planar.linear import PlanarWeight
 from tests.kernels.harness import gguf_linear
@@ -147,3 +152,47 @@ def test_a_matrix_is_made_of_its_parts_and_its_bias() -> None:
     bare = matrix_of(weight)
     assert bare is not None
     assert [part.field for part in parts_of(bare.matrix)] == ["weights"]
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4, Kind.MXFP4, Kind.F32])
+def test_experts_that_arrive_in_groups_have_the_bits_of_all_at_once(kind: Kind, device: torch.device) -> None:
+    """Unpacked from records, whatever the size of a group, with biases, and beside ids that are left out."""
+    torch.manual_seed(0)
+    count, hidden, width, rows = (3 if INTERPRETED else 5), 64, 32, 6
+    pairs = []
+    for _ in range(count):
+        if kind == Kind.F32:
+            pair = [torch.randn(shape) * 0.1 for shape in ((2 * width, hidden), (hidden, width))]
+            blocks = [each.view(-1, OUTPUTS, each.shape[1]).transpose(1, 2) for each in pair]
+        else:
+            pair = [planar(kind, 2 * width, hidden), planar(kind, hidden, width)]
+            blocks = [pack_q4(each).blocks for each in pair]
+        biases = [torch.randn(2 * width), torch.randn(hidden)]
+        first, places = record_of({"weights": blocks[0], "bias": biases[0]})
+        second, down_places = record_of({"weights": blocks[1], "bias": biases[1]})
+        pairs.append((torch.cat((first, second)), pair, biases))
+    down_places = {name: (start + len(first), size) for name, (start, size) in down_places.items()}
+    records = torch.stack([record for record, _, _ in pairs]).to(device)
+    forms = ((2 * width, hidden), places), ((hidden, width), down_places)
+
+    def unpacked(held: Tensor) -> list[Any]:
+        matrices = [from_lanes(held, kind, shape, own, torch.float32) for shape, own in forms]
+        return matrices + [bias_of(held, shape[0], own, torch.float32) for shape, own in forms]
+
+    near = [stack_experts([pair[place].to(device) if kind == Kind.F32 else on(pair[place], device)
+                           for _, pair, _ in pairs], count) for place in (0, 1)]  # fmt: skip
+    x, weights = torch.randn(rows, hidden, device=device), torch.rand(rows, 2, device=device)
+    ids = torch.stack([torch.randperm(count)[:2] for _ in range(rows)]).int().to(device)
+    ids[4] = -1
+    biases = [torch.stack([each[place] for _, _, each in pairs]).to(device) for place in (0, 1)]
+    wanted = experts(x, ids, weights, *near, "silu", gate_up_bias=biases[0], down_bias=biases[1])
+    for size in (2,) if INTERPRETED else (1, 2, 5):
+        arriving = ArrivingExperts(x, ids, weights, count, "silu")
+        for first_expert in range(0, count, size):
+            gate_up, down, gate_up_bias, down_bias = unpacked(records[first_expert : first_expert + size])
+            arriving.add(first_expert, gate_up, down, gate_up_bias, down_bias)
+        assert torch.equal(arriving.sum(), wanted), size
+
+
+def on(weight: PlanarWeight, device: torch.device) -> PlanarWeight:
+    return dataclasses.replace(weight, **{name: values.to(device) for name, values in weight.tensors().items()})

@@ -165,8 +165,14 @@ def test_what_does_not_go_with_experts_in_ram_is_refused_by_name(asked: dict[str
     spec = spec_of_config(GPT_OSS_120B)
     with pytest.raises(UnsupportedOption, match=why):
         plan(spec, sized(spec, 4.25, 3.07 * G), desk(96), n_cpu_moe="all", **asked)
-    with pytest.raises(UnsupportedOption, match="has no experts"):
+    with pytest.raises(UnsupportedOption, match="sizes of its parts are not known"):
         plan_memory(EngineConfig(cpu_moe=True), LLAMA_8B, WEIGHTS[LLAMA_8B.architecture], desk(96))
+    for changed, words in (
+        ({"layer_sparsity": (0.5,) * 32}, "a feed-forward part of its own kind"),
+        ({"hidden_act": "relu", "mlp_gated": False}, "without a gate and with relu"),
+    ):
+        with pytest.raises(UnsupportedOption, match=words):
+            plan_memory(EngineConfig(cpu_moe=True), replace(LLAMA_8B, **changed), 10 * GIB, desk(96))
 
 
 def test_the_places_of_a_machine_stand_side_by_side() -> None:
@@ -321,6 +327,11 @@ def test_a_gpu_with_experts_in_ram_has_buffers_for_them_and_long_steps() -> None
     assert made.total_bytes + made.reserve_bytes <= made.free_bytes
     parts = made.weights_bytes + made.kv_bytes + made.activation_bytes + made.graph_bytes
     assert made.total_bytes == parts + made.far.staging_bytes
+    note = "--stream-prompts 500 changes nothing: no weights are in RAM beside a GPU."
+    assert note in plan(spec, sizes, desk(96, 80), stream_prompts="500").notes
+    assert note not in plan(spec, sizes, desk(96), stream_prompts="500").notes
+    with pytest.raises(ConfigError, match="out of range"):
+        EngineConfig(stream_prompts="0")
     assert plan(spec, sizes, desk(96), max_num_batched_tokens=1000).max_num_batched_tokens == 1000
     tight = plan(spec, sizes, desk(96, 9.5), n_cpu_moe="all")
     assert tight.max_num_batched_tokens in (2048, 4096)
@@ -356,3 +367,34 @@ def test_a_threshold_beyond_the_largest_step_is_none() -> None:
     assert stream_threshold({8: 0.01, 64: 0.02, 256: 0.1}, 0.02, 8192) == 64
     assert stream_threshold({8: 0.01, 64: 0.02, 256: 0.1}, 0.005, 8192) == 4
     assert stream_threshold({8: 0.0, 64: 0.064, 256: 0.256}, 0.512, 8192) == 512
+
+
+def test_the_feed_forward_parts_of_a_dense_model_are_planned_in_ram(tmp_path: Path) -> None:
+    """By itself on a GPU that does not hold it, with the bytes that a load holds; and by the settings."""
+    path = make_tiny_model(
+        tmp_path, "llama", num_hidden_layers=6, intermediate_size=2048, hidden_size=128, max_position_embeddings=512
+    )
+    spec = read_spec(path)
+    config = EngineConfig(dtype="float32", max_num_batched_tokens=64, max_num_seqs=2, enforce_eager=True)
+    sizes = count_resident_for(config, path, spec)
+    experts = sizes.experts("cuda:0", "float32", None)
+    assert [each.layer for each in experts] == list(range(6))
+    assert all(each.ram_bytes == each.gpu_bytes == 3 * 2048 * 128 * 4 for each in experts)
+    for count in (2, 6):
+        asked = replace(config, n_cpu_moe=f"{count}")
+        made = plan_memory(asked, spec, weights_bytes(path), gpu_machine(20), resident_bytes=sizes)
+        far = made.far
+        assert far is not None
+        assert far.layers == tuple(range(6 - count, 6))
+        assert far.read_bytes == far.ram_bytes == count * experts[0].ram_bytes
+        assert "feed-forward parts" in far.words()
+        cpu = torch.device("cpu")
+        model = load_model(path, spec, cpu, torch.float32, max_model_len=made.max_model_len, far_layers=far.layers)
+        assert made.weights_bytes == held_bytes(model)
+        assert far.ram_bytes == far_bytes(model)
+    one = replace(gpu_machine(20).gpus[0])
+    need = plan_memory(replace(config, n_cpu_moe="0"), spec, 0, gpu_machine(20), resident_bytes=sizes).total_bytes
+    small = replace(one, free_bytes=600 * 2**20 + need - 2 * experts[0].gpu_bytes, total_bytes=24 * GIB)
+    machine = replace(gpu_machine(20), gpus=(small,), ram_available_bytes=GIB, ram_total_bytes=4 * GIB)
+    found = plan_memory(replace(config, stream_prompts="off"), spec, 0, machine, resident_bytes=sizes)
+    assert found.place in ("cuda:0 + RAM", "cuda:0")

@@ -24,7 +24,9 @@ from localllm.models.fit import MemoryPlan, plan_memory
 from localllm.models.fit.far import FarPlan
 from localllm.models.layers import far as far_module
 from localllm.models.layers.far import Crossing, FarExperts, FarStream, streamable
+from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import expert_bytes, load_model, resident_bytes
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import far_bytes, held_bytes, parts_of_kind, replace_tensors
 from localllm.runner import opening
@@ -32,6 +34,7 @@ from localllm.runner.opening import open_runner
 from localllm.runner.runner import TorchRunner
 from tests.golden_engine import CPU, Engine
 from tests.runner.late_link import LateLink, chosen, experts_of
+from tests.tiny import make_tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
 MACHINE = Hardware((), "CPU", 2, 2**35, 2**34)
@@ -70,6 +73,32 @@ def test_answers_are_those_of_the_whole_model(
                 for at, expected in zip(engine.logprobs[index], wanted_at, strict=True):
                     assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
         assert engine.model.crossing.seconds > 0
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "cohere", "granite", "arcee"])
+def test_a_dense_model_answers_alike_with_feed_forward_parts_in_ram(family: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, family)
+    wanted = Engine(path, staged=True).generate(PROMPTS, 8)
+    for layers in ([0, 1], [1]):
+        for stream_from in (0, 20):
+            engine = opened(path, layers, stream_from, depth=2)
+            assert engine.generate(PROMPTS, 8) == wanted, (layers, stream_from)
+            crossing = engine.model.crossing
+            assert crossing.seconds > 0
+            assert stream_from == 0 or crossing.stream.bytes == far_bytes(engine.model) > 0
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_adapters_change_attention_alone_where_feed_forward_parts_are_in_ram(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path)
+    model = load_model(path, read_spec(path), CPU, torch.float32, far_layers=[1], lora=LoraLimits(1, 8))
+    assert model.lora is not None
+    shapes = {
+        name: model.lora.shape_of(f"model.layers.{name}_proj")
+        for name in ("0.mlp.down", "0.self_attn.q", "1.mlp.down", "1.mlp.gate", "1.self_attn.q")
+    }
+    assert [name for name, shape in shapes.items() if shape is None] == ["1.mlp.down", "1.mlp.gate"]
 
 
 @pytest.mark.skipif(native() is None, reason="no native library")
@@ -287,6 +316,10 @@ def test_a_runner_is_opened_with_a_threshold_that_was_measured_once(
     monkeypatch.setattr(FarStream, "timed", lambda self: pytest.fail("it is known"))
     assert open_it()[1].far == kept.far
     assert open_it("33")[1].far.stream_from == 33  # type: ignore[union-attr]
+    kept = open_it("99999")[1]
+    assert kept.far is not None
+    assert kept.far.stream_from == 0
+    assert any("--stream-prompts 99999 is more than the" in note for note in kept.notes)
 
     (tmp_path / opening.STREAM_FILE).write_text("[]")
     monkeypatch.setattr(FarStream, "timed", lambda self: ({8: 0.01, 64: 0.01, 256: 0.01}, 0.125))

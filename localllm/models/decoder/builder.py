@@ -37,7 +37,7 @@ from localllm.models.decoder.layer import (
     SummedLayer,
 )
 from localllm.models.decoder.mixers import build_latent_attention, build_recurrence
-from localllm.models.decoder.mixture import build_mixture
+from localllm.models.decoder.mixture import build_far_mlp, build_mixture
 from localllm.models.layers.attention import (
     Attention,
     Clip,
@@ -463,6 +463,8 @@ class DecoderBuilder:
         spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
         if mixture is not None and mixture.is_in(index) and not mixture.beside_mlp:
             return build_mixture(spec, mixture, self.share, index)
+        if mixture is None and (far := self.share.far) is not None and index in far.layers:
+            return build_far_mlp(spec, far, index)
         width, bias, counts = spec.intermediate_size, spec.mlp_bias, self.shard.counts.features
         if spec.layer_widths:
             width = spec.layer_widths[index]

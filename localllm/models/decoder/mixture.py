@@ -18,14 +18,14 @@ from localllm.kernels.cpu.native.structures import OUTPUTS
 from localllm.kernels.cpu.pack import native_nbytes
 from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
-from localllm.models.layers.far import FarExperts
+from localllm.models.layers.far import FarExperts, FarMLP
 from localllm.models.layers.linear import Linear, Weight
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import Experts, LatentExperts, MoE, Routing
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.source import ShardWeights, TensorSource, stacked_rows
+from localllm.models.weights.source import FarWeights, ShardWeights, TensorSource, stacked_rows
 
 
 def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> MoE:
@@ -103,14 +103,48 @@ def expert_pairs(
     return zip(*(weights.each_expert(_stem(layer), *each) for each in _matrices(spec, mixture)), strict=True)
 
 
-def record_bytes(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, layer: int) -> int | None:
-    """Return the bytes of an expert's record in RAM (layers/arena.py) from headers; None: its matrices have no layout
-    for the native library."""
-    sizes = [native_nbytes(weight, weights.packer.mode) for weight in next(expert_pairs(spec, mixture, weights, layer))]
-    if mixture.expert_bias:
-        sizes += [-(-each.shape[1] // OUTPUTS) * OUTPUTS * 4 for each in _matrices(spec, mixture)]
+def record_bytes(spec: ModelSpec, weights: TensorSource, layer: int) -> int | None:
+    """Return the bytes of an expert's record in RAM (layers/arena.py), or of a dense layer's feed-forward part, from
+    headers; None: its matrices have no layout for the native library."""
+    if spec.mixture is None:
+        pair, has_bias = tuple(each.weight for each in _mlp_matrices(spec, weights, layer)), spec.mlp_bias
+    else:
+        pair, has_bias = next(expert_pairs(spec, spec.mixture, weights, layer)), spec.mixture.expert_bias
+    sizes = [native_nbytes(weight, weights.packer.mode) for weight in pair]
+    sizes += [-(-each.shape[0] // OUTPUTS) * OUTPUTS * 4 for each in pair if has_bias]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
+
+
+def build_far_mlp(spec: ModelSpec, far: FarWeights, layer: int) -> FarMLP:
+    """Build the feed-forward part of a dense layer in RAM (`why_not_far`)."""
+    first, last = _mlp_matrices(spec, far.source, layer)
+    biases = [None if each.bias is None else each.bias[None] for each in (first, last)]
+    activation, pair = spec.hidden_act, (first.weight, last.weight)
+    arena = far.crossing.arena
+    records = None if arena is None else arena.records(1, [pair], biases)
+    if records is None:
+        experts = Experts([first.weight], [last.weight], activation, *biases)
+    else:
+        in_ram = RecordMatrices(records, "gate_up"), RecordMatrices(records, "down")
+        experts = Experts(*in_ram, activation, *records.biases())
+    return FarMLP(FarExperts(experts, far.crossing, spec, records))
+
+
+def held_mlp(spec: ModelSpec, weights: TensorSource, layer: int) -> int:
+    """Return the bytes of a dense layer's feed-forward part."""
+    return held_bytes([*_mlp_matrices(spec, weights, layer)])
+
+
+def _mlp_matrices(spec: ModelSpec, weights: TensorSource, layer: int) -> tuple[Linear, Linear]:
+    width, prefix = spec.intermediate_size, f"model.layers.{layer}.mlp."
+    width = spec.layer_widths[layer] if spec.layer_widths else width
+    names = _first_names(spec)
+    stems, shape = [f"{prefix}{name}" for name in names], (len(names) * width, spec.hidden_size)
+    return (
+        weights.linear(stems, shape, bias=spec.mlp_bias),
+        weights.linear([f"{prefix}down_proj"], (spec.hidden_size, width), bias=spec.mlp_bias),
+    )
 
 
 def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> Experts | FarExperts:

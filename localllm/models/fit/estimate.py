@@ -155,7 +155,10 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
     far = [each.needs.far for each in estimates]
     if any(far):
-        yield "experts in RAM", [format_bytes(each.ram_bytes) if each else "" for each in far]
+        yield (
+            f"{next(each.what for each in far if each)} in RAM",
+            [format_bytes(each.ram_bytes) if each else "" for each in far],
+        )
         if any(each.disk for each in far if each):
             sizes = [each.disk.file_bytes if each and each.disk else 0 for each in far]
             yield "  of those on disk", [format_bytes(size) if size else "" for size in sizes]

@@ -1,6 +1,7 @@
 """The experts that a plan keeps in RAM beside a GPU, and the time of a token that reads both.
 
-The routed experts of whole layers leave the GPU, the last layers first, as few layers as a plan needs. Everything that
+The routed experts of whole layers leave the GPU, the last layers first, as few layers as a plan needs; of a dense model
+its feed-forward parts, which are as one expert that each token chooses. Everything that
 a token reads in full stays: attention, KV cache, router, shared experts and head. Experts in RAM are computed by the
 CPU where they are, since a desktop's RAM is read faster than it is copied to a GPU.
 
@@ -105,6 +106,7 @@ class FarPlan:
     staging_bytes: int = 0  # of the GPU, for experts that are copied to it; 0: it computes no prompts with them
     unpacked_bytes: int = 0  # of a step, for the experts that are computed at a time
     stream_from: int = 0  # tokens of a step from which they are; 0: none, or not measured yet
+    what: str = "experts"  # or "feed-forward parts", of a dense model
 
     @property
     def place(self) -> str:
@@ -123,7 +125,7 @@ class FarPlan:
             )
         prompts = ", prompts included" if not self.staging_bytes else "; long prompts are computed by the GPU"
         return (
-            f"The experts of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU{prompts}: "
+            f"The {self.what} of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU{prompts}: "
             "slower than a GPU that holds all of them."
         )
 
@@ -144,12 +146,12 @@ def far_plan(
     """Return the plan with the experts of these layers in RAM. Of an embedding of its own a token reads a row. streams:
     whether the GPU computes long prompts with them."""
     mixture = spec.mixture
-    assert mixture is not None
+    top_k, num_experts = (1, 1) if mixture is None else (mixture.top_k, mixture.num_experts)
     table_bytes = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * 2
     moved = [each for each in experts if each.layer in layers]
     near = [each for each in experts if each.layer not in layers]
-    used = mixture.top_k / mixture.num_experts
-    staged = [staged_bytes(max(1, each.ram_bytes // mixture.num_experts), mixture.num_experts) for each in moved]
+    used = top_k / num_experts
+    staged = [staged_bytes(max(1, each.ram_bytes // num_experts), num_experts) for each in moved]
     unpacked = [each.gpu_bytes * size // each.ram_bytes for each, size in zip(moved, staged, strict=True)]
     return FarPlan(
         layers=tuple(each.layer for each in moved),
@@ -160,6 +162,7 @@ def far_plan(
         idle_bytes=table_bytes + int(sum(each.gpu_bytes for each in near) * (1 - used)),
         staging_bytes=STAGING_PLACES * max(staged) if streams else 0,
         unpacked_bytes=max(unpacked) if streams else 0,
+        what="feed-forward parts" if mixture is None else "experts",
     )
 
 
@@ -233,6 +236,16 @@ def fewest_layers(most: int, fits: Callable[[int], bool]) -> int | None:
     return high
 
 
+def why_not_dense(spec: ModelSpec) -> str:
+    """Return why the feed-forward parts of a dense model cannot be in RAM; empty: they can."""
+    if spec.layer_kinds or spec.layer_sparsity or spec.mlp_factors or spec.source is not None:
+        return f"{spec.architecture} has a feed-forward part of its own kind"
+    if spec.hidden_act in (("silu", "gelu", "gelu_tanh") if spec.mlp_gated else ("relu2",)):
+        return ""
+    gate = "" if spec.mlp_gated else "out a gate and with"
+    return f"{spec.architecture} has a feed-forward part with{gate} {spec.hidden_act}"
+
+
 @dataclass(frozen=True)
 class FarChoice:
     """The experts in RAM or on disk that the settings ask for, and those that a model and this machine allow: beside
@@ -246,16 +259,18 @@ class FarChoice:
     @cached_property
     def why_none(self) -> str:
         """The reason why no experts can be in RAM; empty: they can."""
-        if self.spec.mixture is None:
-            return f"{self.spec.architecture} has no experts, and the parts of dense layers stay on the GPU."
+        if self.spec.mixture is None and self.config.weights_on == "disk":
+            return f"{self.spec.architecture} has no experts, and each token reads all of a dense model."
         if self.spec.implementation != "localllm":
-            return "It runs through transformers' code, whose experts are not localllm's."
+            return "It runs through transformers' code, whose parts are not localllm's."
+        if self.spec.mixture is None and (why := why_not_dense(self.spec)):
+            return f"{why}, which stays on the GPU."
         if self.config.deterministic:
             return "--deterministic needs the same bits for any number of rows, and the CPU's products differ."
         if not chosen_set()[0]:
-            return f"Experts in RAM need the native library. {chosen_set()[1]}"
+            return f"Weights in RAM beside a GPU need the native library. {chosen_set()[1]}"
         if not isinstance(self.resident, CheckpointBytes):
-            return "The sizes of its experts are not known before its files are read."
+            return "The sizes of its parts are not known before its files are read."
         return ""
 
     def require_possible(self) -> None:
@@ -284,7 +299,7 @@ class FarChoice:
                 return count
         raise ConfigError(
             f"--cpu-offload-gb {gib:g} is more than can leave the GPU.",
-            f"All experts take {format_bytes(sum(each.gpu_bytes for each in experts))}; the rest stays on the GPU.",
+            f"What can leave takes {format_bytes(sum(each.gpu_bytes for each in experts))}; the rest stays on the GPU.",
             "--n-cpu-moe all", param="cpu_offload_gb",
         )  # fmt: skip
 

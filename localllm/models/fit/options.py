@@ -18,7 +18,7 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.devices import USEFUL_CONTEXT
-from localllm.models.fit.far import FarPlan
+from localllm.models.fit.far import FarPlan, why_not_dense
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
@@ -195,10 +195,11 @@ class _OptionSearch:
                 yield [{"kv_cache_dtype": name}], f"{cost}; refused at load if the model's answers change"
         if small and eight_bits:
             yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
-        if on_gpu and self.spec.mixture is not None and config.n_cpu_moe != "auto":
-            yield [{"n_cpu_moe": "auto"}], "more experts in RAM"
-        if on_gpu and self.spec.mixture is not None and config.weights_on != "disk":
-            yield self._more_layers(), "more experts in RAM"
+        may_move = self.spec.mixture is not None or not why_not_dense(self.spec)
+        if on_gpu and may_move and config.n_cpu_moe != "auto":
+            yield [{"n_cpu_moe": "auto"}], "more layers in RAM: slower"
+        if on_gpu and may_move and config.weights_on != "disk":
+            yield self._more_layers(), "more layers in RAM: slower"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: fewer digits"
         if config.quantization is None:

@@ -362,9 +362,9 @@ class _Planner:
         if count is None or len({each[1:] for each in experts}) == 1:
             return None if count is None else last_layers(experts, count)
         # Layers of several sizes: find how many bytes are missing, then the layers that have them.
-        assert self.spec.mixture is not None
         assert choice.gpu is not None
-        used = self.spec.mixture.top_k / self.spec.mixture.num_experts
+        mixture = self.spec.mixture
+        used = 1.0 if mixture is None else mixture.top_k / mixture.num_experts
         ram, near = self.hardware.speeds.ram or USUAL_RAM, choice.gpu.place.bandwidth or USUAL_GPU
 
         def token_s_of(each: LayerExperts) -> float:

@@ -213,6 +213,10 @@ class PlanAttempt:
             notes.append(THROUGH_TRANSFORMERS)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
+        if config.stream_prompts.isdecimal() and (self.far is None or not self.far.staging_bytes):
+            notes.append(
+                f"--stream-prompts {config.stream_prompts} changes nothing: no weights are in RAM beside a GPU."
+            )
         if config.trust_remote_code and spec.implementation != "remote":
             notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
         if self.gpu is None and config.device == "auto":

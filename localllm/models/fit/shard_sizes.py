@@ -184,10 +184,14 @@ def _even_elements(spec: ModelSpec, layer: int) -> float:
 
 
 def layer_multiplies(spec: ModelSpec, layer: int) -> tuple[float, float]:
-    """Return the multiply-adds of one token in a layer: all but its routed experts, and the experts that it chooses.
-    A recurrent part counts as attention."""
-    every, mixture = _layer_elements(spec, layer), spec.mixture
-    if mixture is None or not mixture.is_in(layer):
+    """Return the multiply-adds of one token in a layer: all but what may be in RAM, and that: the experts that it
+    chooses, or the feed-forward part of a dense model. A recurrent part counts as attention."""
+    looked_up = 0 if spec.per_layer_input is None else spec.per_layer_input.vocab_size * spec.per_layer_input.size
+    every, mixture = _layer_elements(spec, layer) - looked_up, spec.mixture
+    if mixture is None:
+        part = _dense_layers(spec, range(layer, layer + 1)) * spec.intermediate_size * _feature_elements(spec)
+        return every - part, part
+    if not mixture.is_in(layer):
         return every, 0.0
     beside = spec.intermediate_size * _feature_elements(spec) if mixture.beside_mlp else 0
     rest = every - mixture.num_experts * mixture.intermediate_size * _feature_elements(spec) + beside

@@ -36,7 +36,7 @@ from localllm.kernels.moe.weights import ExpertWeights
 from localllm.models.layers.arena import Arena, Records
 from localllm.models.layers.disk import DiskMatrices, ExpertCache
 from localllm.models.layers.moe import Experts, matrix_shape
-from localllm.models.layers.native_writer import NotSupportedNatively, Writer
+from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
 from localllm.models.spec.mixture import STAGING_PLACES as PLACES
 from localllm.models.spec.mixture import staged_bytes
 from localllm.models.spec.model_spec import ModelSpec
@@ -275,6 +275,28 @@ class FarExperts:
                 pass
             self._has_few = self._few is not None
         return self._few
+
+
+class FarMLP:
+    """The feed-forward part of a dense model's layer in RAM: one expert that every token chooses."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: FarExperts) -> None:
+        self.part = part
+
+    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
+        """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) are zeros."""
+        ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
+        if slot_mapping is not None:
+            ids = ids.masked_fill_(slot_mapping[:, None] < 0, -1)
+        return self.part(x, ids, torch.ones((len(x), 1), device=x.device))
+
+    def write(self, writer: Writer, norm: Any) -> None:
+        raise NotSupportedNatively("feed-forward parts that are elsewhere")
+
+    def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
+        raise AssertionError("`write` refuses")
 
 
 class _Group(NamedTuple):
