@@ -166,7 +166,9 @@ def test_others_join_before_a_file_that_has_more_windows_inside() -> None:
     loop.submit(file("talk", 9, steps=2))
     turns(loop)
     loop.submit(file("other", 9, steps=2))
-    turns(loop, 12)
+    turns(loop)
+    assert runner.events[-2:] == ["encode other0", "step"], "a request without a window inside is the next"
+    turns(loop, 11)
     joined = [event for event in runner.events if event != "step"]
     talk, other = (sum(name in event for event in joined) for name in ("talk", "other"))
     assert abs(talk - other) <= 1

@@ -153,7 +153,7 @@ def test_reading_aloud_skips_code_and_uses_no_voice_of_elsewhere(
     chromium: Browser, server: LiveServer, model: StubModel, reply: Callable[[str], None], has_local_voice: bool
 ) -> None:
     """The voices are made here, because a Chromium without sound has none."""
-    reply("First words.\n\n```python\nx = 1\n```\n\n- a list $x^2$\n")
+    reply("First words. And then, e.g., more!\n\n```python\nx = 1\n```\n\n- a list $x^2$\n")
     context = chromium.new_context()
     context.add_init_script(VOICES % str(has_local_voice).lower())
     page = context.new_page()
@@ -165,7 +165,9 @@ def test_reading_aloud_skips_code_and_uses_no_voice_of_elsewhere(
         assert not page.get_by_text("Read aloud").is_visible()
     else:
         menu(page, "Read aloud")
-        assert page.evaluate("spoken.filter(each => each !== 'cancel')") == ["here: First words.", "here: a list"]
+        assert page.evaluate("spoken.filter(each => each !== 'cancel')") == [
+            "here: First words.", "here: And then, e.g., more!", "here: a list"
+        ]  # fmt: skip
         menu(page, "Stop")
         assert page.evaluate("spoken.at(-1)") == "cancel"
         assert page.locator("[data-speak]").text_content() == "Read aloud"

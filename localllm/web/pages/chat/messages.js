@@ -105,7 +105,8 @@
     for (const skipped of text.querySelectorAll(".code, .maths")) skipped.remove();
     const language = navigator.language.slice(0, 2);
     const voice = voices().find((each) => each.lang.startsWith(language)) ?? voices()[0];
-    const said = [...text.children].map((each) => each.textContent.trim()).filter(Boolean);
+    const sentences = new Intl.Segmenter(navigator.language, { granularity: "sentence" });
+    const said = [...text.children].flatMap((each) => [...sentences.segment(each.textContent)].map(({ segment }) => segment.trim())).filter(Boolean);
     if (!said.length) return;
     speaking = button;
     button.textContent = "Stop";
