@@ -1,8 +1,9 @@
 """The bytes of a model on a CPU, and the speed at which it would generate on this machine: a range, before any load.
 
-On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales;
-without the library all of them get 8 bits (kernels/cpu/pack.py). The file name gives the main block type; the bits per
-parameter give the share of the second type. A tied head in 8 bits is a second copy: the embedding stays as stored.
+On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales, and Q5 and
+Q6 get 8 bits on a processor with products of bytes; without the library all of them get 8 bits (kernels/cpu/pack.py).
+The file name gives the main block type; the bits per parameter give the share of the second type. A tied
+head in 8 bits is a second copy: the embedding stays as stored.
 
 The speed is a range around bandwidth / bytes that a token reads. docs/lab.md, "a lone stream on a CPU beside
 llama.cpp", has steps of five kinds of weights, which read at 0.53 to 0.86 of a plain sum's speed with everything
@@ -28,6 +29,7 @@ FOUR_BITS = {"Q4_0": (4.5, 4.5), "Q4_1": (5.0, 5.0), "Q4_K": (4.5, 5.0)}
 """Main type of a file -> bits per weight in the file, and in RAM with the native library (kernels/cpu/q4.py)."""
 OTHER_BITS = 6.5625  # Q6_K, the type of the other matrices of a 4-bit file
 BYTE = 8
+SETS_WITHOUT_BYTES = ("avx2",)  # instruction sets without a dot product of bytes
 
 
 class Speed(NamedTuple):
@@ -74,6 +76,11 @@ def has_library() -> bool:
     return bool(chosen_set()[0])
 
 
+def has_byte_products() -> bool:
+    """Return whether this processor has a dot product of bytes."""
+    return chosen_set()[0] not in SETS_WITHOUT_BYTES
+
+
 def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineConfig, dtype: str) -> int:
     """Return the bytes of all weights without a second copy of the head."""
     quant = _quant(name)
@@ -82,7 +89,7 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
         return stored_bytes if is_half else 2 * stored_bytes
     if config.cpu_weights == "exact":
         return stored_bytes
-    if _gets_bytes(quant):
+    if _gets_bytes(quant, config):
         return parameters
     four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
     if four is None:
@@ -90,18 +97,21 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
     stored, held = four
     bits = BYTE * stored_bytes / parameters
     others = min(1.0, max(0.0, (bits - stored) / (OTHER_BITS - stored)))
-    return int(parameters * (held * (1 - others) + OTHER_BITS * others) / BYTE)
+    held_others = BYTE if _gets_bytes("Q6_K", config) else OTHER_BITS
+    return int(parameters * (held * (1 - others) + held_others * others) / BYTE)
 
 
 def _copied_head(name: str, spec: ModelSpec, config: EngineConfig) -> int:
     quant = _quant(name)
-    is_copied = quant is not None and _gets_bytes(quant) and config.cpu_weights != "exact" and spec.tie_word_embeddings
-    return spec.vocab_size * spec.hidden_size if is_copied else 0
+    head = "Q6_K" if quant is not None and quant.startswith(tuple(FOUR_BITS)) else quant  # as llama.cpp stores it
+    is_copied = head is not None and _gets_bytes(head, config) and config.cpu_weights != "exact"
+    return spec.vocab_size * spec.hidden_size if is_copied and spec.tie_word_embeddings else 0
 
 
-def _gets_bytes(quant: str) -> bool:
+def _gets_bytes(quant: str, config: EngineConfig) -> bool:
     """Return whether matrices of a type have 8 bits in RAM."""
-    return not has_library() or quant.startswith("Q8")
+    is_rounded = config.cpu_weights == "fast" and has_byte_products()
+    return not has_library() or quant.startswith(("Q8", "Q5", "Q6") if is_rounded else "Q8")
 
 
 def _quant(name: str) -> str | None:
