@@ -222,6 +222,27 @@ def test_the_range_contains_what_was_measured(
         assert most < 3 * least
 
 
+@pytest.mark.parametrize(
+    ("mode", "has_bytes", "quant", "held"),
+    [
+        ("fast", True, "Q5_K_M", 1000),
+        ("fast", True, "Q6_K", 1000),
+        ("fast", False, "Q6_K", 820),
+        ("small", True, "Q6_K", 820),
+        ("exact", True, "Q6_K", 820),
+        ("fast", True, "Q3_K_M", 820),
+        ("small", True, "Q8_0", 1000),
+    ],
+)
+def test_q5_and_q6_get_bytes_where_these_are_multiplied_fast(
+    mode: str, has_bytes: bool, quant: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pick_sizes, "has_library", lambda: True)
+    monkeypatch.setattr(pick_sizes, "has_byte_products", lambda: has_bytes)
+    config = EngineConfig(cpu_weights=mode)
+    assert cpu_read_bytes(f"o/m:{quant}", 820, 1000, 820, config, "float32") == held
+
+
 def test_more_bandwidth_is_faster_and_experts_are_less_sure() -> None:
     slow, fast = (tokens_per_s(2e9, bandwidth, CPU, is_mixture=False) for bandwidth in (20e9, 40e9))
     assert slow[0] < fast[0] < 2 * slow[0]
@@ -254,6 +275,7 @@ def test_the_best_that_is_quick_and_leaves_half_comes_first_and_a_larger_one_sec
     hardware: Hardware, bandwidth: float | None, first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pick_sizes, "has_library", lambda: True)
+    monkeypatch.setattr(pick_sizes, "has_byte_products", lambda: False)
     found = fitting_picks(hardware, Settings(), bandwidth)
     assert [each.pick.title for each in found[:2]] == [first, second]
     assert len(found) == 3

@@ -1,14 +1,16 @@
 """Chooses the layout of a quantised weight on a CPU, and computes its size.
 
-    mode           4 bits, groups that 32 divides      other blocks of GGUF files       everything else
-    fast, small    q4, as stored                       stored: in the file's bytes      int8
-    exact          as stored, widened to fp32 in       likewise                         likewise
-                   every step
+    mode      4 bits, groups that 32 divides    Q5, Q6     other blocks of GGUF files     everything else
+    fast      q4, as stored                     int8       stored: in the file's bytes    int8
+    small     likewise                          stored     likewise                       likewise
+    exact     as stored, widened to fp32 in     likewise   likewise                       likewise
+              every step
 
-Q8_0 becomes int8 where torch has a fast product for it: that takes a little less memory, and prompts are faster.
-`small` is an older name for what is now also the fastest. q4 and stored need the native library; without it these
-weights become int8 too. Weights that do not fit a layout (by shape, an old torch, a processor without the instructions)
-run as stored. The mode is the `cpu_weights` of the model's settings: two models of one process may differ in it.
+Q8_0 becomes int8 where torch has a fast product for it: that takes a little less memory, and prompts are faster. Q5 and
+Q6 take a quarter to a half more memory as int8, and half of the time (docs/lab.md, "Q5 and Q6 beside VNNI"). q4 and
+stored need the native library; without it these weights become int8 too. Weights that do not fit a layout (by shape, an
+old torch, a processor without the instructions) run as stored. The mode is the `cpu_weights` of the model's settings:
+two models of one process may differ in it.
 Does not know: layers, devices other than the CPU.
 """
 
@@ -41,6 +43,8 @@ from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight
 
 Layout = Literal["q4", "stored", "int8"]
+ROUNDED = {"fast": frozenset({"Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K"}), "small": frozenset({"Q8_0"})}
+"""Block types that become int8 in a mode, where torch has a fast product for it."""
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
 
 
@@ -117,7 +121,7 @@ def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
         return None
     if native() is not None and _fits_q4(weight):
         return "q4"
-    if isinstance(weight, GGUFBlocks) and (weight.block_type != "Q8_0" or not has_int8()):
+    if isinstance(weight, GGUFBlocks) and (weight.block_type not in ROUNDED[mode] or not has_int8()):
         return "stored"
     return "int8" if has_int8() else None
 
@@ -147,7 +151,8 @@ def describe_layout(mode: str) -> str:
     """Describe how quantised weights run on this CPU in that mode, for users."""
     if mode == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"
-    four = "4-bit weights as stored, other blocks of GGUF files too" if native() is not None else None
+    stored = "other blocks of GGUF files" if mode == "small" or not has_int8() else "Q2, Q3, IQ and TQ blocks"
+    four = f"4-bit weights as stored, {stored} too" if native() is not None else None
     others = "others" if four else "weights"
     if has_int8():
         eight = f"{others} as 8 bits with one scale an output"

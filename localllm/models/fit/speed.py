@@ -56,6 +56,7 @@ CPU_WITHOUT_LIBRARY = Speed((0.2, 0.5), (0.010, 0.002))
 GPU = Speed((0.4, 0.9), (0.010, 0.002))
 MIXTURE_SHARE = 0.3  # worst share of experts, which are read here and there
 CPU_PRODUCTS, GPU_PRODUCTS = 0.6, 0.5  # of the multiply-adds/s that prompts reach (docs/lab.md)
+SETS_WITHOUT_BYTES = ("avx2",)  # instruction sets without a dot product of bytes
 NARROW_BYTES = 1.6  # per weight, up to which the CPU multiplies bytes
 PROMPTS = (1000, 8000)
 AT_ONCE = (1, 4, 8)
@@ -280,6 +281,11 @@ def cpu_speed() -> Speed:
 def has_library() -> bool:
     """Return whether there is a native library for this processor."""
     return bool(chosen_set()[0])
+
+
+def has_byte_products() -> bool:
+    """Return whether this processor has a dot product of bytes."""
+    return chosen_set()[0] not in SETS_WITHOUT_BYTES
 
 
 def quickest(plans: Sequence[MemoryPlan], hardware: Hardware) -> MemoryPlan:

@@ -10,9 +10,10 @@
     bytes_per_token              optional: weight bytes that one token reads, fewer than `bytes` in a mixture of experts
     [[speech]]                   a model that transcribes: the same without config and bytes_per_token
 
-On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales;
-without the library all of them get 8 bits (kernels/cpu/pack.py). The file name gives the main block type; the bits per
-parameter give the share of the second type. A tied head in 8 bits is a second copy: the embedding stays as stored.
+On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales, and Q5 and
+Q6 get 8 bits on a processor with products of bytes; without the library all of them get 8 bits (kernels/cpu/pack.py).
+The file name gives the main block type; the bits per parameter give the share of the second type. A tied head in 8 bits
+is a second copy: the embedding stays as stored.
 Does not know: which entries fit (picks.py), the network.
 """
 
@@ -257,7 +258,7 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
         return stored_bytes if is_half else 2 * stored_bytes
     if config.cpu_weights == "exact":
         return stored_bytes
-    if _gets_bytes(quant):
+    if _gets_bytes(quant, config):
         return parameters
     four = next((found for kind, found in FOUR_BITS.items() if quant.startswith(kind)), None)
     if four is None:
@@ -265,18 +266,21 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
     stored, held = four
     bits = BYTE * stored_bytes / parameters
     others = min(1.0, max(0.0, (bits - stored) / (OTHER_BITS - stored)))
-    return int(parameters * (held * (1 - others) + OTHER_BITS * others) / BYTE)
+    held_others = BYTE if _gets_bytes("Q6_K", config) else OTHER_BITS
+    return int(parameters * (held * (1 - others) + held_others * others) / BYTE)
 
 
 def _copied_head(name: str, spec: ModelSpec, config: EngineConfig) -> int:
     quant = _quant(name)
-    is_copied = quant is not None and _gets_bytes(quant) and config.cpu_weights != "exact" and spec.tie_word_embeddings
-    return spec.vocab_size * spec.hidden_size if is_copied else 0
+    head = "Q6_K" if quant is not None and quant.startswith(tuple(FOUR_BITS)) else quant  # as llama.cpp stores it
+    is_copied = head is not None and _gets_bytes(head, config) and config.cpu_weights != "exact"
+    return spec.vocab_size * spec.hidden_size if is_copied and spec.tie_word_embeddings else 0
 
 
-def _gets_bytes(quant: str) -> bool:
+def _gets_bytes(quant: str, config: EngineConfig) -> bool:
     """Return whether matrices of a type have 8 bits in RAM."""
-    return not speed.has_library() or quant.startswith("Q8")
+    is_rounded = config.cpu_weights == "fast" and speed.has_byte_products()
+    return not speed.has_library() or quant.startswith(("Q8", "Q5", "Q6") if is_rounded else "Q8")
 
 
 def _quant(name: str) -> str | None:

@@ -7,7 +7,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from localllm.kernels.cpu import blocks
+from localllm.kernels.cpu import blocks, pack
 from localllm.kernels.cpu.blocks import Examples, memory_of
 from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8, int8_codes
 from localllm.kernels.cpu.native.choice import usable_sets
@@ -177,7 +177,20 @@ def test_rows_of_several_tensors_and_of_cuts() -> None:
     assert torch.equal(whole.dequantize_rows(rows, torch.float32), exact[rows])
 
 
-@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.skipif(not has_int8(), reason="this processor has no product of bytes")
+def test_q5_and_q6_become_bytes_unless_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {kind: both(kind, 320, 512)[0] for kind in ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q3_K", "Q8_0", "Q4_K")}
+    layouts = {mode: [cpu_layout(each, mode) for each in found.values()] for mode in ("fast", "small", "exact")}
+    assert layouts == {
+        "fast": [*["int8"] * 4, "stored", "int8", "q4"],
+        "small": [*["stored"] * 5, "int8", "q4"],
+        "exact": [None] * 7,
+    }
+    monkeypatch.setattr(pack, "has_int8", lambda: False)
+    assert [cpu_layout(each, "fast") for each in found.values()] == [*["stored"] * 6, "q4"]
+
+
+@pytest.mark.parametrize("mode", ["fast", "small", "exact"])
 @pytest.mark.parametrize("block_type", TYPES)
 def test_a_packer_takes_blocks_as_it_takes_the_repacked_weight(block_type: str, mode: str) -> None:
     found, repacked = both(block_type, 320, 512)

@@ -165,14 +165,16 @@ def test_bytes_are_predicted_for_the_layouts_of_this_cpu(
     write_gguf(source(**sizes), file, block_type)
     spec = read_spec(file)
     for dtype in (torch.float32, torch.bfloat16):
-        held = held_bytes(load_model(file, spec, CPU, dtype))
-        assert held == resident_bytes(file, spec, CPU, dtype)
+        for mode in ("fast", "small"):
+            held = held_bytes(load_model(file, spec, CPU, dtype, cpu_weights=mode))
+            assert held == resident_bytes(file, spec, CPU, dtype, cpu_weights=mode)
     if block_type in ("Q6_K", "IQ2_S") and reads_blocks(block_type):
         with open_gguf(file) as checkpoint:
             assert held <= 1.05 * sum(info.num_bytes for info in checkpoint.tensors.values())
-    if block_type == "Q6_K" and reads_blocks(block_type):  # keeps the file's bytes also where bytes are multiplied fast
+    if block_type == "Q6_K" and reads_blocks(block_type):  # in `small` also where bytes are multiplied fast
         monkeypatch.setattr(pack, "has_int8", lambda: True)
-        assert held_bytes(load_model(file, spec, CPU, torch.float32)) == resident_bytes(file, spec, CPU, torch.float32)
+        model = load_model(file, spec, CPU, torch.float32, cpu_weights="small")
+        assert held_bytes(model) == resident_bytes(file, spec, CPU, torch.float32, cpu_weights="small")
 
 
 @pytest.mark.skipif(not reads_blocks("IQ2_S"), reason="there is no native library here")
