@@ -192,7 +192,8 @@ def _part_text(part: object, where: str) -> str:
     text = part.get("refusal" if kind == "refusal" else "text")
     if isinstance(kind, str) and kind in OTHER_MEDIA:
         hint = "Send some of its frames as pictures." if "video" in kind else ""
-        raise UnsupportedParameter(f"{where} is {OTHER_MEDIA[kind]}.", "Only pictures are read.", hint, param=where)
+        why = "This model does not hear." if OTHER_MEDIA[kind] == "sound" else "Only pictures are read."
+        raise UnsupportedParameter(f"{where} is {OTHER_MEDIA[kind]}.", why, hint, param=where)
     if kind not in (*TEXT_PARTS, "refusal"):
         raise _refusal(f"{where} is of type {kind!r}.", "Supported: text.", 'Send {"type": "text", "text": ...}.')
     if not isinstance(text, str):

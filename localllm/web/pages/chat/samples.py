@@ -243,6 +243,7 @@ def inside() -> list[views.View]:
             8192,
         ),
         w.AttachmentChip("cat.png", 9_000, thumb=PIXEL, size="4032 x 3024", url="/chats/pictures/0"),
+        w.AttachmentChip("talk.wav", 192_044, size="6.0 s", url="/chats/pictures/1", is_sound=True),
     ]
 
 
