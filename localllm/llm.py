@@ -45,7 +45,10 @@ from localllm.text.transcript import Transcript
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from localllm.media.sound import Samples
+    from localllm.media.speech import Window
     from localllm.serving.served import ServedModel
+    from localllm.serving.transcription import Heard, SpeechClient
     from localllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -379,15 +382,7 @@ class LLM:
         """
         from localllm.media.sound import Samples, decode
         from localllm.media.speech import VadOptions
-        from localllm.serving.transcription import (
-            ChatTranscriber,
-            SpeechOptions,
-            TranscriptionClient,
-            inputs_of,
-            transcriber_of,
-            transcript_of,
-            windows_of,
-        )
+        from localllm.serving.transcription import SpeechOptions, transcriber_of, transcript_of, windows_of
 
         client = transcriber_of(self._engine)
         asked = SpeechOptions(
@@ -403,31 +398,7 @@ class LLM:
                 name = "The sound" if isinstance(sound, bytes) else str(sound)
                 samples = decode(file, name, allow_damaged=allow_damaged)
         windows = windows_of(samples, VadOptions() if vad_filter else None)
-        if isinstance(client, ChatTranscriber):
-            prompts = [client.asked(samples, window, decoding) for window in windows]
-            encoded = [_Encoded(None, ids, None, client.spans(ids)) for ids, _ in prompts]
-            outputs = self.generate(encoded, [params for _, params in prompts], use_tqdm=False) if encoded else []
-            answered = [output.outputs[0] for output in outputs]
-            heard = [
-                client.heard(
-                    window,
-                    decoding,
-                    each.text,
-                    each.token_ids,
-                    [found[token].logprob for token, found in zip(each.token_ids, each.logprobs or (), strict=True)],
-                )
-                for window, each in zip(windows, answered, strict=True)
-            ]
-            return transcript_of(samples, heard, translate=translate, warnings=warnings)
-        assert isinstance(client, TranscriptionClient)
-        if decoding is not None and decoding.reads_previous:
-            results = list[Any]()
-            for window in windows:
-                results += self._pool(inputs_of(samples, [window], decoding))
-                decoding = decoding.after(results[-1])
-        else:
-            results = self._pool(inputs_of(samples, windows, decoding))
-        heard = [client.heard(*each) for each in zip(windows, results, strict=True)]
+        heard = _heard(self, client, samples, windows, decoding)
         return transcript_of(samples, heard, translate=translate, warnings=warnings)
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
@@ -823,3 +794,28 @@ def _check_length(got: int, wanted: int, param: str) -> None:
             "Pass one for all prompts, or one for each prompt.",
             param=param,
         )
+
+
+def _heard(llm: LLM, client: SpeechClient, samples: Samples, windows: Sequence[Window], decoding: Any) -> list[Heard]:
+    """Return the texts of windows, each of which is a chat of one turn for a model that hears."""
+    from localllm.serving.transcription import ChatTranscriber, TranscriptionClient, inputs_of
+
+    if isinstance(client, ChatTranscriber):
+        prompts = [client.asked(samples, window, decoding) for window in windows]
+        encoded = [_Encoded(None, ids, None, client.spans(ids)) for ids, _ in prompts]
+        outputs = llm.generate(encoded, [params for _, params in prompts], use_tqdm=False) if encoded else []
+        heard = []
+        for window, each in zip(windows, (output.outputs[0] for output in outputs), strict=True):
+            pairs = zip(each.token_ids, each.logprobs or (), strict=True)
+            logprobs = [found[token].logprob for token, found in pairs]
+            heard.append(client.heard(window, decoding, each.text, each.token_ids, logprobs))
+        return heard
+    assert isinstance(client, TranscriptionClient)
+    if decoding is None or not decoding.reads_previous:
+        results = llm._pool(inputs_of(samples, windows, decoding))
+    else:
+        results = list[Any]()
+        for window in windows:
+            results += llm._pool(inputs_of(samples, [window], decoding))
+            decoding = decoding.after(results[-1])
+    return [client.heard(*each) for each in zip(windows, results, strict=True)]

@@ -21,7 +21,7 @@ from localllm.files.record_file import write_records
 from localllm.machine.install_kind import InstallKind
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
 from localllm.web.pages.chat.store.database import chats_path
-from localllm.web.pages.settings import doctor, restart, setting_rows
+from localllm.web.pages.settings import handlers, restart, setting_rows
 from localllm.web.pages.settings.key_handlers import lockout_warning
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel, stub_plan
@@ -419,7 +419,7 @@ def test_storage_tells_sizes_as_they_are(
 
 def test_the_doctor_is_asked_in_a_process_of_its_own(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     said = '[{"subject": "disk", "verdict": "problem", "text": "<full>", "remedy": "delete"}]'
-    monkeypatch.setattr(doctor, "COMMAND", ("echo", said))
+    monkeypatch.setattr(handlers, "COMMAND", ("echo", said))
     fragment = server.get("/settings/doctor", headers={"hx-request": "true"}).text
     assert fragment.startswith('<div id="doctor">')
     assert "&lt;full&gt;" in fragment
@@ -432,6 +432,6 @@ def test_the_doctor_is_asked_in_a_process_of_its_own(server: LiveServer, monkeyp
         (("/nowhere",), "failed"),
     )
     for command, says in broken:
-        monkeypatch.setattr(doctor, "COMMAND", command)
-        monkeypatch.setattr(doctor, "LIMIT_S", 1.0)
+        monkeypatch.setattr(handlers, "COMMAND", command)
+        monkeypatch.setattr(handlers, "LIMIT_S", 1.0)
         assert says in server.get("/settings/doctor").text

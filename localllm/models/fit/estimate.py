@@ -16,6 +16,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.fit.conversation_bytes import Need, RequestCost, request_cost
 from localllm.models.fit.conversation_bytes import needs as one_request
 from localllm.models.fit.devices import asked_division, gpus_of
+from localllm.models.fit.far import FarPlan
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options, placements
 from localllm.models.fit.pictures import PictureSizes, SoundSizes
@@ -153,16 +154,7 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     yield from _media_rows(pictures, {"  of the part that sees": "tower_bytes"})
     yield from _media_rows(sounds, {"  of the part that hears": "tower_bytes"})
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
-    far = [each.needs.far for each in estimates]
-    if any(far):
-        yield (
-            f"{next(each.what for each in far if each)} in RAM",
-            [format_bytes(each.ram_bytes) if each else "" for each in far],
-        )
-        if any(each.disk for each in far if each):
-            sizes = [each.disk.file_bytes if each and each.disk else 0 for each in far]
-            yield "  of those on disk", [format_bytes(size) if size else "" for size in sizes]
-        yield "  of layers", [f"{len(each.layers)} of {each.num_layers}" if each else "" for each in far]
+    yield from _far_rows([each.needs.far for each in estimates])
     is_uniform = all(each.cost.is_uniform for each in estimates)
     has_cache = any(each.kv_token_bytes for each in estimates)
     if has_cache:
@@ -214,6 +206,20 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     yield from _speed_rows([each.speed for each in estimates])
     if has_cache:
         yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
+
+
+def _far_rows(far: Sequence[FarPlan | None]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of the parts in RAM beside a GPU or on disk; none if all are where the device is."""
+    if not any(far):
+        return
+    yield (
+        f"{next(each.what for each in far if each)} in RAM",
+        [format_bytes(each.ram_bytes) if each else "" for each in far],
+    )
+    if any(each.disk for each in far if each):
+        sizes = [each.disk.file_bytes if each and each.disk else 0 for each in far]
+        yield "  of those on disk", [format_bytes(size) if size else "" for size in sizes]
+    yield "  of layers", [f"{len(each.layers)} of {each.num_layers}" if each else "" for each in far]
 
 
 def _speed_rows(speeds: Sequence[PlanSpeeds | None]) -> Iterator[tuple[str, list[str]]]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from typing import Any
 
+import msgspec
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
@@ -22,11 +25,12 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings import doctor, key_handlers, restart, setting_rows
-from localllm.web.pages.settings.doctor import DoctorReport
+from localllm.web.pages.settings import key_handlers, restart, setting_rows
 from localllm.web.pages.settings.views import (
     LEVELS,
     ChangePage,
+    DoctorReport,
+    FindingRow,
     file_of,
     keys_card,
     settings_of,
@@ -39,6 +43,29 @@ LONGEST_QUERY_CHARS = 200
 
 _examining = asyncio.Lock()
 """One check at a time, because each starts a process."""
+
+
+COMMAND = (sys.executable, "-m", "localllm", "doctor", "--json")
+LIMIT_S = 60.0
+
+
+class NoReport(LocalLLMError):
+    """The doctor did not finish."""
+
+
+def run_doctor() -> DoctorReport:
+    """Run the doctor, which takes seconds. Raises `NoReport`."""
+    hint = "localllm doctor, in a terminal"
+    try:
+        ended = subprocess.run(COMMAND, capture_output=True, timeout=LIMIT_S, check=False)
+        if not ended.stdout.strip():
+            said = ended.stderr.decode(errors="replace").strip().splitlines()
+            raise NoReport("The check failed.", said[-1] if said else f"Its exit code is {ended.returncode}.", hint)
+        return DoctorReport(tuple(msgspec.json.decode(ended.stdout, type=list[FindingRow])))
+    except subprocess.TimeoutExpired as error:
+        raise NoReport("The check timed out.", f"Its limit is {LIMIT_S:.0f} s.", hint) from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise NoReport("The check failed.", f"{error}.", hint) from error
 
 
 @get("/settings")
@@ -111,7 +138,7 @@ async def examine(request: Request[Any, Any, Any]) -> Response[str]:
     """Check this machine; show the result in place for htmx, else on the page."""
     async with _examining:
         try:
-            report = await asyncio.to_thread(doctor.run_doctor)
+            report = await asyncio.to_thread(run_doctor)
         except LocalLLMError as error:
             report = DoctorReport(error=notice(error))
     if is_scripted(request):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localllm.web.pages.chat.tools.views import ConsentList, ConsentRow, ToolRow
 from localllm.web.pages.frame import views
-from localllm.web.pages.settings import doctor, mcp_views, restart, setting_rows, storage
+from localllm.web.pages.settings import mcp_views, restart, setting_rows, storage
 from localllm.web.pages.settings import views as v
 
 _WHAT = "longest prompt and output together"
@@ -47,16 +47,16 @@ def samples(shell: views.Shell) -> list[views.View]:
         ),
     )
     disk = storage.StorageCard(stored, 182 * 2**30)
-    report = doctor.DoctorReport(
+    report = v.DoctorReport(
         (
-            doctor.FindingRow("ok", "cpu", "8 cores"),
-            doctor.FindingRow("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
-            doctor.FindingRow("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
+            v.FindingRow("ok", "cpu", "8 cores"),
+            v.FindingRow("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
+            v.FindingRow("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
         )
     )
     facts = (views.Fact("localllm", "0.1.0", "Apache-2.0"),)
     page = v.SettingsPage(
-        shell, groups, keys, disk, facts, facts, doctor.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", "",
+        shell, groups, keys, disk, facts, facts, v.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", "",
         "~/.cache/localllm/kv",
     )  # fmt: skip
     return [
@@ -71,7 +71,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         refused,
         disk,
         report,
-        doctor.DoctorReport(error=_WARNING),
+        v.DoctorReport(error=_WARNING),
         page,
         replace(page, keys=refused, doctor=report, chats_path="~/.local/share/localllm/chats.db"),
         *_changes(shell),

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from litestar import Request
@@ -21,10 +21,27 @@ from localllm.web.access.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
 from localllm.web.pages.chat.sidebar.views import WipeChats
 from localllm.web.pages.frame.state import pages_state
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View, view
-from localllm.web.pages.settings.doctor import DoctorReport
 from localllm.web.pages.settings.restart import Restart
 from localllm.web.pages.settings.setting_rows import SettingGroups, SettingRow, groups, licences, versions
 from localllm.web.pages.settings.storage import StorageCard, read_storage
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """One result of a check by `localllm doctor`."""
+
+    verdict: Literal["ok", "note", "problem"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+@view("settings/_doctor.html")
+class DoctorReport(View):
+    """The results of `localllm doctor`; empty if it has not run yet."""
+
+    findings: tuple[FindingRow, ...] = ()
+    error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)

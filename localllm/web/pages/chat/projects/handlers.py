@@ -5,7 +5,7 @@ Does not know: how projects are stored, what the model reads of them (projects.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from litestar import Request, get, post
@@ -13,17 +13,19 @@ from litestar.response import Redirect, Response
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, RequestError
+from localllm.units import format_bytes
 from localllm.web.access.caller import may, owner_of, require_owner
-from localllm.web.api.documents import read_file
+from localllm.web.api.documents import FileTooLarge, read_file
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat.composer.settings import typed
+from localllm.web.pages.chat.files.attachments import MAX_FILES, MAX_WHOLE_BYTES
 from localllm.web.pages.chat.files.handlers import uploads
-from localllm.web.pages.chat.projects.files import require_room
 from localllm.web.pages.chat.projects.folder import checked_folder
 from localllm.web.pages.chat.projects.views import FolderPart, ProjectList, ProjectRow, folder_part, project_page
 from localllm.web.pages.chat.prompts.saved import checked_name
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, Project
+from localllm.web.pages.chat.store.records import ProjectFile
 from localllm.web.pages.chat.thread import views as v
 from localllm.web.pages.chat.thread.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.frame.errors import notice
@@ -158,6 +160,18 @@ async def _page(
     state, owner, said = chat_state(request), owner_of(request), notice(error) if error else None
     view = await project_page(state, owner, project, form, said, may_change=may(request, "admin"))
     return html(await v.panel_page(request, project.name, view), error.status if error else 200)
+
+
+def require_room(files: Sequence[ProjectFile], name: str, text: str) -> None:
+    """Raise `FileTooLarge` if a project cannot take another file."""
+    others = [file for file in files if file.name != name]
+    if len(others) >= MAX_FILES:
+        why = f"A project may have at most {MAX_FILES} files."
+        raise FileTooLarge(f"{name} is one file too many.", why, "Remove a file first.")
+    size = sum(len(file.text.encode()) for file in others) + len(text.encode())
+    if size > MAX_WHOLE_BYTES:
+        why = f"With it they have {format_bytes(size)} of text; at most {format_bytes(MAX_WHOLE_BYTES)} are allowed."
+        raise FileTooLarge(f"{name} is too large beside the files of the project.", why, "Remove a file first.")
 
 
 HANDLERS = (

@@ -20,14 +20,20 @@ from localllm.web.pages.chat.composer.settings import MAX_MESSAGE_CHARS, results
 from localllm.web.pages.chat.files.attachments import Attachment
 from localllm.web.pages.chat.files.long_files import keep_long_files, resumed, sources_of, with_passages
 from localllm.web.pages.chat.files.pictures import with_pictures
-from localllm.web.pages.chat.projects.files import with_common_parts
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.claims import Claim, claimed, reply_of, served_for, start
-from localllm.web.pages.chat.replies.messages import SUMMARY_OF, first_read, is_summary, is_typed, messages_of
+from localllm.web.pages.chat.replies.messages import (
+    SUMMARY_OF,
+    first_read,
+    is_summary,
+    is_typed,
+    messages_of,
+    with_files,
+)
 from localllm.web.pages.chat.replies.prompt import ChatFull, beginning_that_fits, can_leave_out, prompt_of
 from localllm.web.pages.chat.replies.summaries import rewrite_summary
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
+from localllm.web.pages.chat.store import Chat, Chats, Project, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound
 from localllm.web.pages.chat.store.tables import new_id
 from localllm.web.pages.frame.errors import MessageTooLong, StillWriting
@@ -297,3 +303,24 @@ async def fork(state: ChatState, owner: str, chat: Chat, message: StoredMessage)
     if any(state.replies.get(each.id) for each in branch.messages):
         raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
     return await state.store.call(Chats.fork, owner, chat.id, message.id)
+
+
+async def named_project(state: ChatState, owner: str, form: Mapping[str, str]) -> Project | None:
+    """Return the project that a form or a query names; None if it names none. Raises `ProjectNotFound`."""
+    project_id = form.get("project", "")
+    return await state.store.call(Chats.project, owner, project_id) if project_id else None
+
+
+async def with_common_parts(
+    state: ChatState, owner: str, chat: Chat | None, form: Mapping[str, str], settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the settings as the model reads them: the memory and the files of the chat's project follow the system
+    prompt. `chat` None: a new chat, whose form names the project. Raises `ProjectNotFound`.
+    """
+    project_id, files = chat.project_id if chat is not None else form.get("project"), list[tuple[str, str]]()
+    if project_id:
+        project = await state.store.call(Chats.project, owner, project_id)
+        files = [(file.name, file.text) for file in await state.store.call(Chats.project_files, project.id)]
+    memory = (await state.store.call(Chats.memory, owner)).as_read
+    parts = [settings.get("system", ""), memory, with_files("", files)]
+    return {**settings, "system": "\n\n".join(filter(None, parts))} if memory or files else dict(settings)

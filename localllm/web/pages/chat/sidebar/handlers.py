@@ -21,7 +21,7 @@ from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat.composer import views as w
 from localllm.web.pages.chat.composer.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.composer.views import Sampling
-from localllm.web.pages.chat.projects.files import named_project
+from localllm.web.pages.chat.replies.turns import named_project
 from localllm.web.pages.chat.sidebar.views import (
     AGES,
     DAY_S,

@@ -29,11 +29,11 @@ from localllm.web.pages.chat.composer.settings import MAX_MODEL_CHARS
 from localllm.web.pages.chat.composer.views import ComposerAction, Refusal, SettingRefused
 from localllm.web.pages.chat.files.attachments import Attachment
 from localllm.web.pages.chat.files.handlers import attached_files
-from localllm.web.pages.chat.projects.files import named_project
 from localllm.web.pages.chat.replies import turns
 from localllm.web.pages.chat.replies.active import ActiveReply
 from localllm.web.pages.chat.replies.messages import files_of, is_typed
 from localllm.web.pages.chat.replies.prompt import ChatFull
+from localllm.web.pages.chat.replies.turns import named_project
 from localllm.web.pages.chat.sidebar.views import ChatHead, Undo, chat_list
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
