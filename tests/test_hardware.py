@@ -132,6 +132,8 @@ def _linked_nvml(ends: Mapping[str, Sequence[str]], level: int = 50, status: int
         nvmlDeviceGetNumGpuCores=lambda handle: 10_496,
         nvmlDeviceGetCudaComputeCapability=lambda handle: [8, 6],
         nvmlDeviceGetMemoryBusWidth=lambda handle: 384,
+        nvmlDeviceGetMaxPcieLinkGeneration=lambda handle: 4,
+        nvmlDeviceGetMaxPcieLinkWidth=lambda handle: 16,
     )  # fmt: skip
 
 
@@ -171,7 +173,7 @@ def test_place_and_bandwidth(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "numa_node").write_text("1\n")
     found = read_place(_linked_nvml({}), "1", tmp_path)
-    assert found == Place("000a:01:00.0", 1, 9751e6 * 2 * 48, 1695e6 * 82 * 256)
+    assert found == Place("000a:01:00.0", 1, 9751e6 * 2 * 48, 1695e6 * 82 * 256, 16 * 1.969e9)
     assert 2 * (found.multiplies or 0) == pytest.approx(71e12, rel=0.01)  # FLOP/s in NVIDIA's paper on an RTX 3090
     (folder / "numa_node").write_text("-1\n")
     assert read_place(_linked_nvml({}), "1", tmp_path).numa_node is None

@@ -26,6 +26,8 @@ MATRIX_UNITS = {
 }  # fmt: skip
 """Compute capability -> cores of a multiprocessor, and its dense 16-bit multiply-adds per clock with sums in float32
 (NVIDIA's architecture papers; where boards differ, GeForce's)."""
+LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Generation of PCIe -> bytes/s of a lane in one direction, as coded (PCI-SIG)."""
 LINKS_IN_WORDS = {
     "NV": "NV4 is four NVLinks",
     "PIX": "PIX goes through one PCIe switch",
@@ -58,13 +60,14 @@ class Place:
     numa_node: int | None = None
     bandwidth: float | None = None  # of its memory, bytes/s, from clock and bus width
     multiplies: float | None = None  # 16-bit multiply-adds/s of its matrix units, from clock and cores
+    link: float | None = None  # of its PCIe connection in one direction, bytes/s, from generation and lanes
 
 
 def read_place(nvml: Any, handle: Any, devices: Path = Path("/sys/bus/pci/devices")) -> Place:
     """Return where the GPU sits and how fast its memory is."""
     address = _ask(nvml, lambda: _pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId))
     numa_node = None if address is None else _numa_node(devices / address)
-    return Place(address, numa_node, _bandwidth(nvml, handle), _multiplies(nvml, handle))
+    return Place(address, numa_node, _bandwidth(nvml, handle), _multiplies(nvml, handle), _pcie(nvml, handle))
 
 
 def read_links(nvml: Any, handles: Sequence[Any]) -> list[tuple[Link, ...]]:
@@ -122,6 +125,13 @@ def _multiplies(nvml: Any, handle: Any) -> float | None:
     capability = _ask(nvml, lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)))
     units = MATRIX_UNITS.get(capability or (0, 0))
     return clock * 1e6 * cores / units[0] * units[1] if clock and cores and units else None
+
+
+def _pcie(nvml: Any, handle: Any) -> float | None:
+    """Return bytes/s of all lanes, of the fastest generation that GPU and board have in common."""
+    generation = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)))
+    lanes = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)))
+    return LANE_BYTES[generation] * lanes if lanes and generation in LANE_BYTES else None
 
 
 def _pci_address(bus_id: str | bytes) -> str:

@@ -255,6 +255,22 @@ def test_fit_says_what_goes_where_and_how_fast() -> None:
     assert alone.decode[1] < shown.decode[1]
 
 
+def test_long_prompts_take_the_time_of_a_copy_where_that_is_shorter() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    machine = desk(96)
+    [card] = machine.gpus
+    linked = replace(machine, gpus=(replace(card, place=replace(card.place, link=31.5 * G)),))
+    made = plan(spec, sized(spec, 4.25, 3.07 * G), linked)
+    assert made.far is not None
+    assert made.max_num_batched_tokens == 8192
+    computed, copied = speed(made, machine), speed(made, linked)
+    copy_s = made.far.ram_bytes / (0.79 * 31.5 * G)
+    assert copy_s < copied.first_token_s[8000] < 3 * copy_s < computed.first_token_s[8000]
+    assert copied.streams == computed.streams
+    stays = plan(spec, sized(spec, 4.25, 3.07 * G), linked, stream_prompts="off")
+    assert speed(stays, linked).first_token_s == speed(stays, machine).first_token_s
+
+
 def test_three_placements_trade_context_for_speed() -> None:
     """From the longest context to the fastest answers, each a plan that its flag makes."""
     spec = spec_of_config(GPT_OSS_120B)
@@ -285,7 +301,7 @@ def test_more_layers_in_ram_are_an_alternative_with_their_speed() -> None:
         plan(spec, sizes, desk(96), n_cpu_moe="12")
     words = {option.words: option.cost for option in caught.value.options}
     more = next(each for each in words if each.startswith("--n-cpu-moe") and "auto" not in each)
-    assert words[more].startswith("more experts in RAM: ")
+    assert words[more].startswith("more layers in RAM: ")
     assert words[more].endswith(" tokens/s")
     flags = list(words)
     quantised = [flags.index(each) for each in flags if "--quantization" in each]

@@ -1,9 +1,9 @@
 """The experts that a plan keeps in RAM beside a GPU, and the time of a token that reads both.
 
 The routed experts of whole layers leave the GPU, the last layers first, as few layers as a plan needs; of a dense model
-its feed-forward parts, which are as one expert that each token chooses. Everything that
-a token reads in full stays: attention, KV cache, router, shared experts and head. Experts in RAM are computed by the
-CPU where they are, since a desktop's RAM is read faster than it is copied to a GPU.
+its feed-forward parts, which are as one expert that each token chooses. Everything else stays: attention, KV cache,
+router, shared experts and head. Experts in RAM are computed by the CPU where they are, since a desktop's RAM is read
+faster than it is copied to a GPU; only long prompts copy them.
 
     seconds of a token = G / (0.8 B_gpu) + F / (0.78 B_ram) + crossings * x + t0
 

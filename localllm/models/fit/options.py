@@ -197,9 +197,9 @@ class _OptionSearch:
             yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
         may_move = self.spec.mixture is not None or not why_not_dense(self.spec)
         if on_gpu and may_move and config.n_cpu_moe != "auto":
-            yield [{"n_cpu_moe": "auto"}], "more layers in RAM: slower"
+            yield [{"n_cpu_moe": "auto"}], "more layers in RAM"
         if on_gpu and may_move and config.weights_on != "disk":
-            yield self._more_layers(), "more layers in RAM: slower"
+            yield self._more_layers(), "more layers in RAM"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: fewer digits"
         if config.quantization is None:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Hardware
+from localllm.machine.links import Place
 from localllm.models.fit.far import (
     CROSSING_S,
     GPU_SHARE,
@@ -56,6 +57,7 @@ CPU_WITHOUT_LIBRARY = Speed((0.2, 0.5), (0.010, 0.002))
 GPU = Speed((0.4, 0.9), (0.010, 0.002))
 MIXTURE_SHARE = 0.3  # worst share of experts, which are read here and there
 CPU_PRODUCTS, GPU_PRODUCTS = 0.6, 0.5  # of the multiply-adds/s that prompts reach (docs/lab.md)
+LINK_SHARE = 0.79  # of a PCIe connection's bytes/s: 25 of 31.5 GB/s for 16 lanes of PCIe 4, from page-locked memory
 SETS_WITHOUT_BYTES = ("avx2",)  # instruction sets without a dot product of bytes
 NARROW_BYTES = 1.6  # per weight, up to which the CPU multiplies bytes
 PROMPTS = (1000, 8000)
@@ -157,6 +159,7 @@ class _Steps:
     hardware: Hardware
     bandwidth: float  # of the device, bytes/s
     gpu_multiplies: float | None  # per second; None: unknown, or the device is the CPU
+    link: float | None  # from RAM to the device, bytes/s
 
     @classmethod
     def of(cls, plan: MemoryPlan, hardware: Hardware) -> _Steps | None:
@@ -166,7 +169,8 @@ class _Steps:
         is_unknown = (far is not None and speeds.ram is None) or (far is not None and far.disk and speeds.disk is None)
         if plan.ranks or plan.work is None or bandwidth is None or is_unknown:
             return None
-        return cls(plan, plan.work, hardware, bandwidth, None if gpu is None else gpu.place.multiplies)
+        place = Place() if gpu is None else gpu.place
+        return cls(plan, plan.work, hardware, bandwidth, place.multiplies, place.link)
 
     @property
     def on_cpu(self) -> bool:
@@ -244,6 +248,9 @@ class _Steps:
         far_s = max(far_s / CPU_PRODUCTS, distinct / (RAM_SHARE * speeds.ram)) + len(far.layers) * CROSSING_S
         if far.disk is not None and speeds.disk is not None:
             far_s = max(far_s, (1 - far.disk.hits[0]) * distinct / speeds.disk)
+        if far.staging_bytes and self.link is not None:  # a step copies all of them, and takes the earlier of both ways
+            on_gpu_s = _ratio(rows * work.far_multiplies, self.gpu_multiplies and self.gpu_multiplies * GPU_PRODUCTS)
+            far_s = min(far_s, max(far.ram_bytes / (LINK_SHARE * self.link), on_gpu_s or 0.0))
         return STEP_S + max(products_s, read_s) + attention_s + far_s
 
     def _multiplies_s(self, rows: int, share: float) -> float | None:

@@ -48,9 +48,7 @@ class Shard:
     expert_features: range = range(0)
     shared_features: range = range(0)  # of the shared expert
     states: range = range(0)  # heads of a recurrent part, group after group; of a short convolution its channels
-    state_groups: range = range(
-        0
-    )  # the groups of these heads; where shards outnumber groups, several hold the same one
+    state_groups: range = range(0)  # of these heads; where shards outnumber groups, several hold the same one
 
     @property
     def is_whole(self) -> bool:
