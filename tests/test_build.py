@@ -195,9 +195,10 @@ def test_the_context_changes_the_fingerprint_where_it_chooses_longropes_factors(
     assert short == edge != long == longer
 
 
-IN_THE_PLAN = {"device", "dtype", "kv_cache_dtype", "block_size", "n_cpu_moe", "cpu_moe", "cpu_offload_gb"} | {
-    "weights_on"
-}
+IN_THE_PLAN = {
+    "device", "dtype", "kv_cache_dtype", "block_size", "n_cpu_moe", "cpu_moe", "cpu_offload_gb", "weights_on",
+    "stream_prompts",
+}  # fmt: skip
 IN_THE_SPEC = {"model", "revision", "max_model_len", "speculative", "draft", "speculative_config", "trust_remote_code"}
 IN_THE_CONFIG = {"quantization", "cpu_weights", "model_impl", "kernels", "deterministic"}
 IN_A_BLOCKS_NAME = {"lora_modules", "mmproj", "image_max_tokens", "image_min_tokens", "mm_processor_kwargs"}

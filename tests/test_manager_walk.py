@@ -68,6 +68,7 @@ class FakeServed:
     aliases: frozenset[str] = frozenset()
     spec: Any = field(default_factory=stub_spec)
     adapters: None = None
+    hearing: None = None
     key: int = -1
 
     @property
@@ -499,7 +500,9 @@ def test_no_model_is_evicted_for_the_speech_model_which_takes_the_cpu_where_a_gp
     play(story, speech_model="big")
 
 
-def test_a_speech_model_that_does_not_transcribe_is_refused_at_the_start() -> None:
+def test_a_speech_model_that_does_not_transcribe_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.models.read_spec.read_spec", lambda path: stub_spec())
+
     async def story(*rest: Any) -> None:
         """The start fails."""
 

@@ -93,7 +93,7 @@ def test_two_requests_and_four_checkpoints_are_the_least():
     made = plan(QWEN_27B, 22.5)
     assert (made.max_num_seqs, made.num_places) == (2, 7)
     with pytest.raises(DoesNotFit, match="does not fit") as refused:
-        plan(QWEN_27B, 20.6)
+        plan(QWEN_27B, 20.6, device="cuda")
     assert "the recurrent states of 2 requests and their checkpoints 1.0 GiB" in refused.value.why
 
 

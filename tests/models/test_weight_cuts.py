@@ -22,7 +22,7 @@ from tests.models.harness import CPU
 from tests.models.stored_experts import mxfp4
 
 MLP = "model.layers.0.mlp"
-SPEC: Any = SimpleNamespace(tie_word_embeddings=False, kv_source=(), architecture="A test")
+SPEC: Any = SimpleNamespace(tie_word_embeddings=False, kv_source=(), architecture="A test", intermediate_size=96)
 GATE, UP, DOWN = torch.randn(3, 96, 160, generator=torch.Generator().manual_seed(1))
 FEATURES = torch.cat((torch.arange(16, 40), torch.arange(96 + 16, 96 + 40)))  # of gate and up
 Opened = tuple[Weights, MetaWeights, Held]
