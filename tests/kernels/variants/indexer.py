@@ -78,5 +78,5 @@ VARIANTS = [
     attend("DeepSeek-V3.2, prompts, small shared memory", 89, 120, is_prompt=True, parts=False),
     attend("DeepSeek-V3.2, decode, int8", *ARCHS, format="int8", often=False),
     attend("DeepSeek-V3.2, decode, fp8", *ARCHS, format="fp8", often=False),
-    attend("DeepSeek-V3.2, decode, fp32", *ARCHS, dtype="fp32", often=False),
+    attend("DeepSeek-V3.2, decode, fp32", *ARCHS, dtype="fp32", often=False, max_spills=2),
 ]
