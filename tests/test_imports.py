@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from scripts.layout import ROOT
+from tests.tiny import FAMILIES, make_tiny_model
 
 SOUND = {"soundfile", "soxr", "av", "localllm.media.sound", "localllm.media.speech",
          "localllm.models.encoders.transcriber"}  # fmt: skip
@@ -95,6 +96,30 @@ short.complete()
 import torch
 assert callable(sys.modules["torch._meta_registrations"].meta_mm)
 assert not ShortTorchImport().install() and not any(isinstance(each, ShortTorchImport) for each in sys.meta_path)""")
+
+
+PLANNED = ("llama", "gemma4", "qwen3_next", "deepseek_v3", "gpt_oss", "nemotron_h", "bloom", "phi3")
+
+
+@pytest.mark.parametrize(
+    "families", [PLANNED, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_models_are_counted_without_what_was_left_out(families: tuple[str, ...], tmp_path: Path) -> None:
+    """The builders run on the device "meta", whose operations are described in what was left out."""
+    for family in families:
+        make_tiny_model(tmp_path / family, family)
+    modules_after(f"""{SHORT_TORCH}
+from pathlib import Path
+from localllm.models.fit.checkpoint import count_resident
+from localllm.models.read_spec import read_spec
+for path in Path({str(tmp_path)!r}).iterdir():
+    spec = read_spec(path)
+    sizes = count_resident(path, spec)
+    for device, dtype in ("cpu", "float32"), ("cuda:0", "bfloat16"):
+        assert sizes(device, dtype, 64, None) > 0
+        if spec.mixture is not None:
+            assert sizes.experts(device, dtype, None)
+assert short in sys.meta_path""")
 
 
 def test_torchs_library_is_loaded_beside_the_imports_of_the_server() -> None:
