@@ -38,6 +38,7 @@ from localllm.models.layers.arena import Arena
 from localllm.models.layers.disk import ExpertCache, write_experts
 from localllm.models.layers.far import Crossing, RamLink
 from localllm.models.layers.group import Alone, Group
+from localllm.models.layers.linear import Weight
 from localllm.models.layers.lora import LoraBank, LoraLimits
 from localllm.models.read_spec import family_of
 from localllm.models.spec.family import Storage
@@ -249,11 +250,18 @@ class DiskExperts:
                 log.warning("the file of experts is written again: %s", error)
             write_experts(
                 path, digest, layers, mixture.num_experts,
-                lambda layer: expert_pairs(spec, mixture, weights, layer), lambda: weights.read.names,
+                lambda layer: _dropped_behind(weights, expert_pairs(spec, mixture, weights, layer)),
+                lambda: weights.read.names,
             )  # fmt: skip
             file = RecordFile(path, digest)
         weights.read.add(file.facts["tensors"])
         return ExpertCache(file, self.cache_bytes, mixture.top_k, self.free_bytes)
+
+
+def _dropped_behind(weights: Weights, pairs: Iterator[tuple[Weight, Weight]]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield a layer's experts, and drop their files' pages after the last one."""
+    yield from pairs
+    weights.drop_pages()
 
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16

@@ -7,7 +7,8 @@ Does not know: files, formats.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class DecoderBuilder:
     def build(self, max_model_len: int) -> DecoderModel:
         spec, shard = self.spec, self.shard
         embedding, lm_head = self._embedding_and_head()
-        layers = [self.layer(index) for index in shard.layers]
+        layers = self._layers()
         norm = None if lm_head is None or spec.topology == "sum_norm" else self.norm("model.norm")
         tables = rope_tables(spec, max_model_len, self.weights.device)
         first = embedding if shard.layers.start == 0 else None
@@ -97,6 +98,21 @@ class DecoderBuilder:
         model.token_embedding = embedding
         model.crossing = None if self.share.far is None else self.share.far.crossing
         return model
+
+    def _layers(self) -> list[DecoderLayer]:
+        """Build the shard's layers. Those whose experts go to RAM are read ahead, and their files' pages are dropped,
+        because the page cache would push out the experts."""
+        far, layers, built = self.share.far, self.shard.layers, list[DecoderLayer]()
+        if far is None:
+            return [self.layer(index) for index in layers]
+        coming = iter(layers if far.crossing.arena is not None else ())  # else the experts have been read already
+        with ThreadPoolExecutor(1, "read-ahead") as ahead:
+            ahead.map(far.source.read_ahead, islice(coming, 1))
+            for index in layers:
+                ahead.map(far.source.read_ahead, islice(coming, 1))
+                built.append(self.layer(index))
+                far.source.drop_pages()
+        return built
 
     # -- embedding and head
 

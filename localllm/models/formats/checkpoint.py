@@ -6,7 +6,12 @@ Does not know: the formats (opening.py chooses one), what the tensors mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -19,6 +24,10 @@ FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Types of unquantised weights, and their bytes."""
 
 
+READ_AHEAD = 512 * 2**10
+"""Bytes that the system reads ahead at a request, which it cuts to what the disk takes at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor as described by a header."""
@@ -27,6 +36,7 @@ class TensorInfo:
     dtype: str  # as spelled by the file format: F32, BF16, I32, Q4_K, ...
     shape: tuple[int, ...]  # [rows, columns] of the logical matrix, even if it is stored in blocks
     num_bytes: int
+    start: int | None = None  # where its bytes begin in the file; None: they are not in one piece
 
 
 class Checkpoint(Protocol):
@@ -69,7 +79,77 @@ class CutCheckpoint:
 
 def _cut_info(whole: TensorInfo, ranges: Sequence[range]) -> TensorInfo:
     shape = (*map(len, ranges), *whole.shape[len(ranges) :])
-    return replace(whole, shape=shape, num_bytes=whole.num_bytes * prod(shape) // max(1, prod(whole.shape)))
+    num_bytes = whole.num_bytes * prod(shape) // max(1, prod(whole.shape))
+    return replace(whole, shape=shape, num_bytes=num_bytes, start=None)
+
+
+def drop_pages(tensors: Iterable[TensorInfo]) -> None:
+    """Drop the pages of tensors from this process and from the system's page cache, which would grow at the cost of
+    other memory. A page that other tensors share stays. A dropped page is read again when it is used.
+
+    Linux only; nothing happens elsewhere, or for files that the system does not let go of.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    for path, spans in _spans(tensors).items():
+        maps = list(_maps_of(os.path.realpath(path)))
+        with suppress(OSError), open(path, "rb") as file:
+            for start, end in _whole_pages(spans):
+                for address, offset, size in maps:  # the page cache keeps what a process has mapped
+                    first, stop = max(start, offset), min(end, offset + size)
+                    if first < stop:
+                        place = ctypes.c_void_p(address + first - offset)
+                        libc.madvise(place, ctypes.c_size_t(stop - first), mmap.MADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead(tensors: Iterable[TensorInfo]) -> None:
+    """Let the system read tensors into its page cache. A page fault of a mapped file reads much less at a time.
+
+    Linux only, as `drop_pages`. Blocks while the disk's queue is full.
+    """
+    if sys.platform != "linux":
+        return
+    for path, spans in _spans(tensors).items():
+        with suppress(OSError), path.open("rb") as file:
+            for start, end in sorted(spans):
+                for place in range(start, end, READ_AHEAD):
+                    size = min(READ_AHEAD, end - place)
+                    os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+
+
+def _spans(tensors: Iterable[TensorInfo]) -> dict[Path, list[tuple[int, int]]]:
+    """Return the (start, end) of tensors in each file."""
+    spans: dict[Path, list[tuple[int, int]]] = {}
+    for info in tensors:
+        if info.start is not None:
+            spans.setdefault(info.file, []).append((info.start, info.start + info.num_bytes))
+    return spans
+
+
+def _maps_of(path: str) -> Iterator[tuple[int, int, int]]:
+    """Yield (address, offset in the file, bytes) of each mapping of a file in this process."""
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) == 6 and fields[5] == path:
+                start, end = (int(each, 16) for each in fields[0].split("-"))
+                yield start, int(fields[2], 16), end - start
+
+
+def _whole_pages(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of the pages that lie within neighbouring spans of a file."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    for start, end in joined:
+        first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < stop:
+            yield first, stop
 
 
 def is_gguf(path: Path) -> bool:

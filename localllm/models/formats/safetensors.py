@@ -66,7 +66,8 @@ def parse_header(raw: bytes, data_bytes: int, file: Path) -> dict[str, TensorInf
     for name, entry in header.items():
         if name != "__metadata__":
             dtype, shape, spans[name] = _entry(file, name, entry)
-            tensors[name] = TensorInfo(file, dtype, shape, spans[name][1] - spans[name][0])
+            start, end = spans[name]
+            tensors[name] = TensorInfo(file, dtype, shape, end - start, 8 + len(raw) + start)
     _check_places(file, spans, data_bytes, 8 + len(raw))
     return tensors
 

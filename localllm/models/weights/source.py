@@ -125,6 +125,15 @@ class TensorSource(Protocol):
         """Return what `widened` does, for the matrices `prefix`.E.`name` of the experts."""
         ...
 
+    def read_ahead(self, layer: int) -> None:
+        """Let the system read a layer's tensors from their files into its page cache. For a thread beside the one that
+        takes them."""
+        ...
+
+    def drop_pages(self) -> None:
+        """Drop from the system's page cache the file pages of the tensors that were read since the last call."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:

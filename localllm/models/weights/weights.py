@@ -6,6 +6,7 @@ Does not know: how the parts make a model (decoder/builder.py).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -23,7 +24,7 @@ from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
-from localllm.models.formats.checkpoint import FLOATS
+from localllm.models.formats.checkpoint import FLOATS, drop_pages, read_ahead
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
 from localllm.models.layers.linear import Linear, Weight, as_head, to_device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
@@ -38,6 +39,7 @@ class TensorsRead:
 
     def __init__(self, layout: StoredLayout, progress: Progress | None) -> None:
         self.names: set[str] = set()
+        self.cached: set[str] = set()  # of them, those whose file pages have not been dropped
         self.done_bytes = 0
         self._tensors, self._progress = layout.checkpoint.tensors, progress
         self.total_bytes = sum(info.num_bytes for name, info in self._tensors.items() if not layout.is_ignored(name))
@@ -45,6 +47,7 @@ class TensorsRead:
     def add(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self.names]
         self.names.update(new)
+        self.cached.update(new)
         self.done_bytes += sum(self._tensors[name].num_bytes for name in new)
         if self._progress is not None:
             self._progress(self.done_bytes, self.total_bytes)
@@ -228,6 +231,15 @@ class Weights:
         """Yield the matrices that `experts` returns one after another, each read when it is asked for."""
         for matrix in self._expert_matrices(prefix, names, shape, ExpertCut(range(shape[0]), None, None)):
             yield to_device_layout(matrix, self.packer)
+
+    def read_ahead(self, layer: int) -> None:
+        of_layer = re.compile(rf"\D*\.{layer}\.")
+        tensors = self.layout.checkpoint.tensors
+        read_ahead(tensors[name] for name in tensors if of_layer.match(name) and not self.layout.is_ignored(name))
+
+    def drop_pages(self) -> None:
+        drop_pages(self.layout.checkpoint.tensors[name] for name in self.read.cached)
+        self.read.cached.clear()
 
     def unused(self, prefix: str = "") -> frozenset[str]:
         """Return the names of tensors below `prefix` that no layer has taken, without those that carry no

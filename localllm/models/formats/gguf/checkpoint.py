@@ -83,7 +83,7 @@ class GGUFCheckpoint:
                 self._stored[name] = header.file, tensor
         _check_total(headers, len(self._stored))
         tensors = {
-            name: TensorInfo(file, tensor.block_type, tensor.shape, tensor.num_bytes)
+            name: TensorInfo(file, tensor.block_type, tensor.shape, tensor.num_bytes, tensor.start)
             for name, (file, tensor) in self._stored.items()
         }
         self.tensors: Mapping[str, TensorInfo] = join_expansions(tensors)
