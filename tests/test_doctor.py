@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from localllm.kernels.checks.table import TABLE
 from localllm.logs.log_file import log_folder
 from localllm.machine import hardware
 from localllm.machine.gpu_support import NvidiaFacts, judge_driver
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Hardware, Speeds
 from localllm.machine.platforms import is_on_windows_drive, is_wsl
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.mcp import servers
@@ -51,6 +53,8 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, ram_gib: float = 8, bandwidth
     small = Hardware((), "CPU", 4, int(ram_gib * GIB), int(0.7 * ram_gib * GIB))
     monkeypatch.setattr(suggestion, "read_hardware", lambda: small)
     monkeypatch.setattr(suggestion, "memory_bandwidth", lambda hardware: bandwidth)
+    kept = replace(small, speeds=Speeds(None, None, 3e11, 1e11))
+    monkeypatch.setattr(suggestion, "with_kept_speeds", lambda hardware: kept)
 
 
 def test_the_models_that_fit_come_with_size_speed_context_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +81,11 @@ def test_a_speech_model_is_suggested_where_it_fits_and_none_is_chosen(monkeypatc
     small_machine(monkeypatch, ram_gib=16)
     [finding] = suggestion.check_speech()
     assert "Parakeet" in finding.text
-    assert "2.3 GiB to download, license cc-by-4.0" in finding.text
+    assert re.search(
+        r"2.3 GiB to download, license cc-by-4.0; about [\d.]+ times real time; .* on the CPU$", finding.text
+    )
+    small_machine(monkeypatch, ram_gib=16, bandwidth=None)
+    assert [each.text.endswith("cc-by-4.0") for each in suggestion.check_speech()] == [True], "an unknown speed"
     assert finding.remedy.startswith("localllm pull nvidia/parakeet-tdt-0.6b-v3")
     small_machine(monkeypatch, ram_gib=2)
     [finding] = suggestion.check_speech()

@@ -85,6 +85,8 @@ def _tell_device(each: Estimate, *, several: bool) -> None:
             print(f"Try: {each.error.hint}")
     for note in each.plan.notes if each.plan else ():
         print(f"\n{lead}{note}")
+    if each.speech is not None:
+        print(f"\n{lead}{each.speech.why}")
     if each.placements:
         print(f"\n{lead}Experts in RAM:")
         print_table(option_rows(each.placements))

@@ -7,6 +7,7 @@ Does not know: how it is shown (start_lines.py, run.py), how the fit is computed
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from localllm.cli.findings import Finding
 from localllm.config.resolve import resolve
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
-from localllm.machine.bandwidth import memory_bandwidth
+from localllm.machine.bandwidth import memory_bandwidth, with_kept_speeds
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.encoders.recipe import task_of
 from localllm.models.library.catalog import DEMO_NAME, ResolvedModel, list_models
@@ -68,7 +69,10 @@ def check_speech() -> Iterator[Finding]:
     found = [pick for pick in read_picks(settings.picks).speech if pick.fits(hardware)]
     if found and settings.server.speech_model is None:
         best = found[0]
+        known = with_kept_speeds(hardware)
+        expected = best.speed_on(replace(known, speeds=known.speeds._replace(ram=memory_bandwidth(hardware))))
         text = f"{best.title} transcribes: {format_bytes(best.bytes)} to download, license {best.license}"
+        text += f"; {expected} on the CPU" if expected else ""
         yield Finding("speech", "ok", text, f"localllm pull {best.name}, then start with --speech-model {best.name}")
 
 

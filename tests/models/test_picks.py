@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from localllm.config.settings import EngineConfig, PicksTable, Settings
 from localllm.errors import ConfigError
 from localllm.kernels.cpu import int8
 from localllm.kernels.cpu.native.library import native
-from localllm.machine.hardware import Gpu, Hardware
+from localllm.machine.hardware import Gpu, Hardware, Speeds
 from localllm.machine.links import Place
 from localllm.models.fit import speed as pick_sizes
 from localllm.models.fit.checkpoint import count_resident
@@ -81,6 +82,8 @@ def test_the_suggested_speech_models_are_sound_and_fit_by_their_size() -> None:
         assert 1.9 < pick.bytes / pick.parameters < 4.1  # 16 or 32 bits
         assert pick.fits(machine(4 * pick.cpu_bytes / 0.85 / GIB + 0.1))
         assert not pick.fits(machine(4 * pick.cpu_bytes / 0.85 / GIB - 0.1))
+        assert pick.speed_on(machine(16)) == "", "the machine was not measured"
+        assert pick.speed_on(replace(machine(16), speeds=Speeds(3e10, None, 3e11, 1e11))).startswith("about ")
     assert [pick.title for pick in speech if pick.fits(machine(2))] == ["Whisper base", "Moonshine base"]
 
 
@@ -88,7 +91,8 @@ def test_the_suggested_speech_models_are_sound_and_fit_by_their_size() -> None:
     ("text", "words"),
     [
         ("name = 'a/b'\nbytes = 5", "speech 1 has no parameters"),
-        ("name = 'a/b'\nbytes = 5\nparameters = 2\nconfig = {}", "unknown field 'config'"),
+        ("name = 'a/b'\nbytes = 5\nparameters = 2\nbytes_per_token = 5", "unknown field 'bytes_per_token'"),
+        ("name = 'a/b'\nbytes = 5\nparameters = 2\nconfig = {d_model = 8}", "no speed follows from its config"),
         ("name = 'a'\nbytes = 5\nparameters = 2", "not the name of a repository"),
         ("name = 'a/b'\nbytes = 0\nparameters = 2", "not positive"),
     ],

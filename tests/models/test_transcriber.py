@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ import torch
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.cpu.native_product import product_speeds
+from localllm.machine.bandwidth import measure
+from localllm.machine.hardware import Hardware, Speeds, read_hardware
 from localllm.models.encoders.recipe import NOT_TRANSCRIBING, spec_of_any, task_of
 from localllm.models.encoders.speech_rows import SpeechRows
 from localllm.models.encoders.transcriber import Transcriber, load_transcriber, transcriber_sizes
 from localllm.models.encoders.whisper import Decoding
+from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.estimate import fit_rows
 from localllm.models.fit.pooling import WINDOW_FRAMES, plan_transcriber
+from localllm.models.fit.speed import SPOKEN_TOKENS, SpeechSpeeds, predict_speech, speech_work
 from tests.media.sounds import sounds
 from tests.models.harness import NO_GPU
 from tests.models.peak_bytes import PeakBytes
@@ -159,3 +166,136 @@ def test_the_peak_of_windows_is_predicted(tmp_path: Path, kind: str, halves: boo
             rows.join(key, window, model.write(window, Decoding(temperatures=(0.0,)), lambda ids: 1.0))
             rows.step()
     assert meter.peak <= plan.activation_bytes <= 1.3 * meter.peak
+
+
+SPEECH = {
+    "whisper": {"num_mel_bins": 80, "encoder_layers": 6, "decoder_layers": 1},  # as wide as base
+    "moonshine": {"hidden_size": 416, "intermediate_size": 1664, "encoder_num_hidden_layers": 8},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "parakeet_ctc": {"encoder_config": {"num_hidden_layers": 4}},
+}
+
+
+@pytest.mark.parametrize("kind", SPEECH)
+def test_the_multiplies_of_an_encoder_are_those_that_torch_counts(kind: str) -> None:
+    """Without the keys and values of the sound, which the decoder makes."""
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.for_model(kind, **SPEECH[kind])
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        if kind == "parakeet_ctc":
+            config.encoder_config._attn_implementation = "eager"
+            model: Any = transformers.ParakeetForCTC(config)
+            sound = torch.zeros(1, 3000, config.encoder_config.num_mel_bins)
+            call: Any = model
+        else:
+            model = transformers.AutoModelForSpeechSeq2Seq.from_config(config)
+            call = model.get_encoder()
+            sound = torch.zeros(1, 80, 3000) if kind == "whisper" else torch.zeros(1, 480_000)
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            call.eval()(sound)
+    work = speech_work({**config.to_dict(), "architectures": [type(model).__name__]}, 4, 4)
+    assert work is not None
+    own = config.hidden_size if hasattr(config, "hidden_size") else 0
+    layers = getattr(config, "decoder_num_hidden_layers", getattr(config, "decoder_layers", None))
+    layers = config.num_hidden_layers if kind == "moonshine_streaming" else layers or 0
+    width = (config.encoder_config if kind == "moonshine_streaming" else config).hidden_size if own else 0
+    rate = 16_000 / 384 if kind == "moonshine" else 50
+    sources = 30 * rate * layers * 2 * width * own
+    assert work.multiplies(30) - sources == pytest.approx(counter.get_total_flops() / 2, rel=0.02)
+
+
+BASE = {"architectures": ["WhisperForConditionalGeneration"], "d_model": 512, "encoder_layers": 6,
+        "encoder_ffn_dim": 2048, "decoder_layers": 6, "decoder_ffn_dim": 2048, "num_mel_bins": 80,
+        "vocab_size": 51_865}  # fmt: skip
+MEASURED = replace(NO_GPU, speeds=Speeds(ram=3e10, narrow=1.6e11, wide=5.4e10))
+
+
+def expected(config: dict[str, Any], hardware: Hardware = MEASURED) -> SpeechSpeeds:
+    found = predict_speech(speech_work(config, 2, 2), "cpu", hardware)
+    assert found is not None
+    return found
+
+
+def test_a_larger_model_and_a_slower_machine_take_longer() -> None:
+    base = expected(BASE)
+    for name in ("d_model", "encoder_layers", "encoder_ffn_dim", "decoder_layers", "decoder_ffn_dim", "vocab_size"):
+        assert expected({**BASE, name: 2 * BASE[name]}).times_real_time < base.times_real_time, name
+        assert expected({**BASE, name: 2 * BASE[name]}).dictation_s > base.dictation_s, name
+    for name in ("ram", "wide"):
+        half = replace(MEASURED, speeds=MEASURED.speeds._replace(**{name: getattr(MEASURED.speeds, name) / 2}))
+        assert base.times_real_time / 2 < expected(BASE, half).times_real_time < base.times_real_time
+    work = speech_work(BASE, 2, 2)
+    assert work is not None
+    assert work.multiplies(5) == work.multiplies(30), "Whisper reads 30 s always"
+    moonshine = {"architectures": ["MoonshineForConditionalGeneration"], "hidden_size": 416, "vocab_size": 32_768,
+                 "intermediate_size": 1664, "encoder_num_hidden_layers": 8, "decoder_num_hidden_layers": 8}  # fmt: skip
+    assert expected(moonshine).dictation_s < 30 / expected(moonshine).times_real_time / 5, "and Moonshine does not"
+    assert expected(BASE).dictation_s == pytest.approx(1.41, rel=0.5), "docs/lab.md: base, 16 bits, processor time"
+    assert expected(moonshine).dictation_s == pytest.approx(0.36, rel=0.5)
+
+
+def test_nothing_is_said_where_a_speed_or_a_size_is_unknown() -> None:
+    work = speech_work(BASE, 2, 2)
+    for name in ("ram", "wide"):
+        assert predict_speech(work, "cpu", replace(MEASURED, speeds=MEASURED.speeds._replace(**{name: None}))) is None
+    for name in BASE:
+        assert speech_work({key: value for key, value in BASE.items() if key != name}, 2, 2) is None
+    assert speech_work({**BASE, "architectures": ["VoxtralForConditionalGeneration"]}, 2, 2) is None
+    assert predict_speech(None, "cpu", MEASURED) is None
+
+
+@pytest.mark.parametrize("kind", ["whisper", "tdt"])
+def test_the_fit_of_a_model_that_transcribes_tells_its_speed(tmp_path: Path, kind: str) -> None:
+    path = save_wide(tmp_path, "whisper") if kind == "whisper" else save_parakeet(tmp_path, kind)
+    _, [found] = estimate_checkpoint(path, EngineConfig(device="cpu"), MEASURED)
+    assert found.speech is not None
+    assert dict(fit_rows([found]))["expected speed"] == [found.speech.words()]
+    assert " times real time; 5 s of dictation about " in found.speech.words()
+    assert "4 tokens a second of speech" in found.speech.why
+    assert found.speech.why.endswith("The shares are assumed.")
+    _, [unknown] = estimate_checkpoint(path, EngineConfig(device="cpu"), NO_GPU)
+    assert unknown.speech is None
+    assert "expected speed" not in dict(fit_rows([unknown]))
+
+
+@pytest.mark.slow
+def test_the_speed_of_a_random_whisper_base_is_predicted_within_a_factor_of_two(tmp_path: Path) -> None:
+    """By the processor time of one thread, on a machine whose speeds are measured with one thread."""
+    import time
+
+    from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
+
+    ids = {"pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3, "decoder_start_token_id": 4}
+    heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
+    AutoModelForSpeechSeq2Seq.from_config(AutoConfig.for_model("whisper", **BASE, **heads, **ids)).save_pretrained(
+        tmp_path
+    )
+    tokens = {"decoder_start_token_id": 4, "eos_token_id": 3, "no_timestamps_token_id": 490, "suppress_tokens": [3]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(tokens))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        products = [each for _ in range(3) if (each := product_speeds()) is not None]
+        if not products:
+            pytest.skip("there is no native library for this processor")
+        read = max(each.bytes_per_s for _ in range(3) if (each := measure(replace(read_hardware(), cpu_cores=1))))
+        machine = replace(NO_GPU, speeds=Speeds(read, None, *map(max, *products)))
+        _, [found] = estimate_checkpoint(tmp_path, EngineConfig(device="cpu"), machine)
+        assert found.speech is not None
+        model: Any = load_transcriber(tmp_path, torch.device("cpu"), torch.float32, half_weights=True)
+        rows, taken = SpeechRows(model, 1, halves=True), []
+        for _ in range(3):
+            begun_s = time.process_time()
+            asked = Decoding("en", temperatures=(0.0,), most_tokens=round(5 * SPOKEN_TOKENS))
+            window = sounds(5)[0]
+            rows.join(0, window, model.write(window, asked, lambda ids: 1.0))
+            while rows.keys:
+                rows.step()
+            taken.append(time.process_time() - begun_s)
+        assert found.speech.dictation_s / 2 < min(taken) < 2 * found.speech.dictation_s
+    finally:
+        torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,11 @@ import httpx
 import pytest
 
 from localllm.config.settings import EngineConfig, ModelTable, Settings
-from localllm.machine.hardware import Gpu, Hardware
+from localllm.machine.hardware import Gpu, Hardware, Speeds
 from localllm.models.library.hub.plan import plan_download
 from localllm.models.library.hub.pull import pull
 from localllm.web import pages
-from localllm.web.pages.library import fit_checks
+from localllm.web.pages.library import fit_checks, state
 from localllm.web.pages.library.fit_checks import FitChecks, check_fit
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
@@ -355,8 +356,10 @@ def test_an_unload_tells_what_it_waits_for_and_is_taken_back(
 
 
 def test_three_models_to_begin_with_are_named_without_a_question_to_the_hub(
-    browser: httpx.Client, hub: LocalHub, tiny_llama_path: Path
+    browser: httpx.Client, hub: LocalHub, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kept = Speeds(None, None, narrow=3e11, wide=1e11)
+    monkeypatch.setattr(state, "with_kept_speeds", lambda hardware: replace(hardware, speeds=kept))
     page = settled(browser)
     assert page.index('id="installed-title"') < page.index('id="picks-title"'), "what is here comes first"
     assert re.search(r"Runs on [^<]+ free", page)
@@ -366,6 +369,7 @@ def test_three_models_to_begin_with_are_named_without_a_question_to_the_hub(
     lists = page.split('class="picks__list"')[1:]
     assert all(1 <= each.count('<li class="pick">') <= most for each, most in zip(lists, (3, 2), strict=False))
     assert ("Models that transcribe speech" in page) == (len(lists) == 2)
+    assert all(each.count("times real time; 5 s of dictation") == each.count('<li class="pick">') for each in lists[1:])
     assert hub.sent == []
     install(hub, tiny_llama_path)
     assert "Models to start with" not in browser.get("/library").text

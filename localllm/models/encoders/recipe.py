@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from localllm.config.settings import TASKS, Task
@@ -254,6 +255,7 @@ class TranscriberSizes(NamedTuple):
     source_len: int = 0  # most positions of a window's sound
     text_len: int = 0  # most positions of a text
     halves_sources: bool = False  # on a CPU, keys and values of the sound take half of float32
+    config: Mapping[str, Any] = MappingProxyType({})  # the sizes of config.json, defaults included
 
 
 def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> ModelSpec:

@@ -171,7 +171,7 @@ def transcriber_sizes(path: Path, *, half_weights: bool = False) -> TranscriberS
     import transformers
 
     config = load_config(path, trust_remote_code=False)
-    architecture = str(config.architectures[0])
+    architecture, sizes = str(config.architectures[0]), config.to_dict()
 
     def weights_bytes(device: str, dtype: str) -> int:
         kind = getattr(torch, dtype)
@@ -194,13 +194,14 @@ def transcriber_sizes(path: Path, *, half_weights: bool = False) -> TranscriberS
             source_len,
             text_len,
             halves,
+            sizes,
         )
     if architecture in MOONSHINES:
         source_len, text_len = moonshine.lengths_of(config)
         encoded = moonshine.encoded_numbers(config)
         per_position = 2 * config.num_hidden_layers * config.hidden_size
-        return TranscriberSizes(weights_bytes, encoded, per_position, source_len, text_len, halves)
-    return TranscriberSizes(weights_bytes)
+        return TranscriberSizes(weights_bytes, encoded, per_position, source_len, text_len, halves, sizes)
+    return TranscriberSizes(weights_bytes, config=sizes)
 
 
 def _recipe(path: Path, config: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from localllm.models.fit.conversation_bytes import RequestCost
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.far import CheckpointBytes, LayerExperts
 from localllm.models.fit.pictures import with_tower
+from localllm.models.fit.speed import predict_speech
 from localllm.models.read_spec import weights_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -155,4 +156,5 @@ def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardwar
         plan.max_model_len,
         (),
         is_chosen=True,
+        speech=predict_speech(plan.speech, plan.device, hardware),
     )

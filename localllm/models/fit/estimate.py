@@ -22,7 +22,7 @@ from localllm.models.fit.options import FitOption, fit_options, placements
 from localllm.models.fit.pictures import PictureSizes, SoundSizes
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import RankPlan, ResidentBytes
-from localllm.models.fit.speed import AT_ONCE, PROMPTS, PlanSpeeds, predict, round_speed, speed_in_words
+from localllm.models.fit.speed import AT_ONCE, PROMPTS, PlanSpeeds, SpeechSpeeds, predict, round_speed, speed_in_words
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes, format_count, format_seconds
 
@@ -48,6 +48,7 @@ class Estimate:
     one_request: tuple[Need, ...] = ()  # the memory of one conversation at a usual and the longest length, if it fits
     speed: PlanSpeeds | None = None  # None: it does not fit, or a speed is unknown
     placements: tuple[FitOption, ...] = ()  # of experts in RAM, from the longest context to the fastest answers
+    speech: SpeechSpeeds | None = None  # of a model that transcribes; None: it does not, or a speed is unknown
 
     @property
     def verdict(self) -> Verdict:
@@ -204,6 +205,8 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             cells = [_count(each.concurrency[length]) or ("too long" if each.plan else "") for each in estimates]
             yield f"  requests of {format_count(length)}", cells
     yield from _speed_rows([each.speed for each in estimates])
+    if any(each.speech for each in estimates):
+        yield "expected speed", [each.speech.words() if each.speech else "" for each in estimates]
     if has_cache:
         yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
 
@@ -330,6 +333,7 @@ def _device_facts(each: Estimate) -> dict[str, Any]:
         "max_model_len": each.plan.max_model_len if each.plan else None,
         "tokens_per_s": each.speed.decode if each.speed else None,
         "predicted": asdict(each.speed) if each.speed else None,
+        "speech": asdict(each.speech) if each.speech else None,
         "kv_bytes_per_token": each.kv_token_bytes,
         "kv_groups": [group._asdict() for group in each.cost.groups],
         "state_bytes_per_request": each.cost.state_bytes,

@@ -40,6 +40,25 @@ class TokenWork:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeechWork:
+    """The multiply-adds of encoding a window of sound, and the bytes that a token of its text reads."""
+
+    padded_s: float  # seconds to which every window is padded; 0: it is as long as its sound
+    multiplies_per_s: float  # of a second of sound
+    attention: float  # multiply-adds between the states of sound, times the square of its seconds
+    token_bytes: float  # of weights; 0: the text is read off the states
+    sound_bytes: float = 0.0  # keys and values of a second of sound, which every token reads
+    passes: int = 0  # of the decoder before the first token
+
+    def multiplies(self, seconds: float) -> float:
+        read_s = max(seconds, self.padded_s)
+        return self.multiplies_per_s * read_s + self.attention * read_s**2
+
+    def bytes_per_token(self, seconds: float) -> float:
+        return self.token_bytes + self.sound_bytes * max(seconds, self.padded_s)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The sizes of an engine on this machine. The engine uses every number as it is.
 
@@ -81,6 +100,7 @@ class MemoryPlan:
     kv_disk_bytes: int = 0  # of a disk, for the same
     far: FarPlan | None = None  # experts in RAM; None: all weights are on the device
     work: TokenWork | None = None  # of one token; None: unknown
+    speech: SpeechWork | None = None  # None: the model does not transcribe, or hears as a model that generates
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property

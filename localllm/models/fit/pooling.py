@@ -5,6 +5,8 @@ Does not know: torch; how batches are made (engine/pooling.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
@@ -12,6 +14,7 @@ from localllm.models.encoders.recipe import MOST_BEAMS, PoolingRecipe, Transcrib
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.devices import asked_division, choose_gpu, free_and_reserve, several_ranks_refused
 from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.speed import speech_work
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
@@ -48,12 +51,13 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSi
     dtype = _dtype(config, spec, gpu)
     size = DTYPE_BYTES[dtype]
     frames = max(WINDOW_FRAMES, config.max_num_batched_tokens or WINDOW_FRAMES * (16 if gpu else 4))
+    halves = gpu is None and sizes.halves_sources
     if sizes.per_position:
         # One window is encoded at a time. The decoder keeps keys and values of the sound and of the texts of all
         # windows that are written at once, and has their logits, in fp32, in a few copies.
         windows = frames // WINDOW_FRAMES
         rows = max(windows, MOST_BEAMS)
-        own = 2 if gpu is None and sizes.halves_sources else size
+        own = 2 if halves else size
         kept = sizes.per_position * (windows * sizes.source_len * own + rows * sizes.text_len * size)
         activations = kept + max(sizes.encoded * size, 4 * 4 * windows * spec.vocab_size)
     else:
@@ -62,8 +66,11 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSi
         width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
         layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
         activations = 2 * (frames // 2) * 40 * 256 * size + layers
+    # On a CPU a decoder keeps the 16 bits of its checkpoint.
+    work = speech_work(sizes.config, 2 if halves and spec.dtype != "float32" else size, 2 if halves else size)
     weights = sizes.weights_bytes("cpu" if gpu is None else f"cuda:{gpu.index}", dtype)
-    return _plan(config, spec, weights, hardware, WINDOW_FRAMES, frames, activations, ())
+    plan = _plan(config, spec, weights, hardware, WINDOW_FRAMES, frames, activations, ())
+    return replace(plan, speech=work)
 
 
 def _refuse_options(config: EngineConfig, spec: ModelSpec, kind: str) -> None:

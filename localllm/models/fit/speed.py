@@ -3,6 +3,8 @@ long a prompt takes.
 
     work_of        what one token of a plan reads and multiplies
     predict        the speeds of that plan on a machine whose own speeds are measured (machine/bandwidth.py)
+    speech_work    what a window of sound multiplies, and a token of its text reads, in a model that transcribes
+    predict_speech the speed of that
 
 A token of a lone answer takes the time in which its weights are read, as the formula of far.py says for any place. The
 speed that is shown is a range around that. docs/lab.md, "a lone stream on a CPU beside llama.cpp", has steps of five
@@ -19,9 +21,9 @@ Does not know: which models there are, how the machine was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from localllm.kernels.cpu.native.choice import chosen_set
 from localllm.machine.hardware import Hardware
@@ -35,7 +37,7 @@ from localllm.models.fit.far import (
     STEP_S,
     CheckpointBytes,
 )
-from localllm.models.fit.memory_plan import MemoryPlan, TokenWork
+from localllm.models.fit.memory_plan import MemoryPlan, SpeechWork, TokenWork
 from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.fit.shard_sizes import layer_multiplies
 from localllm.models.spec.model_spec import ModelSpec, layer_window
@@ -62,6 +64,10 @@ SETS_WITHOUT_BYTES = ("avx2",)  # instruction sets without a dot product of byte
 NARROW_BYTES = 1.6  # per weight, up to which the CPU multiplies bytes
 PROMPTS = (1000, 8000)
 AT_ONCE = (1, 4, 8)
+SPOKEN_TOKENS = 4.0
+"""Tokens of a second of speech, assumed: 180 English words a minute of 1.3 tokens each. Other languages have more."""
+CPU_ENCODER = 0.8  # of the multiply-adds/s with wide weights, that encoding sound reaches (docs/lab.md)
+WINDOW_S, DICTATION_S = 30.0, 5.0  # of sound, whose times are shown
 ANSWER_TOKENS = 256  # of the answer to a prompt of 1,000 tokens, by which places are compared
 
 
@@ -271,6 +277,119 @@ def _ratio(work: float, rate: float | None) -> float | None:
 
 def _giga(number: float) -> str:
     return f"{number / 1e9:.2g}" if number < 1e11 else f"{number / 1e9:.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechSpeeds:
+    """The expected speed of a transcription, one window after the other."""
+
+    times_real_time: float  # seconds of sound in a second, in windows of 30 s
+    dictation_s: float  # seconds of processing for 5 s of sound
+    why: str  # what it was computed from
+
+    def words(self) -> str:
+        """Return the speed for display: about 9 times real time; 5 s of dictation about 1.3 s."""
+        dictation = f"{DICTATION_S:g} s of dictation about {format_seconds(self.dictation_s)}"
+        return f"about {round_speed(self.times_real_time):,g} times real time; {dictation}"
+
+
+def speech_work(config: Mapping[str, Any], weight_bytes: int, sound_bytes: int) -> SpeechWork | None:
+    """Return the work of a model that transcribes, by the sizes in its config.json: Whisper, Moonshine or Parakeet.
+
+    weight_bytes, sound_bytes: of a number of the weights, and of keys and values of the sound. None: another model, or
+    a size is missing.
+    """
+    architecture = str((config.get("architectures") or [""])[0])
+    sound = config.get("encoder_config") or config
+    try:
+        if architecture.startswith("Parakeet"):
+            return _parakeet_work(config, sound, weight_bytes)
+        if architecture.startswith("Whisper"):
+            width, wide, layers = sound["d_model"], sound["encoder_ffn_dim"], sound["encoder_layers"]
+            own, own_wide, decoders = width, 2 * config["decoder_ffn_dim"], config["decoder_layers"]
+            rate, padded_s, passes = 50.0, WINDOW_S, 2  # the language is found before the prompt is read
+            front = 2 * 3 * sound["num_mel_bins"] * width + 3 * width**2
+        elif architecture.startswith("Moonshine"):
+            width, wide = sound["hidden_size"], sound["intermediate_size"]
+            is_streaming = sound is not config
+            layers = sound["num_hidden_layers" if is_streaming else "encoder_num_hidden_layers"]
+            decoders = config["num_hidden_layers" if is_streaming else "decoder_num_hidden_layers"]
+            own, own_wide = config["hidden_size"], 3 * config["intermediate_size"]  # gated
+            rate, padded_s, passes = 50.0 if is_streaming else 16_000 / 384, 0.0, 1
+            # Each state has 6 positions of 127 samples, 2 of 7 neighbours and 1 of 3; in the second series 4 of 80
+            # samples, then 2 and 1 of 5 neighbours.
+            front = (6 * 127 + 2 * 7 * 2 * width + 3 * 2 * width) * width
+            if is_streaming:
+                front = (4 * 80 + 2 * 5 * 2 * width + 5 * 2 * width + own) * width
+        else:
+            return None
+        sources = 2 * width * own * decoders  # keys and values of a state, for every layer of the decoder
+        each = layers * (4 * width**2 + 2 * width * wide) + front + sources
+        read = decoders * (6 * own**2 + own * own_wide) + config["vocab_size"] * own
+    except (KeyError, TypeError):
+        return None
+    return SpeechWork(
+        padded_s=padded_s,
+        multiplies_per_s=rate * each,
+        attention=2 * layers * width * rate**2,
+        token_bytes=read * weight_bytes,
+        sound_bytes=2 * decoders * own * rate * sound_bytes,
+        passes=passes,
+    )
+
+
+def _parakeet_work(config: Mapping[str, Any], sound: Mapping[str, Any], weight_bytes: int) -> SpeechWork:
+    width, layers, channels = sound["hidden_size"], sound["num_hidden_layers"], sound["subsampling_conv_channels"]
+    rate = 100 / sound["subsampling_factor"]
+    # Two feed-forward parts, attention with projected positions (two for each state), and a convolution with its gate.
+    layer = 4 * width * sound["intermediate_size"] + 6 * width**2 + 3 * width**2
+    # The first convolution makes 4 by `mels / 2` positions of a state, the next ones a quarter and a sixteenth of them.
+    mels = sound["num_mel_bins"]
+    front = 4 * mels / 2 * 9 * channels + (2 * mels / 4 + mels / 8) * channels**2 + channels * mels / 8 * width
+    token_bytes, each = 0.0, layers * layer + front
+    if (own := config.get("decoder_hidden_size")) is None:
+        each += width * config["vocab_size"]
+    else:
+        # The joint network is computed once for a token and once for a blank, the prediction network for a token.
+        joint = 2 * own * (config["vocab_size"] + len(config.get("durations", ())))
+        token_bytes = (joint + 8 * own**2 * config.get("num_decoder_layers", 2)) * weight_bytes
+    return SpeechWork(
+        padded_s=0.0,
+        multiplies_per_s=rate * each,
+        attention=4 * layers * width * rate**2,  # scores of states and of positions, of which there are twice as many
+        token_bytes=token_bytes,
+    )
+
+
+def predict_speech(work: SpeechWork | None, device: str, hardware: Hardware) -> SpeechSpeeds | None:
+    """Return the speed of a transcription on `device`. None: there is no work, or a speed of the machine is unknown.
+
+    A window is encoded at a share of the measured multiply-adds/s; then each token of the text reads the decoder at a
+    share of the measured bandwidth. Finding speech and windows that are written at once do not count.
+    """
+    gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == device), None)
+    speeds = hardware.speeds
+    rate, bandwidth = (speeds.wide, speeds.ram) if gpu is None else (gpu.place.multiplies, gpu.place.bandwidth)
+    if work is None or rate is None or bandwidth is None:
+        return None
+    products, steps = (CPU_ENCODER, RAM_SHARE) if gpu is None else (GPU_PRODUCTS, GPU_SHARE)
+
+    def window_s(seconds: float) -> float:
+        token_s = work.bytes_per_token(seconds) / (bandwidth * steps) + STEP_S if work.token_bytes else 0.0
+        tokens = SPOKEN_TOKENS * seconds + work.passes
+        return work.multiplies(seconds) / (rate * products) + tokens * token_s + STEP_S
+
+    why = (
+        f"{_giga(work.multiplies(WINDOW_S))} billion multiply-adds for {WINDOW_S:g} s of sound at {products:.0%} of "
+        f"{_giga(rate)} billion a second of {device}"
+    )
+    if work.token_bytes:
+        read = _giga(work.bytes_per_token(WINDOW_S))
+        why += (
+            f"; {SPOKEN_TOKENS:g} tokens a second of speech, each reading {read} GB at {steps:.0%} of "
+            f"{_giga(bandwidth)} GB/s"
+        )
+    return SpeechSpeeds(WINDOW_S / window_s(WINDOW_S), window_s(DICTATION_S), f"{why}. The shares are assumed.")
 
 
 def tokens_per_s(read_bytes: float, bandwidth: float, speed: Speed, *, is_mixture: bool) -> SpeedRange:

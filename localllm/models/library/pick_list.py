@@ -8,7 +8,8 @@
     config = { ... }             of config.json what the memory plan reads: architectures and sizes
     title, says, license         optional, for display
     bytes_per_token              optional: weight bytes that one token reads, fewer than `bytes` in a mixture of experts
-    [[speech]]                   a model that transcribes: the same without config and bytes_per_token
+    [[speech]]                   a model that transcribes: the same without bytes_per_token; config is optional, and the
+                                 expected speed is computed from its sizes
 
 On a CPU quantised matrices keep their bits with the native library, but types of 8 bits lose their scales, and Q5 and
 Q6 get 8 bits on a processor with products of bytes; without the library all of them get 8 bits (kernels/cpu/pack.py).
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from functools import cache, cached_property
 from pathlib import Path
@@ -32,7 +33,7 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import speed
 from localllm.models.fit.far import CheckpointBytes, ExpertBytes, LayerExperts
-from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.memory_plan import MemoryPlan, SpeechWork
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.shard_sizes import count_shard
 from localllm.models.library.names import parse_name
@@ -120,11 +121,24 @@ class SpeechPick:
     title: str = ""
     says: str = ""
     license: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)  # of config.json the sizes; empty: its speed is not told
 
     @property
     def cpu_bytes(self) -> int:
         """Bytes of the weights in RAM, in float32."""
         return 4 * self.parameters
+
+    @property
+    def work(self) -> SpeechWork | None:
+        """The work of a transcription on a CPU; None: there is no config."""
+        halves = speed.has_library()
+        stored = 2 if halves and self.bytes < 3 * self.parameters else 4
+        return speed.speech_work(self.config, stored, 2 if halves else 4)
+
+    def speed_on(self, hardware: Hardware) -> str:
+        """Return the expected speed on the CPU for display, "" if unknown: `about 9 times real time`."""
+        found = speed.predict_speech(self.work, "cpu", hardware)
+        return "" if found is None else found.words()
 
     def fits(self, hardware: Hardware) -> bool:
         """Return whether it fits beside a chat model: in a quarter of the free memory of this machine."""
@@ -181,8 +195,8 @@ def _read_file(path: Path) -> PickList:
         why = f"Unknown: {unknown[0]!r}." if are_lists else "pick or speech is not a list of tables."
         hint = "It has a date, [[pick]] and [[speech]] tables."
         raise ConfigError(f"{path} is not a list of suggested models.", f"{why} {hint}")
-    hear = (_checked(entry, f"{path}, speech {number}", SpeechPick) for number, entry in enumerate(speech, 1))
-    return replace(_list(entries, since, str(path)), speech=tuple(SpeechPick(**entry) for entry in hear))
+    hear = tuple(_speech_pick(entry, f"{path}, speech {number}") for number, entry in enumerate(speech, 1))
+    return replace(_list(entries, since, str(path)), speech=hear)
 
 
 def _list(entries: Any, since: date | None, source: str) -> PickList:
@@ -198,6 +212,15 @@ def _pick(entry: Any, where: str) -> Pick:
     return pick
 
 
+def _speech_pick(entry: Any, where: str) -> SpeechPick:
+    """Return one entry. Raises `ConfigError` as `_pick` does, and for a config without the sizes that a speed needs."""
+    pick = SpeechPick(**_checked(entry, where, SpeechPick))
+    if pick.config and pick.work is None:
+        why = "Supported: Whisper, Moonshine and Parakeet, with architectures and the sizes of config.json."
+        raise ConfigError(f"{where}: no speed follows from its config.", why, "Complete the config, or leave it out.")
+    return pick
+
+
 def _checked(entry: Any, where: str, kind_of_pick: type[Pick | SpeechPick]) -> dict[str, Any]:
     """Return the fields of an entry. Raises `ConfigError` for a missing, unknown or impossible one."""
     if not isinstance(entry, Mapping):
@@ -206,11 +229,11 @@ def _checked(entry: Any, where: str, kind_of_pick: type[Pick | SpeechPick]) -> d
     if unknown := sorted(entry.keys() - set(known)):
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}.", f"Known: {', '.join(known)}.")
     for name, kind, is_required in (
-        ("name", str, True), ("bytes", int, True), ("parameters", int, True), ("config", Mapping, True),
+        ("name", str, True), ("bytes", int, True), ("parameters", int, True), ("config", Mapping, kind_of_pick is Pick),
         ("title", str, False), ("says", str, False), ("license", str, False), ("bytes_per_token", int, False),
     ):  # fmt: skip
         if name not in entry and is_required and name in known:
-            needed = [each for each in known if each in ("name", "bytes", "parameters", "config")]
+            needed = ["name", "bytes", "parameters", *(["config"] if kind_of_pick is Pick else [])]
             raise ConfigError(f"{where} has no {name}.", f"Needed: {', '.join(needed)}.")
         if name in entry and (not isinstance(entry[name], kind) or isinstance(entry[name], bool)):
             expected = {str: "text", int: "a whole number"}.get(kind, "a table")

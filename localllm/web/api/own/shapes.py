@@ -133,7 +133,8 @@ class Plan(Shape):
 
 class Fit(Shape):
     """Each device has the verdict, the plan with its bytes (`far`: experts in RAM or on disk), the predicted speeds
-    (`predicted`: `decode` and `streams` in tokens/s, `first_token_s` by tokens of a prompt), and other settings."""
+    (`predicted`: `decode` and `streams` in tokens/s, `first_token_s` by tokens of a prompt; `speech`: of a model that
+    transcribes), and other settings."""
 
     model: str
     architecture: str

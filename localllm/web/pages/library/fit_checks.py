@@ -289,6 +289,7 @@ def table(estimates: Sequence[Estimate]) -> FitTable:
     devices = tuple(each.name if each.device == "cpu" else f"{each.device} {each.name}" for each in estimates)
     rows = tuple((name, tuple(cells)) for name, cells in fit_rows(estimates))
     notes = tuple(note for each in estimates[:1] if each.plan is not None for note in each.plan.notes)
+    notes += tuple(each.speech.why for each in estimates[:1] if each.speech is not None)
     ranks = estimates[0].needs.ranks
     options = option_rows([*estimates[0].placements, *estimates[0].options])[1:]
     return FitTable(
@@ -363,9 +364,10 @@ def _memory_line(each: Estimate) -> str:
     need = needs_in_words(each.one_request) or f"{format_bytes(plan.total_bytes)} in all"
     cut = plan.max_model_len < each.wanted
     context = f"context {format_count(plan.max_model_len)} of {format_count(each.wanted)} tokens" if cut else ""
+    speed = each.speed or each.speech
     free = _free(plan, "" if each.device == "cpu" else each.name)
     far = f"experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
-    return " · ".join(filter(None, (need, far, context, free, each.speed.words() if each.speed else "")))
+    return " · ".join(filter(None, (need, far, context, free, speed.words() if speed else "")))
 
 
 def _free(plan: MemoryPlan, device: str = "") -> str:

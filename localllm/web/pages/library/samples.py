@@ -116,7 +116,10 @@ def _picks(*, offline: bool = False) -> s.Picks:
         "11 to 24 tokens/s",
         "apache-2.0",
     )
-    speech = replace(card, name="openai/whisper-base", title="Whisper base", memory="277 MiB on the CPU", speed="")
+    speech = replace(
+        card, name="openai/whisper-base", title="Whisper base", memory="277 MiB on the CPU",
+        speed="about 22 times real time; 5 s of dictation about 0.7 s",
+    )  # fmt: skip
     return s.Picks((card,) * 3, "Runs on RTX 4090: 22.9 GiB free", "--offline" if offline else "", speech=(speech,))
 
 

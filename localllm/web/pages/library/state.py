@@ -9,13 +9,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from litestar import Request
 
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
+from localllm.machine.bandwidth import with_kept_speeds
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.conversation_bytes import needs_in_words
 from localllm.models.library.hub.client import offline_switch
@@ -159,7 +160,10 @@ class LibraryState:
             return Picks(is_pending=True)
         cards = tuple(_card(each) for each in known.picks[:MOST_PICKS])
         hear = [pick for pick in read_picks(self.settings.picks).speech if pick.fits(known.hardware)]
-        speech = tuple(map(_speech_card, hear[:MOST_SPEECH_PICKS]))
+        # What a load or a fit has measured; without it no speed is shown.
+        kept = await asyncio.to_thread(with_kept_speeds, known.hardware)
+        kept = replace(kept, speeds=kept.speeds._replace(ram=known.cpu_bandwidth))
+        speech = tuple(_speech_card(each, kept) for each in hear[:MOST_SPEECH_PICKS])
         return Picks(cards, machine_words(known.hardware), self.offline_switch, speech=speech)
 
 
@@ -177,7 +181,7 @@ def _card(found: FittingPick) -> PickCard:
     )
 
 
-def _speech_card(pick: SpeechPick) -> PickCard:
+def _speech_card(pick: SpeechPick, hardware: Hardware) -> PickCard:
     return PickCard(
         name=pick.name,
         url=page_url(pick.name),
@@ -185,7 +189,7 @@ def _speech_card(pick: SpeechPick) -> PickCard:
         says=pick.says,
         download=f"{format_bytes(pick.bytes)}, {format_parameters(pick.parameters)} parameters",
         memory=f"{format_bytes(pick.cpu_bytes)} on the CPU",
-        speed="",
+        speed=pick.speed_on(hardware),
         license=pick.license or "not stated",
     )
 
