@@ -101,6 +101,55 @@ def test_what_is_said_lands_at_the_caret_and_undo_takes_it_back(
     page.screenshot(path=tmp_path / f"done-{width}.png")
 
 
+def level_of(page: Page) -> float:
+    """Return the share of its width that the level bar shows."""
+    return float(page.locator(".dictate__level").evaluate("bar => new DOMMatrix(getComputedStyle(bar).transform).a"))
+
+
+def test_a_button_that_is_held_records_until_it_is_released(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
+    page = opened(FAKE, microphone(tmp_path, sounds(20)[0] / 32767), width=360)
+    box = page.locator("#dictate").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.locator("#dictate[data-dictate=recording]:has-text('0:01')").wait_for()
+    page.mouse.move(10, 10)  # the press goes on beside the button
+    page.mouse.up()
+    idle(page)
+    assert page.locator("#composer-message").input_value()
+    page.locator("#dictate").click()  # what was held does not swallow the next click
+    page.locator("#dictate[data-dictate=recording]").wait_for()
+    page.keyboard.press("Escape")
+    idle(page)
+    page.locator("#dictate").press("Enter")  # no pointer at all
+    page.locator("#dictate[data-dictate=recording]").wait_for()
+    page.locator("#dictate").press("Enter")
+    idle(page)
+
+
+@pytest.mark.parametrize(("loudness", "low", "high"), [(1.0, 0.5, 1.0), (0.0, 0.0, 0.05)])
+def test_the_bar_shows_the_level_of_the_microphone_and_moves_nothing(
+    opened: Callable[..., Page], tmp_path: Path, loudness: float, low: float, high: float
+) -> None:
+    page = opened(FAKE, microphone(tmp_path, loudness * sounds(20)[0] / 32767))
+    assert not page.locator(".dictate__level").is_visible()
+    page.locator("#dictate").click()
+    page.locator("#dictate:has-text('0:01')").wait_for()
+    before = page.locator("#dictate").bounding_box()
+    levels = []
+    for _ in range(10):
+        levels.append(level_of(page))
+        page.wait_for_timeout(50)
+    assert low <= max(levels) <= high
+    assert page.locator("#dictate").bounding_box() == before
+    page.keyboard.press("Escape")
+    idle(page)
+    assert not page.locator(".dictate__level").is_visible()
+
+
 def test_silence_is_told_and_a_cancelled_recording_is_not_sent(
     opened: Callable[..., Page], server: LiveServer, tmp_path: Path
 ) -> None:
