@@ -77,6 +77,23 @@ class Register:
         entry.names |= {name, found.name}
         entry.path, entry.is_beside = found.path, True
 
+    async def transcribers(self) -> list[str]:
+        """Return the names of the models that can transcribe a sound of the pages without evicting another model: those
+        that are loaded, the speech model, and installed ones, which `add_speech_model` registers.
+        """
+        from localllm.models.encoders.recipe import task_of
+
+        known = [entry for entry in self.entries if entry.is_beside or (entry.hears and entry.state == "ready")]
+        if self.speech is None or self.settings is None or not self.settings.server.on_demand:
+            return [entry.name for entry in known]
+        paths = {entry.path for entry in self.entries}
+
+        def unknown() -> list[str]:
+            stored = [each for each in self._loader.list() if each.alias_of is None and each.path not in paths]
+            return [each.name for each in stored if task_of(each.path) == "transcribe"]
+
+        return [entry.name for entry in known] + await asyncio.to_thread(unknown)
+
     async def installed(self) -> dict[str, ModelEntry | None]:
         """Return the names that requests could use besides the names in `entries`.
         An alias maps to the model that it names.

@@ -46,8 +46,8 @@ def test_texts_of_own_scripts_end_on_their_line() -> None:
             assert "/*" not in path.read_text(), path
 
 
-ASKED = LAZY | {"dictation.js"}
-"""Scripts that the first page has only where a model transcribes."""
+ASKED = LAZY | {"dictation.js", "aloud.js"}
+"""Scripts that the first page has only where a model transcribes, or where the browser has a voice of its machine."""
 
 
 def test_first_page_weighs_less_than_50_kb() -> None:

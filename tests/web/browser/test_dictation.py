@@ -15,7 +15,7 @@ from localllm.errors import QueueFull
 from localllm.media import speech
 from localllm.web.pages.chat.files import handlers
 from tests.media.sounds import sounds, wav
-from tests.models.speech_models import save_parakeet
+from tests.models.speech_models import save_parakeet, save_whisper
 from tests.web.browser.conftest import CHROMIUM
 from tests.web.browser.looks import overflow, small_targets
 from tests.web.live_server import LiveServer, settings
@@ -37,6 +37,20 @@ def server_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def server(model: StubModel, server_settings: Settings) -> Iterator[LiveServer]:
     with LiveServer(model, server_settings) as live:  # type: ignore[arg-type]
         yield live
+
+
+@pytest.fixture
+def installed(server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of an installed speech model that is not loaded."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder, commit = tmp_path / "models--org--whisper-tiny", "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    save_whisper(folder / "snapshots" / commit)
+    before = list(server.manager.entries)
+    yield "org/whisper-tiny"
+    server.manager.entries[:] = before
 
 
 @pytest.fixture
@@ -73,6 +87,12 @@ def microphone(tmp_path: Path, values: np.ndarray) -> str:
     return f"--use-file-for-fake-audio-capture={path}%noloop"
 
 
+def flaws(page: Page) -> list[str]:
+    """Return what axe-core finds."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    return [each["id"] for each in axe.Axe().run(page).response["violations"]]
+
+
 def idle(page: Page) -> None:
     page.locator("#dictate[data-dictate=idle]").wait_for(timeout=60_000)
 
@@ -99,6 +119,56 @@ def test_what_is_said_lands_at_the_caret_and_undo_takes_it_back(
     page.keyboard.press("Control+z")
     assert text.input_value() == "Dear you"
     page.screenshot(path=tmp_path / f"done-{width}.png")
+
+
+def level_of(page: Page) -> float:
+    """Return the share of its width that the level bar shows."""
+    return float(page.locator(".dictate__level").evaluate("bar => new DOMMatrix(getComputedStyle(bar).transform).a"))
+
+
+def test_a_button_that_is_held_records_until_it_is_released(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
+    page = opened(FAKE, microphone(tmp_path, sounds(20)[0] / 32767), width=360)
+    box = page.locator("#dictate").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.locator("#dictate[data-dictate=recording]:has-text('0:01')").wait_for()
+    page.mouse.move(10, 10)  # the press goes on beside the button
+    page.mouse.up()
+    idle(page)
+    assert page.locator("#composer-message").input_value()
+    page.locator("#dictate").click()  # what was held does not swallow the next click
+    page.locator("#dictate[data-dictate=recording]").wait_for()
+    page.keyboard.press("Escape")
+    idle(page)
+    page.locator("#dictate").press("Enter")  # no pointer at all
+    page.locator("#dictate[data-dictate=recording]").wait_for()
+    page.locator("#dictate").press("Enter")
+    idle(page)
+
+
+@pytest.mark.parametrize(("loudness", "low", "high"), [(1.0, 0.5, 1.0), (0.0, 0.0, 0.05)])
+def test_the_bar_shows_the_level_of_the_microphone_and_moves_nothing(
+    opened: Callable[..., Page], tmp_path: Path, loudness: float, low: float, high: float
+) -> None:
+    page = opened(FAKE, microphone(tmp_path, loudness * sounds(20)[0] / 32767))
+    assert not page.locator(".dictate__level").is_visible()
+    page.locator("#dictate").click()
+    page.locator("#dictate:has-text('0:01')").wait_for()
+    before = page.locator("#dictate").bounding_box()
+    levels = []
+    for _ in range(10):
+        levels.append(level_of(page))
+        page.wait_for_timeout(50)
+    assert low <= max(levels) <= high
+    assert page.locator("#dictate").bounding_box() == before
+    assert flaws(page) == []
+    page.keyboard.press("Escape")
+    idle(page)
+    assert not page.locator(".dictate__level").is_visible()
 
 
 def test_silence_is_told_and_a_cancelled_recording_is_not_sent(
@@ -171,6 +241,38 @@ def test_a_sound_file_is_attached_as_its_text(
     page.locator(".file--sent summary").click()
     assert page.locator(".file__text").inner_text().startswith("[0:0")
     assert "talk.wav" in "".join(map(chr, model.client.asked[-1].prompt_token_ids))
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_sound_file_is_read_again_with_another_speech_model(
+    opened: Callable[..., Page], server: LiveServer, installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    width: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
+    (tmp_path / "talk.wav").write_bytes(wav(sounds(8)[0] / 32767))
+    page = opened(width=width)
+    page.set_input_files("#composer-file", tmp_path / "talk.wav")
+    chosen = page.get_by_label("Speech model of talk.wav")
+    chosen.wait_for(timeout=60_000)
+    assert chosen.locator("option").all_inner_texts()[:2] == ["Read again with …", installed]
+    assert overflow(page) == 0
+    assert small_targets(page) == []
+    assert flaws(page) == []
+    page.screenshot(path=tmp_path / f"chip-{width}.png")
+    chosen.select_option(installed)
+    page.get_by_text(f"8.0 s of speech by {installed.rsplit('/')[-1]}").wait_for(timeout=60_000)
+    assert page.locator(".attachments .file").count() == 1
+    page.screenshot(path=tmp_path / f"again-{width}.png")
+    assert [entry.is_beside for entry in server.manager.entries if entry.path and "whisper" in str(entry.path)] == [
+        True
+    ]
+    assert next(entry for entry in server.manager.entries if not entry.is_beside).state == "ready"
+    chosen.evaluate("field => field.append(new Option('gone', 'gone'))")
+    chosen.select_option("gone")
+    page.get_by_text("'gone' cannot transcribe talk.wav now.").wait_for()
+    assert page.locator(".attachments .file").count() == 1
+    chosen.select_option("parakeet")
+    page.get_by_text("8.0 s of speech by parakeet").wait_for(timeout=60_000)
 
 
 @pytest.mark.parametrize("width", [360, 1280])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.web.browser.harness import long_chat, say
+from tests.web.browser.harness import finishing, long_chat, say
 from tests.web.browser.looks import overflow, small_targets, until
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
@@ -138,11 +139,12 @@ def test_jumps_lead_through_a_long_chat(open_page: Open, server: LiveServer, mod
 VOICES = """
 const spoken = [], local = { name: "here", lang: "en-GB", localService: true };
 window.spoken = spoken;
+window.queued = [];
 window.SpeechSynthesisUtterance = function (text) { this.text = text; };
 Object.defineProperty(window, "speechSynthesis", { value: {
   getVoices: () => [{ name: "elsewhere", lang: "en-US", localService: false }, ...(%s ? [local] : [])],
   addEventListener() {}, cancel() { spoken.push("cancel"); },
-  speak(said) { spoken.push(`${said.voice.name}: ${said.text}`); },
+  speak(said) { spoken.push(`${said.voice.name}: ${said.text}`); queued.push(said); },
 } });
 """
 
@@ -168,9 +170,71 @@ def test_reading_aloud_skips_code_and_uses_no_voice_of_elsewhere(
         assert page.evaluate("spoken.filter(each => each !== 'cancel')") == [
             "here: First words.", "here: And then, e.g., more!", "here: a list"
         ]  # fmt: skip
-        menu(page, "Stop")
+        menu(page, "Stop reading")
         assert page.evaluate("spoken.at(-1)") == "cancel"
-        assert page.locator("[data-speak]").text_content() == "Read aloud"
+        assert page.locator(".more [data-speak]").text_content() == "Read aloud"
+    context.close()
+
+
+BETWEEN_TWO_UPDATES = """(async () => {
+  const wait = () => new Promise((done) => setTimeout(done, 400));
+  const message = document.querySelector(".message--assistant");
+  message.ariaBusy = "true";
+  message.querySelector(".prose").replaceChildren();
+  const open = Object.assign(document.createElement("div"), { className: "open open--text", id: `${message.id}-open` });
+  open.textContent = "One. Two";
+  message.querySelector(".prose").after(open);
+  message.querySelector(".more [data-speak]").click();
+  message.querySelector(".prose").innerHTML = "<p>One. Two.</p>";
+  await wait();
+  const next = open.cloneNode();
+  next.textContent = "New. Block";
+  open.replaceWith(next);
+})()"""
+"""A finished block is on the page, and the open block still has its text."""
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_reply_is_read_aloud_while_it_is_written(
+    chromium: Browser, server: LiveServer, model: StubModel, reply: Callable[[str], None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, width: int,
+) -> None:  # fmt: skip
+    code, items = "```python\nx = 1. Not read.\n```", "1. A list. Of two.\n2. Parts."
+    reply(f"First **words**. And then more! This one ends the paragraph.\n\n{code}\n\n{items}\n\nThe end.")
+    monkeypatch.setattr(model.client, "chars", 2)
+    monkeypatch.setattr(model.client, "every_s", 0.04)
+    context = chromium.new_context(viewport={"width": width, "height": 740})
+    context.add_init_script(VOICES % "true")
+    page = context.new_page()
+    page.goto(server.url)
+    page.fill("#composer-message", "read")
+    with finishing(page):
+        page.press("#composer-message", "Enter")
+        page.locator(".message--assistant[aria-busy=true]").get_by_role("button", name="Read aloud").click()
+        until(page, "spoken.includes('here: First words.')")
+        assert page.locator(".message--assistant .prose > *").count() == 0, "its paragraph is not finished"
+        page.screenshot(path=tmp_path / f"written-{width}.png")
+        assert overflow(page) == 0
+        assert small_targets(page) == []
+    stop = page.get_by_role("button", name="Stop reading")
+    stop.wait_for()
+    until(page, "spoken.includes('here: The end.')")
+    assert page.evaluate("spoken.filter(each => each !== 'cancel')") == [
+        "here: First words.", "here: And then more!", "here: This one ends the paragraph.", "here: A list.",
+        "here: Of two.", "here: Parts.", "here: The end.",
+    ]  # fmt: skip
+    page.screenshot(path=tmp_path / f"read-{width}.png")
+    assert overflow(page) == 0
+    page.evaluate("queued.forEach(each => each.onend())")
+    stop.wait_for(state="hidden")
+    page.reload()
+    menu(page, "Read aloud")
+    stop.click()
+    assert page.evaluate("spoken.at(-1)") == "cancel"
+    page.evaluate(BETWEEN_TWO_UPDATES)
+    until(page, "spoken.at(-1) === 'here: New.'")
+    said = page.evaluate("spoken.slice(spoken.lastIndexOf('cancel') + 1)")
+    assert said == ["here: One.", "here: Two.", "here: New."]
     context.close()
 
 

@@ -161,23 +161,26 @@ async def _all(heard: AsyncIterator[Heard]) -> list[Heard]:
 
 
 async def hear(
-    request: ApiRequest, file: UploadFile, where: str, options: SpeechOptions
+    request: ApiRequest, file: UploadFile, where: str, options: SpeechOptions, asked: str | None = None
 ) -> tuple[str, Samples, AsyncIterator[Heard], list[str]]:
     """Return the speech model's name, the sound of a file that a page sent, damaged or not, the texts of its windows,
-    and warnings. where: the file's name in errors. Raises like a request of the API.
+    and warnings. where: the file's name in errors. asked: the model; None: the speech model. Raises like a request of
+    the API.
     """
     from localllm.media.speech import VadOptions
 
-    model = await served_model(request, None, "transcribe")
+    model = await served_model(request, asked, "transcribe")
     client = transcriber_of(model)
     decoding, warnings = client.decoding(options, model.name)
     samples = await _samples(file, where, request.app.state["settings"].server, allow_damaged=True)
     return model.name, samples, client.transcribe(samples, VadOptions(), decoding), warnings
 
 
-async def transcript_of_page(request: ApiRequest, file: UploadFile, where: str) -> tuple[str, Transcript]:
+async def transcript_of_page(
+    request: ApiRequest, file: UploadFile, where: str, asked: str | None = None
+) -> tuple[str, Transcript]:
     """Return the speech model's name and the text of a file that a page sent. Raises like `hear`."""
-    name, samples, heard, warnings = await hear(request, file, where, SpeechOptions())
+    name, samples, heard, warnings = await hear(request, file, where, SpeechOptions(), asked)
     windows = await unless_disconnected(request.receive, _all(heard))
     return name, transcript_of(samples, windows, translate=False, warnings=warnings)
 

@@ -1,9 +1,10 @@
-// Dictation: the microphone is recorded here and sent to this server as WAV; the text is put at the caret.
+// Dictation: the microphone is recorded here and sent to this server as WAV; the text is put at the caret. A click
+// starts and a click ends; a button that is held down records until it is released.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
-  const button = find("#dictate"), text = find("#composer-message");
-  const RATE = 16000, MOST_S = 1800;
+  const button = find("#dictate"), text = find("#composer-message"), level = find(".dictate__level");
+  const RATE = 16000, MOST_S = 1800, HOLD_MS = 400, QUIET_DB = -60;
   const REFUSED = {
     NotAllowedError: "The browser has refused the microphone. Allow it for this page, then try again.",
     NotFoundError: "No microphone was found. Connect one, then try again.",
@@ -18,7 +19,8 @@
   };
   function enter(next, shown = "") {
     state = next;
-    button.title = button.lastElementChild.textContent = STATES[next];
+    button.title = STATES[next] + (next === "idle" ? ": click, or hold while you speak" : "");
+    button.lastElementChild.textContent = STATES[next];
     button.dataset.dictate = next;
     button.children[1].textContent = shown;
     if (next !== "idle") find("#chat-status").textContent = next === "writing" ? "Transcribing" : "Recording";
@@ -41,8 +43,23 @@
     }
   }
 
+  // The bar shows how loud the microphone is, in decibels: a quiet room leaves it short, a dead microphone empty.
+  function drawLevel(stream) {
+    const context = new AudioContext(), meter = context.createAnalyser(), samples = new Float32Array(meter.fftSize);
+    context.createMediaStreamSource(stream).connect(meter);
+    const draw = () => {
+      if (context.state === "closed") return;
+      meter.getFloatTimeDomainData(samples);
+      const loud = 10 * Math.log10(samples.reduce((sum, each) => sum + each * each, 0) / samples.length);
+      level.style.transform = `scaleX(${Math.max(0, Math.min(1, 1 - loud / QUIET_DB))})`;
+      requestAnimationFrame(draw);
+    };
+    draw();
+    return context;
+  }
+
   function record(stream) {
-    const parts = [], since = performance.now();
+    const parts = [], since = performance.now(), heard = drawLevel(stream);
     let kept = true;
     recorder = new MediaRecorder(stream);
     const tick = () => {
@@ -54,6 +71,7 @@
     recorder.ondataavailable = (event) => parts.push(event.data);
     recorder.onstop = () => { // also when the microphone is unplugged
       clearInterval(clock);
+      heard.close();
       stream.getTracks().forEach((track) => track.stop());
       if (kept) write(new Blob(parts));
       else enter("idle");
@@ -108,7 +126,24 @@
     find("#chat-status").textContent = "Transcribed";
   }
 
-  button.addEventListener("click", () => (state === "idle" ? start() : state === "recording" ? recorder.stop() : cancel()));
+  let pressed = 0; // when the press that started the recording began; 0: no press has
+  button.addEventListener("pointerdown", (event) => {
+    pressed = 0;
+    if (state !== "idle" || event.button) return;
+    pressed = event.timeStamp;
+    button.setPointerCapture(event.pointerId); // a finger may slide off the button
+    start();
+  });
+  for (const end of ["pointerup", "pointercancel"]) button.addEventListener(end, (event) => {
+    if (pressed && event.timeStamp - pressed >= HOLD_MS && state === "recording") recorder.stop();
+  });
+  button.addEventListener("contextmenu", (event) => state === "idle" || event.preventDefault()); // of a long touch
+  button.addEventListener("click", (event) => {
+    if (pressed && event.detail) pressed = 0; // its press has done it
+    else if (state === "idle") start();
+    else if (state === "recording") recorder.stop();
+    else cancel();
+  });
   document.addEventListener("keydown", (event) => { // before Esc stops the reply
     if (event.key !== "Escape" || state === "idle") return;
     event.stopImmediatePropagation();

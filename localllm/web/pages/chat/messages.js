@@ -1,4 +1,4 @@
-// Inside a message: maths, the reasoning clock, long lines of code, previews, files. Around it: jumps, reading aloud.
+// Inside a message: maths, the reasoning clock, long lines of code, previews, files. Around it: jumps.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
@@ -85,36 +85,16 @@
     if (drawn) draw(written && written !== before ? written : drawn);
   }
 
-  // Reading aloud uses voices of this machine only: another voice would send the text to its maker.
+  // Reading aloud has a script of its own, loaded once the browser has a voice of this machine: another voice would send
+  // the text to its maker.
   const speech = window.speechSynthesis;
-  const voices = () => speech?.getVoices().filter((voice) => voice.localService) ?? [];
-  const findVoices = () => document.documentElement.classList.toggle("spoken", voices().length > 0);
+  function findVoices() {
+    const found = speech?.getVoices().some((voice) => voice.localService);
+    document.documentElement.classList.toggle("spoken", Boolean(found));
+    if (found && messages && !find("#aloud")) document.head.append(Object.assign(document.createElement("script"), { id: "aloud", src: messages.dataset.aloud }));
+  }
   speech?.addEventListener?.("voiceschanged", findVoices);
   findVoices();
-  let speaking = null;
-  function hush() {
-    speech?.cancel();
-    if (speaking) speaking.textContent = "Read aloud";
-    speaking = null;
-  }
-  function speak(button) {
-    const wasSpeaking = speaking === button;
-    hush();
-    if (wasSpeaking) return;
-    const text = button.closest(".message").querySelector(".prose:not(.thinking__text)").cloneNode(true);
-    for (const skipped of text.querySelectorAll(".code, .maths")) skipped.remove();
-    const language = navigator.language.slice(0, 2);
-    const voice = voices().find((each) => each.lang.startsWith(language)) ?? voices()[0];
-    const sentences = new Intl.Segmenter(navigator.language, { granularity: "sentence" });
-    const said = [...text.children].flatMap((each) => [...sentences.segment(each.textContent)].map(({ segment }) => segment.trim())).filter(Boolean);
-    if (!said.length) return;
-    speaking = button;
-    button.textContent = "Stop";
-    for (const [at, part] of said.entries()) { // a long text in one piece is cut off by some browsers
-      speech.speak(Object.assign(new SpeechSynthesisUtterance(part), { voice, onend: () => at === said.length - 1 && speaking === button && hush() }));
-    }
-  }
-  addEventListener("pagehide", hush);
 
   // Jumps: to the newest message, and to a question of the outline if it is on the page.
   const scroller = find("#chat-scroll");
@@ -139,7 +119,7 @@
     message.focus({ preventScroll: true });
   }
 
-  const acts = { "[data-wrap]": wrap, "[data-preview]": preview, "[data-step]": step, "#canvas [data-close]": closeCanvas, "[data-speak]": speak, "#newest": toNewest, "[data-jump]": jump };
+  const acts = { "[data-wrap]": wrap, "[data-preview]": preview, "[data-step]": step, "#canvas [data-close]": closeCanvas, "#newest": toNewest, "[data-jump]": jump };
   document.addEventListener("click", (event) => {
     for (const [selector, act] of Object.entries(acts)) {
       const found = event.target.closest(selector);

@@ -238,6 +238,7 @@ def inside() -> list[views.View]:
                     detail="auto",
                 ),
                 w.AttachmentChip("scan.pdf", 9_000, 4015, "a4", note="2 pages without text not read"),
+                w.AttachmentChip("talk.wav", 900, 212, "a5", note="12:30 of speech by base", speech=("turbo",)),
             ),
             4015,
             8192,

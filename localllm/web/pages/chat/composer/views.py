@@ -130,6 +130,7 @@ class AttachmentChip(View):
     seconds: float | None = None  # that a picture is expected to take before the answer begins; None: not known
     detail: str = ""  # how finely a picture is read; empty: it cannot be chosen
     note: str = ""  # what is not read of the file
+    speech: tuple[str, ...] = ()  # other models that can transcribe the sound whose text it is
     is_sound: bool = False  # `size` is its length, and the page can play it once it is stored
 
 
@@ -303,7 +304,7 @@ def _waiting_chip(file: Attachment) -> AttachmentChip:
     if not file.pictures:
         return AttachmentChip(
             file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched,
-            note=file.note,
+            note=file.note, speech=file.speech,
         )  # fmt: skip
     chip, cost, count = picture_chip(file.pictures[0]), file.cost, len(file.pictures)
     size = (

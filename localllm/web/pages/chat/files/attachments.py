@@ -53,6 +53,8 @@ class Attachment:
     pictures: tuple[dict[str, Any], ...] = ()  # as pictures.py describes them; several are pages of a PDF
     cost: ExpectedCost | None = None  # of pictures; None: no model is loaded that could tell
     note: str = ""  # what is not read of the file
+    sound: bytes = b""  # of the file whose transcript this is, kept while it can be read again
+    speech: tuple[str, ...] = ()  # other models that can transcribe the sound
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
 
     @classmethod
@@ -65,6 +67,10 @@ class Attachment:
     def detail(self) -> str:
         """The level of detail of its pictures; empty: it has none."""
         return self.pictures[0].get("detail", "auto") if self.pictures else ""
+
+    @property
+    def held_bytes(self) -> int:
+        return self.num_bytes + len(self.sound)
 
     @property
     def name(self) -> str:
@@ -105,11 +111,11 @@ class PendingAttachments:
         """Keep a file, in place of the one with its id if there is one."""
         now = time.monotonic()
         self._files[attachment.id] = (owner, now, attachment)
-        tray_bytes = sum(each.num_bytes for _, _, each in self._files.values())
+        tray_bytes = sum(each.held_bytes for _, _, each in self._files.values())
         for each, (_, since, old) in list(self._files.items())[:-1]:
             if len(self._files) > MAX_TRAY_FILES or tray_bytes > MAX_TRAY_BYTES or now - since > TRAY_S:
                 del self._files[each]
-                tray_bytes -= old.num_bytes
+                tray_bytes -= old.held_bytes
         return attachment
 
     def get(self, owner: str, ids: Sequence[str]) -> list[Attachment]:

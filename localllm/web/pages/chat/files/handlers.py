@@ -52,7 +52,8 @@ MAX_COUNTED_CHARS = 200_000
 
 @post("/chats/attach", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Return the files of the next message, with the new ones and without the removed one. An error for an unreadable
+    """Return the files of the next message, with the new ones, without the removed one, and with a sound read again by
+    the speech model that was chosen for it. An error for an unreadable
     file is shown beside the readable ones.
     """
     state, owner, form = chat_state(request), owner_of(request), await request.form()
@@ -60,6 +61,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     try:
         files = await _on_tray(state, owner, form, removed)
         await _add_uploads(request, form, files)
+        await _transcribe_again(request, form, files, request.query_params.get("again", ""))
     except RequestError as problem:
         error = notice(problem)
     files = divided(files, await free_tokens(state, owner, form))
@@ -143,19 +145,47 @@ async def _heard(state: ChatState, name: str, body: bytes, settings: Mapping[str
         return None
 
 
-async def _sound(request: Request[Any, Any, Any], upload: UploadFile, settings: Mapping[str, str]) -> Attachment:
-    """Return what is said in a sound file, with times. Raises `UnreadableFile` if nothing transcribes or is said."""
+async def _transcribe_again(
+    request: Request[Any, Any, Any], form: Any, files: list[Attachment], attachment_id: str
+) -> None:
+    """Replace the file with that id in `files` by what the speech model that the form names hears in it."""
+    state, model = chat_state(request), form.get(f"speech-{attachment_id}", "")
+    register = state.pages.manager.register
+    for place, file in enumerate(files):
+        if file.id != attachment_id or not file.sound or not model:
+            continue
+        if model not in await register.transcribers():
+            what = f"{model[:80]!r} cannot transcribe {file.name} now."
+            raise UnreadableFile(what, "It is not loaded or installed any more.", "Choose another speech model.")
+        if register.find(model) is None:
+            await register.add_speech_model(model)
+        upload = UploadFile("application/octet-stream", file.name, file.sound)
+        found = await _sound(request, upload, _model(form), model)
+        files[place] = state.attachments.put(owner_of(request), replace(found, id=file.id))
+
+
+async def _sound(
+    request: Request[Any, Any, Any], upload: UploadFile, settings: Mapping[str, str], asked: str | None = None
+) -> Attachment:
+    """Return what is said in a sound file, with times. asked: the model; None: the speech model. Raises
+    `UnreadableFile` if nothing transcribes or is said.
+    """
     state, name = chat_state(request), plain_name(upload.filename)
     if state.pages.manager.register.speech is None:
         what = f"{name} is sound, and no model here transcribes speech."
         raise UnreadableFile(what, "Sound is read as its text.", SPEECH_HINT)
-    model, found = await transcript_of_page(request, upload, name)
+    model, found = await transcript_of_page(request, upload, name, asked)
     if not found.segments:
         raise UnreadableFile(f"{name} has no text.", f"{'; '.join(found.warnings)}.", "Attach another file.")
     file = FileText(name, found.timed_text)
     num_tokens, is_estimate = await _num_tokens(state, file, settings)
     note = "; ".join((f"{format_seconds(found.seconds)} of speech by {model}", *found.warnings))
-    return Attachment(file, len(file.text.encode()), num_tokens, is_estimate, note=note)
+    others = [each for each in await state.pages.manager.register.transcribers() if each != model]
+    await upload.seek(0)
+    sound = await upload.read() if others else b""
+    return Attachment(
+        file, len(file.text.encode()), num_tokens, is_estimate, note=note, sound=sound, speech=tuple(others)
+    )
 
 
 @post("/chats/dictate", status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
