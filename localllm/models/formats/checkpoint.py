@@ -85,7 +85,8 @@ def _cut_info(whole: TensorInfo, ranges: Sequence[range]) -> TensorInfo:
 
 def drop_pages(tensors: Iterable[TensorInfo]) -> None:
     """Drop the pages of tensors from this process and from the system's page cache, which would grow at the cost of
-    other memory. A page that other tensors share stays. A dropped page is read again when it is used.
+    other memory. A page that other tensors share stays. A dropped page is read again when it is used, so what was
+    changed in place in a view of the file is lost.
 
     Linux only; nothing happens elsewhere, or for files that the system does not let go of.
     """
