@@ -139,8 +139,7 @@ class TranscriptionClient(BatchClient):
             )  # fmt: skip
         if facts is None:
             return None, _without_effect(asked, HINTS)
-        if not 0 <= asked.temperature <= 1:
-            raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+        _require_possible(asked)
         if asked.words and not facts.has_words:
             what, why = (
                 f"{name} has no times for words.",
@@ -150,9 +149,6 @@ class TranscriptionClient(BatchClient):
         if not 1 <= asked.beam_size <= MOST_BEAMS:
             why = f"It must be 1 to {MOST_BEAMS}."
             raise InvalidParameter(f"beam_size is {asked.beam_size}.", why, param="beam_size")
-        if asked.max_completion_tokens is not None and asked.max_completion_tokens < 1:
-            what, why = f"max_completion_tokens is {asked.max_completion_tokens}.", "It must be at least 1."
-            raise InvalidParameter(what, why, param="max_completion_tokens")
         from localllm.models.encoders.whisper import TEMPERATURES, Decoding, Thresholds
 
         prompt, warnings = self._tokenizer.encode(f" {asked.prompt.strip()}", add_special_tokens=False), list[str]()
@@ -250,6 +246,15 @@ def _spelled(tokenizer: Tokenizer, segments: Iterable[TranscriptSegment]) -> lis
     ]
 
 
+def _require_possible(asked: SpeechOptions) -> None:
+    """Raise `InvalidParameter` for numbers that no model that writes texts token by token takes."""
+    if not 0 <= asked.temperature <= 1:
+        raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+    if asked.max_completion_tokens is not None and asked.max_completion_tokens < 1:
+        what, why = f"max_completion_tokens is {asked.max_completion_tokens}.", "It must be at least 1."
+        raise InvalidParameter(what, why, param="max_completion_tokens")
+
+
 def _without_effect(asked: SpeechOptions, names: Iterable[str]) -> list[str]:
     """Return a warning for each option that is asked for."""
     default = SpeechOptions()
@@ -305,8 +310,7 @@ class ChatTranscriber:
         if asked.words:
             what, why = f"{name} has no times for words.", "It tells the times of windows alone."
             raise UnsupportedParameter(what, why, "Parakeet and Whisper tell them.", param="timestamp_granularities")
-        if not 0 <= asked.temperature <= 1:
-            raise InvalidParameter(f"temperature is {asked.temperature:g}.", "It must be 0 to 1.", param="temperature")
+        _require_possible(asked)
         if asked.prompt.strip() and not family.prompts:
             warnings.append("prompt has no effect")
         language = asked.language

@@ -153,6 +153,8 @@ def test_tokens_are_told_and_hints_without_effect_are_named(served: Served) -> N
     assert 0 < len(told) <= 3
     assert all(each["logprob"] <= 0 for each in told)
     assert "beam_size has no effect" in answer.headers["x-localllm-warning"]
+    refused = post(served, max_completion_tokens="0")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_completion_tokens")
 
 
 def test_long_sound_is_transcribed_in_windows_in_order(served: Served) -> None:
