@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import DraftSupport, RunnerStats
+from localllm.kernels.cpu.native.structures import FEW_ROWS
 from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_cache import LayerCache, LayerKV, state_of
 from localllm.models.decoder.decoder import TappedModel, Taps
-from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram, NotSupportedNatively, open_native_program
+from localllm.models.decoder.native_program import NativeProgram, NotSupportedNatively, open_native_program
 from localllm.models.encoders.source import SourcePool
 from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.weights.parameters import has_only_float32, held_memory
@@ -114,7 +115,7 @@ class HostSteps:
         self._lone, self._decode_steps = _lone_step(model, layers, () if sources is None else sources.layers)
         self._native = NativeSteps()
         if self._lone is not None:
-            self._native = NativeSteps(MAX_ROWS, self._lone.rounds)
+            self._native = NativeSteps(self._lone.most_rows, self._lone.rounds)
             if taps:
                 self._lone.tap(taps)
         self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
@@ -237,12 +238,12 @@ class HostSteps:
         if self._device.type != "cpu":
             return DraftSupport(why_none=f"the model is on {self._device}")
         if self._lone is not None:
-            return DraftSupport(MAX_ROWS - 1, MAX_ROWS, proposes=True)
+            return DraftSupport(FEW_ROWS - 1, FEW_ROWS, proposes=True)
         if self._deterministic:
             return DraftSupport(why_none="requests are computed token by token in deterministic mode")
         if has_only_float32(self._model):
             copies_states = any(map(state_of, self._layers))  # of each row with drafts, so there are few rows
-            most = (MAX_ROWS - 1, MAX_ROWS) if copies_states else (TORCH_DRAFTS, TORCH_TOKENS)
+            most = (FEW_ROWS - 1, FEW_ROWS) if copies_states else (TORCH_DRAFTS, TORCH_TOKENS)
             return DraftSupport(*most, proposes=True)
         return DraftSupport(
             why_none=f"torch rounds steps of several tokens otherwise, and {self._decode_steps.rstrip('.')}"
@@ -305,7 +306,7 @@ def _lone_step(
     """Return the native step and a line about it, or None and why there is none."""
     try:
         lone = open_native_program(model, layers, sources)
-        told = f"decode steps of up to {MAX_ROWS} requests run natively"
+        told = f"decode steps of up to {lone.most_rows} requests run natively"
     except NotSupportedNatively as reason:
         lone, told = None, f"decode steps run through torch: {reason}"
     log.info(told)
@@ -330,7 +331,7 @@ def parts_of(rows: StepRows, native: NativeSteps, *, is_deterministic: bool) -> 
     """Return the parts of a step in the order in which they are computed: the rule about what a row's arithmetic
     depends on.
 
-        a native step   up to 8 tokens of requests that generate; a token's bits do not depend on other requests,
+        a native step   up to `most_tokens` of requests that generate; a token's bits do not depend on other requests,
                         nor on whether the tokens before it were known or guessed
         prompts         and whatever a native step does not take, together: through torch, whose bits depend on all rows
 

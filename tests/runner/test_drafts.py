@@ -12,9 +12,10 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, TokenMasks
 from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import FEW_ROWS
 from localllm.kernels.sampling.noise import mix_seeds
 from localllm.models.decoder import native_program
-from localllm.models.decoder.native_program import MAX_ROWS, NativeProgram
+from localllm.models.decoder.native_program import NativeProgram
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.host_drafts import HostDrafts
@@ -210,7 +211,7 @@ def test_accepted_tokens_have_the_models_distribution(
     runner = TorchRunner(model, spec, cache, max_num_seqs=slots, max_num_batched_tokens=4 * slots, max_model_len=64,
                          block_size=8, device=CPU)  # fmt: skip
     monkeypatch.setattr(
-        HostSteps, "forward", lambda self, batch: Forward(logits.repeat(len(batch.slots) // 4, 1), None)
+        HostSteps, "forward", lambda self, batch, _=None: Forward(logits.repeat(len(batch.slots) // 4, 1), None)
     )
     params = SamplingParams(temperature=temperature)
     blocks = ((1, 2),) * len(runner.num_blocks)
@@ -255,7 +256,7 @@ def test_support_says_what_can_be_verified(model: Any, spec: ModelSpec, way: str
     assert support.proposes
     assert not support.why_none
     if way == "native":
-        assert (support.most, support.step_tokens) == (MAX_ROWS - 1, MAX_ROWS)
+        assert (support.most, support.step_tokens) == (FEW_ROWS - 1, FEW_ROWS)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from localllm.files.record_file import BLOCK, PART, RecordFile, padded, write_re
 from localllm.kernels.cpu.half import pack_half
 from localllm.kernels.cpu.matrix import parts_of
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import KIND_STORED, MAX_ROWS, Kind, NativeMatrix, Stored
+from localllm.kernels.cpu.native.structures import FEW_ROWS, KIND_STORED, Kind, NativeMatrix, Stored
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks, block_size
 from localllm.kernels.int8_linear import quantize_int8
@@ -226,10 +226,10 @@ def test_products_have_the_bits_of_experts_in_ram(form: str, tmp_path: Path, spe
         cache = cache_of(tmp_path / "a.experts", {3: pairs}, slots)
         matrices = DiskMatrices(cache, 3, "gate_up"), DiskMatrices(cache, 3, "down")
         on_disk = FarExperts(Experts(*matrices, "silu", *biases), Crossing(RamLink(CPU), cache), spec)
-        for count in (1, MAX_ROWS):
+        for count in (1, FEW_ROWS):
             given = rows_of(count)
             assert torch.equal(in_ram(*given), on_disk(*given)), (slots, count)
-        given = rows_of(5 * MAX_ROWS)
+        given = rows_of(5 * FEW_ROWS)
         wanted = in_ram(*given)
         assert (wanted - on_disk(*given)).abs().max() < (
             2e-6 if form in ("fp32", "fp16") else 2e-2

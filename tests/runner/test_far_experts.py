@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import MAX_ROWS
+from localllm.kernels.cpu.native.structures import FEW_ROWS
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import MemoryPlan, plan_memory
 from localllm.models.fit.far import FarPlan
@@ -152,9 +152,9 @@ def test_a_row_has_the_same_bits_beside_any_neighbours(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
 ) -> None:
     far = FarExperts(experts_of(), Crossing(LateLink()), model_of("qwen3_moe")[1])
-    x, ids, weights = chosen(MAX_ROWS)
+    x, ids, weights = chosen(FEW_ROWS)
     together = far(x, ids, weights).clone()
-    for row in range(MAX_ROWS):
+    for row in range(FEW_ROWS):
         one = slice(row, row + 1)
         assert torch.equal(far(x[one], ids[one], weights[one]), together[one])
     exact = experts_of()(x, ids, weights)
@@ -166,14 +166,14 @@ def test_a_row_has_the_same_bits_beside_any_neighbours(
 def test_rows_that_share_experts_are_multiplied_as_each_alone(
     ids: list[list[int]], model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
 ) -> None:
-    """An expert's weights are read once for up to MAX_ROWS of its choices, here for up to 24."""
+    """An expert's weights are read once for up to FEW_ROWS of its choices, here for up to 24."""
     far = FarExperts(experts_of(), Crossing(LateLink()), model_of("qwen3_moe")[1])
-    x, _, weights = chosen(MAX_ROWS)
+    x, _, weights = chosen(FEW_ROWS)
     asked = torch.tensor(ids, dtype=torch.int32)
     together = far(x, asked, weights).clone()
     exact = experts_of()(x, asked, weights)
     assert (together - exact).abs().max() < 2e-6 * exact.abs().max()
-    for row in range(MAX_ROWS):
+    for row in range(FEW_ROWS):
         one = slice(row, row + 1)
         assert torch.equal(far(x[one], asked[one], weights[one]), together[one])
 
@@ -184,7 +184,7 @@ def test_padding_reads_nothing(model_of: Callable[[str], tuple[Path, ModelSpec, 
     experts.gate_up[-1] = torch.nan
     experts.down[-1] = torch.nan
     far = FarExperts(experts, Crossing(LateLink()), model_of("qwen3_moe")[1])
-    for rows in (4, 3 * MAX_ROWS):
+    for rows in (4, 3 * FEW_ROWS):
         x, ids, weights = chosen(rows, count=5)
         ids[1], x[1] = -1, torch.nan
         out = far(x, ids, weights)

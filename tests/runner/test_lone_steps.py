@@ -10,10 +10,11 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import FEW_ROWS, MAX_ROWS, Kind
 from localllm.llm import LLM
 from localllm.machine.hardware import read_hardware
 from localllm.models.decoder import native_program
-from localllm.models.decoder.native_program import NativeProgram
+from localllm.models.decoder.native_program import CODED_ROWS, NativeProgram
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
@@ -63,27 +64,34 @@ def open_runner(model: Any, spec: ModelSpec, *, max_num_seqs: int = 12) -> Torch
     )  # fmt: skip
 
 
-def test_batches_of_one_token_for_each_of_eight_requests_run_natively(
+def test_batches_of_one_token_for_each_of_some_requests_run_natively(
     model: Any, spec: ModelSpec, counts: list[int]
 ) -> None:
-    desk = Desk(open_runner(model, spec))
-    requests = [desk.enter(f"r{slot}", slot, [slot + 3, 9, 4]) for slot in range(9)]
+    desk = Desk(open_runner(model, spec, max_num_seqs=MAX_ROWS + 2))
+    requests = [desk.enter(f"r{slot}", slot, [slot + 3, 9, 4]) for slot in range(MAX_ROWS + 1)]
     desk.step(*((request, 3) for request in requests))
     assert counts == []
     desk.step(*((request, 1) for request in requests))
-    assert counts == []  # nine rows
-    desk.step(*((request, 1) for request in requests[:8]))
-    late = desk.enter("late", 9, [7, 8, 9])
+    assert counts == []  # a row too many
+    desk.step(*((request, 1) for request in requests[:MAX_ROWS]))
+    late = desk.enter("late", MAX_ROWS + 1, [7, 8, 9])
     desk.step((requests[0], 1), (late, 3))
-    assert counts == [8]  # not beside a prompt
+    assert counts == [MAX_ROWS]  # not beside a prompt
     desk.step((requests[0], 1), (late, 1))
-    assert counts == [8, 2]
+    assert counts == [MAX_ROWS, 2]
+
+
+def test_how_many_rows_a_step_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, coded = {Kind.F32, Kind.BF16}, {Kind.F32, Kind.Q8}
+    for amx, most in ((False, [MAX_ROWS, MAX_ROWS, CODED_ROWS]), (True, [MAX_ROWS, FEW_ROWS, FEW_ROWS])):
+        monkeypatch.setattr(native_program, "has_amx", lambda amx=amx: amx)
+        assert [native_program.most_rows(set(kinds)) for kinds in ({Kind.F32}, wide, coded)] == most
 
 
 def test_the_runner_says_how_decode_steps_are_computed(
     model: Any, spec: ModelSpec, library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert open_runner(model, spec).stats().decode_steps == "decode steps of up to 8 requests run natively"
+    assert open_runner(model, spec).stats().decode_steps == "decode steps of up to 32 requests run natively"
     monkeypatch.setattr(native_program, "native", _no_library)
     monkeypatch.setattr(native_program, "why_none", lambda: "A compiler was missing.")
     told = open_runner(model, spec).stats().decode_steps

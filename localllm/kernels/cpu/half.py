@@ -3,7 +3,7 @@
     CpuHalfWeight    W as KIND_BF16 or KIND_F16 of native/matrix.h
     pack_half        from a tensor in bf16 or fp16
 
-Up to MAX_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
+Up to FEW_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
 
     bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
     otherwise: by the native library too, and above TILED_ROWS with W widened to fp32, some outputs at a time
@@ -35,7 +35,7 @@ from localllm.kernels.cpu.bf16 import (
     unpacked_linear,
 )
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import FEW_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
 from localllm.kernels.linear import PACK_MIN_ELEMENTS
 from localllm.kernels.quantized_weight import MetaWeight
@@ -63,7 +63,7 @@ class CpuHalfWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        if len(x) <= MAX_ROWS:
+        if len(x) <= FEW_ROWS:
             y = native_linear(self.matrix(), x.float(), is_fine=True)
         else:
             y = self._many_rows(x)

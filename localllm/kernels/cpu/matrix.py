@@ -23,9 +23,9 @@ from localllm.kernels.cpu.blocks import memory_of
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
 from localllm.kernels.cpu.native.structures import (
+    FEW_ROWS,
     KIND_STORED,
     MAX_INT8_INPUTS,
-    MAX_ROWS,
     OUTPUTS,
     Kind,
     NativeMatrix,
@@ -91,7 +91,7 @@ class NativeWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        y = native_linear(self.native, x.float(), is_fine=len(x) <= MAX_ROWS)
+        y = native_linear(self.native, x.float(), is_fine=len(x) <= FEW_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
-from localllm.kernels.cpu.native.structures import GROUP, MAX_ROWS, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import FEW_ROWS, GROUP, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.gguf_blocks import E2M1_DOUBLED, IQ4_VALUES
 from localllm.kernels.int4_linear import Int4Weight
@@ -60,7 +60,7 @@ class CpuQ4Weight:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
         y = bf16_linear(self.matrix(), x, self.input_order)
         if y is None:
-            y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
+            y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= FEW_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -27,8 +27,8 @@ from localllm.kernels.cpu.blocks import Examples, new_packed, reorder, write_pac
 from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import Pool, native
 from localllm.kernels.cpu.native.structures import (
+    FEW_ROWS,
     KIND_STORED,
-    MAX_ROWS,
     OUTPUTS,
     Kind,
     NativeMatrix,
@@ -123,7 +123,7 @@ class CpuStoredWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        few = len(x) <= MAX_ROWS
+        few = len(x) <= FEW_ROWS
         y = native_linear(self.matrix(), x.float(), is_fine=True) if few else bf16_linear(self.matrix(), x)
         if y is None:
             return self.rows.linear(x, bias)  # as fast from eight rows on, and exact
@@ -175,7 +175,7 @@ def is_right(block_type: str) -> bool:
     rng, (size, num_bytes) = np.random.default_rng(7), block_size(block_type)
     with torch.device("cpu"):  # `meta` while a model is loaded
         stored = torch.from_numpy(rng.integers(0, 256, (8, 2 * num_bytes), np.uint8))
-        x = torch.from_numpy(rng.standard_normal((MAX_ROWS - 1, 2 * size), np.float32))
+        x = torch.from_numpy(rng.standard_normal((FEW_ROWS - 1, 2 * size), np.float32))
         rows = GGUFBlocks((stored,), block_type, 2 * size)
         exact = rows.repacked().dequantize(torch.float32) if block_type in BLOCK_TYPES else dequantize_by_gguf(rows)
         pairs = [(rows.dequantize(torch.float32), exact)]

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.attention import rows_of
+from localllm.kernels.cpu.bf16 import has_amx
 from localllm.kernels.cpu.native.library import Library, native, why_none
-from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind, NativeOperation, NativeRow
+from localllm.kernels.cpu.native.structures import FEW_ROWS, MAX_ROWS, Kind, NativeOperation, NativeRow
 from localllm.kernels.layer_cache import LayerCache, LayerKV
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import SourceInputs
@@ -37,7 +38,9 @@ from localllm.models.layers.group import Alone
 from localllm.models.layers.native_writer import NotSupportedNatively, Writer
 from localllm.models.spec.model_spec import FINAL_HIDDEN, kv_groups
 
-__all__ = ["MAX_ROWS", "DecodeRows", "NativeProgram", "NotSupportedNatively", "open_native_program"]
+__all__ = ["DecodeRows", "NativeProgram", "NotSupportedNatively", "open_native_program"]
+
+CODED_ROWS = 12  # of a step with weights of 8 bits and fewer
 
 
 class DecodeRows(NamedTuple):
@@ -77,6 +80,7 @@ class NativeProgram:
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
         self._adapters = writer.adapters
         self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
+        self.most_rows = most_rows(writer.kinds)
         self._num_groups = len(kv_groups(model.spec))
         self._rows = (NativeRow * ((self._num_groups + bool(sources)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 4)
@@ -100,10 +104,10 @@ class NativeProgram:
         self._operations = self._part(done, count)
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
-        """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
-        next step. samples: False if no row's logits are needed; then they are undefined."""
+        """Run one step of 1 to `most_rows` rows: write their K and V, and return logits [R, vocab] fp32, valid
+        until the next step. samples: False if no row's logits are needed; then they are undefined."""
         count = len(rows.token_ids)
-        assert 1 <= count <= MAX_ROWS, count
+        assert 1 <= count <= self.most_rows, count
         model, ids = self._model, torch.from_numpy(rows.token_ids)
         assert model.embedding is not None
         positions = torch.from_numpy(rows.positions)
@@ -151,6 +155,16 @@ class NativeProgram:
         for place, tapped in enumerate(self._taps):
             if tapped == layer:
                 self._features[: len(values), place] = values
+
+
+def most_rows(kinds: set[int]) -> int:
+    """Return up to how many rows a step is faster here than through torch. Products of fp32 sums take one instruction
+    for 16 inputs whatever the weights; codes are multiplied twice as fine here, and AMX multiplies both at once."""
+    if kinds <= {Kind.F32}:
+        return MAX_ROWS
+    if has_amx():
+        return FEW_ROWS
+    return MAX_ROWS if kinds <= {Kind.F32, Kind.BF16, Kind.F16} else CODED_ROWS
 
 
 def open_native_program(

@@ -18,7 +18,6 @@ from localllm.errors import DrafterMismatch
 from localllm.kernels.layer_cache import LayerKV
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.native_program import (
-    MAX_ROWS,
     DecodeRows,
     NativeProgram,
     NotSupportedNatively,
@@ -81,8 +80,8 @@ class DraftModel:
         """Return the logits [R, own vocabulary] of each row's newest token, or its hidden state (see the class)."""
         if self.spec.vocab_size < self._vocab_size:
             step.token_ids.masked_fill_(step.token_ids >= self.spec.vocab_size, 0)
-        lone = self._native(cache) if len(step.token_ids) <= MAX_ROWS else None
-        if lone is not None:
+        lone = self._native(cache)
+        if lone is not None and len(step.token_ids) <= lone.most_rows:
             logits = lone.forward(_decode_rows(step))
             return logits[step.logits_indices]
         hidden = self._model.forward(step, cache).index_select(0, step.logits_indices)

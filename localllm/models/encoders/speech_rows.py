@@ -22,7 +22,6 @@ from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.native_program import (
-    MAX_ROWS,
     DecodeRows,
     NativeProgram,
     NotSupportedNatively,
@@ -202,7 +201,7 @@ class SpeechRows:
         rows = [(text, row, tokens[0]) for text in texts.values()
                 for row, tokens in zip(text.rows, text.read.token_ids, strict=False)]  # fmt: skip
         program = self._native() if rows else None
-        most = len(rows) if program is None else MAX_ROWS
+        most = len(rows) if program is None else program.most_rows
         passes = [rows[first : first + most] for first in range(0, len(rows), max(1, most))]
         found = [self._decode(part) if program is None else self._decode_natively(program, part) for part in passes]
         parts = torch.cat(found).split([len(text.read.token_ids) for text in texts.values()]) if found else ()

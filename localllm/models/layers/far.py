@@ -9,7 +9,7 @@ Where RAM does not hold them either, they are on disk (disk.py), and the model m
 The host waits at each such layer until the device has done everything before it. A CUDA graph cannot wait for the
 host, so a recorded step is cut into segments at the crossings (runner/graphs.py), and the host computes between them.
 
-The bits of a row's result depend on the row alone for up to MAX_ROWS rows in a step: the native library reads an expert
+The bits of a row's result depend on the row alone for up to FEW_ROWS rows in a step: the native library reads an expert
 once for all rows that chose it, multiplies each as if it were alone, and adds a row's experts in the order of its
 choices. More rows are multiplied expert by expert.
 Does not know: which layers these are (models/fit/far.py), graphs.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native
-from localllm.kernels.cpu.native.structures import MAX_ROWS, CacheType, JobOutcome, NativeMatrix, NativeRow
+from localllm.kernels.cpu.native.structures import FEW_ROWS, MAX_ROWS, CacheType, JobOutcome, NativeMatrix, NativeRow
 from localllm.kernels.moe.experts import ArrivingExperts
 from localllm.kernels.moe.from_lanes import bias_of, can_unpack, from_lanes
 from localllm.kernels.moe.weights import ExpertWeights
@@ -252,7 +252,7 @@ class FarExperts:
                 out[real] = self._products(x[real].float(), ids[real], weights[real])
 
     def _products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        gate_up, few = self.experts.gate_up, self._few_rows(ids.shape[1]) if len(x) <= MAX_ROWS else None
+        gate_up, few = self.experts.gate_up, self._few_rows(ids.shape[1]) if len(x) <= FEW_ROWS else None
         if few is None:
             if isinstance(gate_up, DiskMatrices):
                 gate_up.prepare(ids)
@@ -486,7 +486,7 @@ def _row_groups(ids: list[list[int]], most: int) -> Iterator[tuple[int, int, lis
 
 
 class FewRows:
-    """The products of up to MAX_ROWS rows with their experts, as two operations of the native library."""
+    """The products of up to FEW_ROWS rows with their experts, as two operations of the native library."""
 
     __slots__ = (
         "_address", "_buffers", "_described", "_experts", "_ids", "_job", "_kept", "_library", "_operations", "_rows",
@@ -509,7 +509,7 @@ class FewRows:
         self._buffers = writer.stream.values, writer.part.values
         self._rows = (NativeRow * MAX_ROWS)()
         self._job = library.far_job(self._operations, chosen, ctypes.addressof(self._rows))
-        self._job.hidden, self._job.most_rows = matrix_shape(experts.gate_up)[1], MAX_ROWS
+        self._job.hidden, self._job.most_rows = matrix_shape(experts.gate_up)[1], FEW_ROWS
         self._address, self._run = ctypes.addressof(self._job), library.run_far
 
     def write(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:

@@ -3,7 +3,7 @@
 #include "matrix.h"
 
 enum {
-  MAX_ROWS = 8,              // rows that one pass over the weights multiplies
+  MAX_ROWS = 32,             // rows that one pass over the weights multiplies
   MAX_LINES = 2 * MAX_ROWS,  // lines of bytes that encode them
 };
 

@@ -10,7 +10,8 @@ import ctypes
 from ctypes import c_double, c_int64, c_void_p
 from enum import IntEnum
 
-MAX_ROWS = 8  # rows of one step
+MAX_ROWS = 32  # rows of one step
+FEW_ROWS = 8  # rows for which the library is the fastest with weights of every kind, on every processor
 OUTPUTS = 64  # in a block of weights
 GROUP = 32  # inputs with one scale, or two
 MAX_INT8_INPUTS = 65536  # of a matrix of Kind.I8
