@@ -10,6 +10,7 @@ cache: a request may change between both from token to token. Every layer needs 
     LINEAR     down, added to the residual stream
 
 Cross-attention adds three: LINEAR for the queries, ATTEND to the keys and values of the row's source, LINEAR.
+Experts on disk divide the list: the host reads the chosen ones before it multiplies with them (layers/far.py).
 A norm after a part (sandwich, post_norm) adds an operation of its own. Each layer writes its own operations
 (`DecoderLayer.write`), its parts theirs. What has no operation is refused with a reason, and such models run through
 torch.
@@ -69,8 +70,8 @@ class NativeProgram:
         or this machine has none."""
         self._library, self._model, self._num_rows = _library(), model, 0
         writer, self._starts = _write(model, cache, sources)
-        self._operations, self._kept = writer.lowered(), writer.kept
-        self._cut([])
+        self._operations, self._kept, self._calls = writer.lowered(), writer.kept, writer.calls
+        self._cut(self._calls)
         self._taps: tuple[int, ...] = ()
         self._features = torch.empty(0)
         self._stream, self._logits = writer.stream.values, writer.logits.values
@@ -102,7 +103,8 @@ class NativeProgram:
         hidden = self._model.spec.hidden_size
         self._taps, self._features = taps, torch.empty(MAX_ROWS, len(taps), hidden, dtype=self._model.dtype)
         layers, stream = {tapped for tapped in taps if tapped != FINAL_HIDDEN}, self._stream[:, :hidden]
-        self._cut([(self._starts[layer], partial(_keep, self._features, taps, layer, stream)) for layer in layers])
+        keeps = [(self._starts[layer], partial(_keep, self._features, taps, layer, stream)) for layer in layers]
+        self._cut([*keeps, *self._calls])
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the

@@ -187,12 +187,17 @@ class ExpertCache:
     def require(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Return where the records of these experts are in RAM, distinct ones and no more than there are slots. They
         stay until the next call. Raises `CorruptModel` for a record that could not be read."""
+        self.begin(layer, experts)
         keys = [(layer, expert) for expert in experts]
-        for key in keys:
-            self._begin(key, keys, keeps=self._keeps_tokens)
         for key in keys:
             self._finish(key)
         return [self._address_of(self._slots[key]) for key in keys]
+
+    def begin(self, layer: int, experts: Sequence[int]) -> None:
+        """Begin to read the experts of the next call of `require`."""
+        keys = [(layer, expert) for expert in experts]
+        for key in keys:
+            self._begin(key, keys, keeps=self._keeps_tokens)
 
     def expect(self, experts: Sequence[int]) -> None:
         """Announce the experts of the next calls of `next_of`, in their order."""
@@ -295,6 +300,11 @@ class DiskMatrices(Sequence[NativeWeight]):
         """Announce the experts of the rows that are multiplied next, expert after expert."""
         self.cache.expect([each for each in ids.unique().tolist() if each >= 0])
 
+    def begin(self, ids: Sequence[Sequence[int]]) -> None:
+        """Begin to read what the first of some rows choose, as many of them as there are slots for."""
+        _, _, experts = next(row_groups(ids, self.cache.num_slots))
+        self.cache.begin(self.layer, experts)
+
     def matrices(self, biases: Tensor | None) -> tuple[Any, list[object]]:
         """Return an array of the matrices of all experts, whose places are still to be set, and what has to be kept."""
         bare = [self.form.at(0) for _ in range(len(self))]
@@ -304,3 +314,16 @@ class DiskMatrices(Sequence[NativeWeight]):
         for matrix, bias in zip(bare, wide, strict=True):
             matrix.bias = bias.data_ptr()
         return (NativeMatrix * len(self))(*bare), [wide]
+
+
+def row_groups(ids: Sequence[Sequence[int]], most: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield neighbouring rows that choose at most `most` distinct experts, more than one row does: the first, the one
+    after the last, and their experts. Rows of padding, whose ids are -1, have none."""
+    first, chosen = 0, dict[int, None]()
+    for row, each in enumerate(ids):
+        own = dict.fromkeys(expert for expert in each if expert >= 0)
+        if len(more := chosen | own) > most:
+            yield first, row, list(chosen)
+            first, more = row, own
+        chosen = more
+    yield first, len(ids), list(chosen)
