@@ -85,7 +85,8 @@ class NativeProgram:
         self._states = states.T  # [5, MAX_ROWS] of each request the first token, the end, and its places
 
     def _cut(self, calls: Sequence[tuple[int, Callable[[int], None]]]) -> None:
-        """Divide the list where the host has work. calls: before an operation, what the host does with so many rows."""
+        """Divide the list where the host has work. calls: before an operation, what the host does with the first rows,
+        whose number it is told."""
         first = 0
         self._before_calls = list[tuple[ctypes.Array[NativeOperation], Callable[[int], None]]]()
         for end, call in sorted(calls, key=lambda each: each[0]):
