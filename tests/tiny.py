@@ -593,6 +593,19 @@ def make_tiny_model(
     return path
 
 
+def fill_biases(path: Path) -> None:
+    """Give a model's biases values: many of a tiny model's are zeros."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, values in tensors.items():
+        if name.endswith("bias"):
+            values.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    save_file(tensors, file, {"format": "pt"})
+
+
 def load_reference(path: Path) -> Any:
     """The same model in transformers, eager attention, fp32: what the goldens compare with."""
     import torch

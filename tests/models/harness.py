@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, Layer
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.native_program import DecodeRows, open_native_program
 from localllm.models.drafters.eagle import EagleDrafter
 from localllm.models.fit import activation_bytes
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
@@ -167,6 +169,53 @@ def unwritten_state(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
     shape = spec.recurrent.matrix_shape
     conv = torch.full((PLACES, *spec.recurrent.conv_shape), torch.nan, dtype=dtype, device=device)
     return LayerState(conv, None if shape is None else torch.full((PLACES, *shape), torch.nan, device=device))
+
+
+class LoneHarness(ModelHarness):
+    """A cache of a model that both its native step and its forward pass use."""
+
+    def __init__(self, model: DecoderModel, *, kv_dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__(model, kv_dtype=torch.float32 if kv_dtype == torch.int8 else kv_dtype, seed=seed)
+        if kv_dtype == torch.int8:
+            shape = kv_cache_shape(128, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
+            self.kv_cache = [_int8_cache(shape, self.spec.latent is not None) for _ in range(self.spec.num_layers)]
+        self.lone = open_native_program(model, self.kv_cache)
+
+    def natively(self, requests: abc.Sequence[Sequence]) -> Tensor:
+        """Run the next token of each request in one native step; logits [R, vocab]."""
+        return self.natively_along([(request, 1) for request in requests])
+
+    @torch.inference_mode()
+    def natively_along(self, work: abc.Sequence[tuple[Sequence, int]]) -> Tensor:
+        """Run the next tokens of each request, so many, in one native step; logits [tokens, vocab]."""
+        inputs = self._inputs(list(work), all_logits=False)
+        table = inputs.groups[0].block_table.numpy()
+        rows_of_tables = np.repeat(np.arange(len(work)), [count for _, count in work])
+        addresses = table.ctypes.data + rows_of_tables * table.strides[0]
+        token_ids, positions, slots = (
+            t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping)
+        )
+        each = len(inputs.groups), 1
+        states = None
+        if inputs.state is not None:
+            states = torch.stack(inputs.state[:3]).numpy()
+        adapters = None if inputs.adapters is None else inputs.adapters.numpy().astype(np.int64)
+        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states, adapters)
+        logits = self.lone.forward(rows).clone()
+        for request, count in work:
+            request.computed += count
+        return logits
+
+
+def _int8_cache(shape: tuple[int, int, int, int], values_are_keys: bool) -> LayerKV:
+    (k, k_scale), (v, v_scale) = (
+        (torch.zeros(shape, dtype=torch.int8), torch.full(shape[:3], torch.nan)) for _ in range(2)
+    )
+    return LayerKV(k, k, k_scale, k_scale) if values_are_keys else LayerKV(k, v, k_scale, v_scale)
+
+
+def token(place: int, seed: int = 0) -> int:
+    return (17 * place + 29 * seed + 3) % VOCAB_SIZE
 
 
 class Harness(ModelHarness):

@@ -1,19 +1,24 @@
 """The memory of experts in RAM: what is taken, page-locked and copied in pieces, and that records are the weights."""
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
+from itertools import chain, repeat
 
 import pytest
 import torch
 from torch import Tensor
 
 from localllm.errors import DoesNotFit
-from localllm.kernels.cpu.half import pack_half
+from localllm.kernels.cpu.half import HalfRows, pack_half
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.pack import CpuPacker, native_nbytes
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.linear import StackedWeight, pack_weight
 from localllm.models.layers import arena as arena_module
+from localllm.models.layers import disk as disk_module
 from localllm.models.layers.arena import Arena, RecordMatrices
 from localllm.models.layers.linear import Weight
 from tests.kernels.harness import gguf_linear
@@ -36,11 +41,36 @@ def test_places_are_multiples_of_64_and_a_wrong_plan_shows() -> None:
 
 def test_ram_that_others_took_ends_the_load_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "GROWTH", MIB)
-    free = iter([5 * MIB, 4 * MIB, MIB // 2])
+    free = chain([5 * MIB, 4 * MIB], repeat(MIB // 2))
     arena = Arena(8 * MIB, lambda: next(free))
     arena.take(MIB + MIB // 2)
     with pytest.raises(DoesNotFit, match=r"8\.0 MiB were planned .* after 2\.0 MiB of them 512 KiB are free"):
         arena.take(MIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted as Linux describes them")
+@pytest.mark.parametrize("has_call", [True, False])
+def test_pages_are_obtained_ahead_of_the_bytes_that_are_taken(has_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "GROWTH", MIB)
+    if not has_call:
+        monkeypatch.setattr(disk_module, "_POPULATE_WRITE", -1)
+    arena = Arena(8 * MIB, lambda: 2**40)
+    before = resident_pages(arena)
+    arena.take(MIB + MIB // 2)
+    arena._finish_obtaining()
+    assert before == 0
+    assert resident_pages(arena) * mmap.PAGESIZE >= 3 * MIB
+    assert not arena._bytes.any()
+    arena.take(6 * MIB)
+    arena.close()
+    assert resident_pages(arena) * mmap.PAGESIZE == 8 * MIB
+
+
+def resident_pages(arena: Arena) -> int:
+    states = (ctypes.c_ubyte * (arena.num_bytes // mmap.PAGESIZE))()
+    place, size = ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.num_bytes)
+    assert ctypes.CDLL(None).mincore(place, size, states) == 0
+    return sum(state & 1 for state in states)
 
 
 def test_pieces_end_where_page_locking_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +111,7 @@ def stored(rows: int, columns: int) -> Weight:
 KINDS: dict[str, Callable[[int, int], Weight]] = {
     "fp32": fp32,
     "bf16": lambda rows, columns: pack_half((torch.randn(rows, columns) * 0.1).bfloat16()),
+    "rows of bf16": lambda rows, columns: HalfRows((torch.randn(rows, columns) * 0.1).bfloat16().split(rows - 70)),
     "fp16": lambda rows, columns: pack_half((torch.randn(rows, columns) * 0.1).half()),
     "int8": lambda rows, columns: CpuPacker().pack(quantize_int8(torch.randn(rows, columns) * 0.1)),
     "Q4_0": lambda rows, columns: CpuPacker().pack(gguf_linear("Q4_0", rows, columns)),

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from localllm.kernels.cpu.half import HalfRows
 from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.formats.checkpoint import drop_pages
@@ -87,6 +89,32 @@ def test_a_load_holds_the_arena_and_little_else(stored: tuple[Path, Path]) -> No
     # Of the file, the layer that is packed and the next one; of what is read behind the layers, what comes along.
     assert most_resident <= 0.7 * file.stat().st_size
     assert left <= 0.2 * file.stat().st_size
+
+
+def test_experts_of_16_bits_are_packed_from_the_mapped_file(
+    stored: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy comes between the file and the arena."""
+    path, _ = stored
+    seen, whole = list[tuple[Tensor, ...]](), HalfRows.write
+
+    def write(rows: HalfRows, address: int) -> None:
+        seen.append(rows.parts)
+        whole(rows, address)
+
+    monkeypatch.setattr(HalfRows, "write", write)
+    model = load_model(path, read_spec(path), torch.device("cpu"), torch.float32, far_layers=[1, 3])
+    assert isinstance(model, DecoderModel)
+    assert not model.unused_tensors
+    assert len(seen) == 2 * 8 * 2
+    exact = load_model(path, read_spec(path), torch.device("cpu"), torch.float32, half_weights=True)
+    assert isinstance(exact, DecoderModel)
+    for layer in (1, 3):
+        ours, theirs = (each.layers[layer].mlp.experts for each in (model, exact))  # type: ignore[union-attr]
+        for mine, other in zip((ours.experts.gate_up, ours.experts.down), (theirs.gate_up, theirs.down), strict=True):
+            assert all(
+                torch.equal(mine[i].dequantize(torch.bfloat16), other[i].dequantize(torch.bfloat16)) for i in range(8)
+            )
 
 
 def test_writing_the_file_of_experts_drops_the_pages_of_the_checkpoint(mixture: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,12 +21,10 @@ from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.kernels.cpu.q4 import CpuQ4Weight
-from localllm.kernels.layer_cache import LayerKV
-from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder import native_program
 from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.decoder.layer import DecoderLayer, PreNormLayer
-from localllm.models.decoder.native_program import DecodeRows, NotSupportedNatively, open_native_program
+from localllm.models.decoder.native_program import NotSupportedNatively, open_native_program
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.library.catalog import resolve_model
@@ -38,10 +35,10 @@ from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import LORA_TARGETS, make_tiny_adapter
 from tests.gguf_files import write_gguf
-from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
+from tests.models.harness import CPU, LoneHarness, token
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
-from tests.tiny import FAMILIES, VOCAB_SIZE
+from tests.tiny import FAMILIES
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -68,53 +65,6 @@ def load(path: Path, **options: Any) -> DecoderModel:
     model = load_model(path, read_spec(path), CPU, torch.float32, **options)
     assert isinstance(model, DecoderModel)
     return model
-
-
-class LoneHarness(ModelHarness):
-    """A cache of a model that both its native step and its forward pass use."""
-
-    def __init__(self, model: DecoderModel, *, kv_dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        super().__init__(model, kv_dtype=torch.float32 if kv_dtype == torch.int8 else kv_dtype, seed=seed)
-        if kv_dtype == torch.int8:
-            shape = kv_cache_shape(128, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-            self.kv_cache = [_int8_cache(shape, self.spec.latent is not None) for _ in range(self.spec.num_layers)]
-        self.lone = open_native_program(model, self.kv_cache)
-
-    def natively(self, requests: Sequence[Request]) -> Tensor:
-        """Run the next token of each request in one native step; logits [R, vocab]."""
-        return self.natively_along([(request, 1) for request in requests])
-
-    @torch.inference_mode()
-    def natively_along(self, work: Sequence[tuple[Request, int]]) -> Tensor:
-        """Run the next tokens of each request, so many, in one native step; logits [tokens, vocab]."""
-        inputs = self._inputs(list(work), all_logits=False)
-        table = inputs.groups[0].block_table.numpy()
-        rows_of_tables = np.repeat(np.arange(len(work)), [count for _, count in work])
-        addresses = table.ctypes.data + rows_of_tables * table.strides[0]
-        token_ids, positions, slots = (
-            t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping)
-        )
-        each = len(inputs.groups), 1
-        states = None
-        if inputs.state is not None:
-            states = torch.stack(inputs.state[:3]).numpy()
-        adapters = None if inputs.adapters is None else inputs.adapters.numpy().astype(np.int64)
-        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states, adapters)
-        logits = self.lone.forward(rows).clone()
-        for request, count in work:
-            request.computed += count
-        return logits
-
-
-def _int8_cache(shape: tuple[int, int, int, int], values_are_keys: bool) -> LayerKV:
-    (k, k_scale), (v, v_scale) = (
-        (torch.zeros(shape, dtype=torch.int8), torch.full(shape[:3], torch.nan)) for _ in range(2)
-    )
-    return LayerKV(k, k, k_scale, k_scale) if values_are_keys else LayerKV(k, v, k_scale, v_scale)
-
-
-def token(place: int, seed: int = 0) -> int:
-    return (17 * place + 29 * seed + 3) % VOCAB_SIZE
 
 
 def largest_error(

@@ -9,8 +9,10 @@ import ctypes
 import gc
 import os
 import random
+import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,20 @@ from localllm.kernels.cpu.stored_blocks import GGUFBlocks, block_size
 from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.linear import StackedWeight
 from localllm.machine.hardware import process_bytes
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.layers.disk import AHEAD, DiskMatrices, ExpertCache, write_experts
 from localllm.models.layers.far import Crossing, FarExperts, RamLink
 from localllm.models.layers.linear import to_device_layout
 from localllm.models.layers.moe import Experts
+from localllm.models.layers.native_writer import NotSupportedNatively, Writer
 from localllm.models.loader import DiskExperts, load_model
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import FINAL_HIDDEN, ModelSpec
+from localllm.models.weights.parameters import parts_of_kind
 from tests.draws import draws
 from tests.golden_engine import CPU, Engine
-from tests.tiny import make_tiny_model
+from tests.models.harness import LoneHarness, token
+from tests.tiny import fill_biases, make_tiny_model
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
@@ -429,6 +435,112 @@ def test_answers_are_those_of_the_whole_model(
             engine = opened(path, layers, tmp_path, slots, staged=staged, depth=1 + staged)
             assert engine.generate(PROMPTS, 6, **way) == wanted, (way, slots)
             assert engine.model.crossing.cache.reads > engine.model.crossing.cache.num_slots
+
+
+NATIVE = tuple(family for family in FAMILIES if family not in ("llama4", "nemotron_h"))
+
+
+def on_disk(path: Path, layers: list[int], folder: Path, slots: int, **options: Any) -> DecoderModel:
+    """A model whose experts are on disk, with a cache of so many slots."""
+    spec, everything = read_spec(path), DiskExperts(MUCH, lambda: MUCH, folder)
+    size = load_model(path, spec, CPU, torch.float32, far_layers=layers, disk=everything, **options).crossing.cache  # type: ignore[union-attr]
+    assert size is not None
+    disk = DiskExperts(slots * size.slot_bytes, lambda: MUCH, folder)
+    model = load_model(path, spec, CPU, torch.float32, far_layers=layers, disk=disk, **options)
+    assert isinstance(model, DecoderModel)
+    return model
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_steps_of_a_model_with_experts_on_disk_run_natively(
+    family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path
+) -> None:
+    """Eight rows that need more experts than there are slots, in one step and each alone, with the whole model's
+    logits."""
+    tiny, spec, layers = model_of(family)
+    assert spec.mixture is not None
+    path = tmp_path / "model"
+    shutil.copytree(tiny, path)
+    fill_biases(path)
+    model = on_disk(path, layers, tmp_path / "experts", spec.mixture.top_k + 1)
+    whole = load_model(path, spec, CPU, torch.float32)
+    assert isinstance(whole, DecoderModel)
+    together, wanted, alone = (LoneHarness(each, seed=seed) for seed, each in enumerate((model, whole, model)))
+    rows, theirs, single = ([h.prefill([token(i, n) for i in range(3 + n)])[0] for n in range(MAX_ROWS)]
+                            for h in (together, wanted, alone))  # fmt: skip
+    crossing = model.crossing
+    assert crossing is not None
+    assert crossing.cache is not None
+    for step in range(4):
+        for row in (*rows, *theirs, *single):
+            row.token_ids.append(token(len(row.token_ids), step))
+        reads, seconds = crossing.cache.reads, crossing.seconds
+        got, expected = together.natively(rows), wanted.natively(theirs)
+        assert crossing.cache.reads > reads
+        assert crossing.seconds > seconds
+        assert (got - expected).abs().max() <= 2e-6 * expected.abs().max()
+        assert torch.equal(got, torch.cat([alone.natively([row]) for row in single]))
+
+
+@pytest.mark.parametrize("family", ["llama4", "nemotron_h"])
+def test_families_without_a_native_step_have_none_with_experts_on_disk(
+    family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path
+) -> None:
+    path, spec, layers = model_of(family)
+    assert spec.mixture is not None
+    with pytest.raises(NotSupportedNatively, match=r"inputs are multiplied|without a gate|cannot multiply"):
+        LoneHarness(on_disk(path, layers, tmp_path, spec.mixture.top_k))
+
+
+def test_a_step_goes_on_while_experts_are_read(
+    model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared expert is computed between the first read of a layer and the wait for it."""
+    path, _, layers = model_of("qwen2_moe")
+    model = on_disk(path, layers, tmp_path, 3 * COUNT)
+    harness, events = LoneHarness(model), list[str]()
+    row = harness.prefill([token(i) for i in range(5)])[0]
+    library = harness.lone._library
+    for owner, name in ((ExpertCache, "begin"), (ExpertCache, "_finish"), (type(library), "run_step")):
+        whole = getattr(owner, name)
+        noted = lambda *given, name=name, whole=whole: (events.append(name), whole(*given))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, noted)
+    row.token_ids.append(7)
+    harness.natively([row])
+    order = [name for place, name in enumerate(events) if place == 0 or events[place - 1] != name]
+    assert order == [*["run_step", "begin", "run_step", "begin", "_finish"] * len(layers), "run_step"]
+
+
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+def test_features_and_kinds_of_experts_that_are_elsewhere(
+    place: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path
+) -> None:
+    """A drafter's features are the whole model's, and 16-bit experts alone let a step round otherwise than torch."""
+    path, spec, layers = model_of("qwen3_moe")
+    model: Any = (
+        on_disk(path, layers, tmp_path, 4) if place == "disk"
+        else load_model(path, spec, CPU, torch.float32, far_layers=layers)
+    )  # fmt: skip
+    whole = load_model(path, spec, CPU, torch.float32)
+    assert isinstance(whole, DecoderModel)
+    taps, features = (0, layers[0], FINAL_HIDDEN, spec.num_layers - 1), list[Tensor]()
+    for each in (model, whole):
+        harness = LoneHarness(each)
+        assert not harness.lone.rounds
+        harness.lone.tap(taps)
+        row = harness.prefill([token(i) for i in range(9)])[0]
+        row.token_ids.append(3)
+        harness.natively([row])
+        features.append(harness.lone.features())
+    assert (features[0] - features[1]).abs().max() <= 2e-6 * features[1].abs().max()
+
+    (part, *_) = parts_of_kind(model, FarExperts)
+    matrices: Any
+    for matrices, kind in ((part.experts.gate_up, Kind.BF16), (part.experts.down, Kind.F16)):
+        matrices.form = replace(matrices.form, kind=kind)
+        writer = Writer(spec, (), lambda kind: None)
+        part.described(writer, 2)
+        assert kind in writer.kinds
 
 
 def test_the_file_is_written_once_and_again_when_it_is_damaged_or_of_other_weights(

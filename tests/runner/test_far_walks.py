@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.engine.loop import EngineLoop
@@ -32,7 +31,7 @@ from localllm.models.weights.parameters import parts_of_kind, replace_tensors
 from tests.draws import draws
 from tests.golden_engine import Engine
 from tests.runner.late_link import LateLink
-from tests.tiny import make_tiny_model
+from tests.tiny import fill_biases, make_tiny_model
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
 COUNT = 7
@@ -183,16 +182,6 @@ def make_walk(opened: list[Opened], wanted: list[list[int]]) -> type[RuleBasedSt
                 assert not self.opened.link.reading
 
     return FarWalk
-
-
-def fill_biases(path: Path) -> None:
-    """Give a model's biases values: a tiny model's are zeros."""
-    (file,) = path.glob("*.safetensors")
-    tensors = load_file(file)
-    for name, values in tensors.items():
-        if name.endswith("bias"):
-            values.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    save_file(tensors, file, {"format": "pt"})
 
 
 FAMILIES = ("llama", "deepseek_v3", "qwen3_moe", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")

@@ -2,6 +2,7 @@
 
     CpuHalfWeight    W as KIND_BF16 or KIND_F16 of native/matrix.h
     pack_half        from a tensor in bf16 or fp16
+    HalfRows         W as a checkpoint stores it, to be packed into memory that its owner has
 
 Up to FEW_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +37,7 @@ from localllm.kernels.cpu.bf16 import (
     unpacked_linear,
 )
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import FEW_ROWS, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import FEW_ROWS, OUTPUTS, Kind, NativeMatrix, NativeStoredRows
 from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
 from localllm.kernels.linear import PACK_MIN_ELEMENTS
 from localllm.kernels.quantized_weight import MetaWeight
@@ -114,6 +116,53 @@ class CpuHalfWeight:
         for start, part in unpacked_parts(self.matrix()):
             y[:, start : start + len(part)] = F.linear(x, part)
         return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfRows:
+    """A 16-bit matrix that is not packed yet: a `QuantizedWeight` to read, views of a mapped file for example."""
+
+    parts: tuple[Tensor, ...]  # [n, K] bf16 or fp16 each, one above the other; a row is in one piece
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(map(len, self.parts)), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        y = F.linear(x.float(), self.dequantize(torch.float32))
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return [N, K]."""
+        return torch.cat([part.to(dtype) for part in self.parts])
+
+    def matrix(self) -> NativeMatrix:
+        """Return the matrix that `write` makes, without the address of its weights."""
+        kind = Kind.BF16 if self.parts[0].dtype == torch.bfloat16 else Kind.F16
+        return NativeMatrix(kind=kind, outputs=self.shape[0], inputs=self.shape[1])
+
+    def write(self, address: int) -> None:
+        """Write the matrix's weights to memory of `half_nbytes` at an address."""
+        library, (rows, columns) = native(), self.shape
+        assert library is not None, "`fits_half` asks for the library"
+        assert all(part.stride(1) == 1 for part in self.parts)
+        each = [np.arange(len(part)) * part.stride(0) * part.itemsize + part.data_ptr() for part in self.parts]
+        addresses = np.concatenate(each)
+        stored = NativeStoredRows(count=rows, inputs=columns, rows=addresses.ctypes.data)
+        library.packing_pool().pack_halves(stored, address)
+
+    def packed(self) -> CpuHalfWeight:
+        """Return the weight in memory of its own."""
+        rows, columns = self.shape
+        shape = -(-rows // OUTPUTS), columns // 2, OUTPUTS, 2
+        blocks = torch.empty(shape, dtype=self.parts[0].dtype, device="cpu")
+        self.write(blocks.data_ptr())
+        return CpuHalfWeight(blocks, rows)
 
 
 def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.blocks import memory_of
-from localllm.kernels.cpu.half import CpuHalfWeight
+from localllm.kernels.cpu.half import CpuHalfWeight, HalfRows
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
 from localllm.kernels.cpu.native.structures import (
     FEW_ROWS,
@@ -103,6 +103,8 @@ def matrix_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> H
     """Return the matrix of a weight on the CPU, with its bias [N]; None: its layout is not one of matrix.h."""
     if isinstance(weight, CpuQ4Weight | CpuHalfWeight | CpuStoredWeight):
         return _held(weight.matrix(), bias, weight)
+    if isinstance(weight, HalfRows):
+        return matrix_of(weight.packed(), bias)
     if isinstance(weight, NativeWeight):
         return _held(NativeMatrix.from_buffer_copy(weight.native), bias, weight)
     if isinstance(weight, CpuInt8Weight):

@@ -10,6 +10,7 @@ cache: a request may change between both from token to token. Every layer needs 
     LINEAR     down, added to the residual stream
 
 Cross-attention adds three: LINEAR for the queries, ATTEND to the keys and values of the row's source, LINEAR.
+Experts on disk divide the list: the host reads the chosen ones before it multiplies with them (layers/far.py).
 A norm after a part (sandwich, post_norm) adds an operation of its own. Each layer writes its own operations
 (`DecoderLayer.write`), its parts theirs. What has no operation is refused with a reason, and such models run through
 torch.
@@ -19,7 +20,8 @@ Does not know: requests, schedules, sampling; how an operation is computed (kern
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -71,10 +73,9 @@ class NativeProgram:
         or this machine has none."""
         self._library, self._model, self._num_rows = _library(), model, 0
         writer, self._starts = _write(model, cache, sources)
-        self._operations, self._kept = writer.lowered(), writer.kept
-        self._without_head = self._part(0, len(self._operations) - 1)
+        self._operations, self._kept, self._calls = writer.lowered(), writer.kept, writer.calls
+        self._cut(self._calls)
         self._taps: tuple[int, ...] = ()
-        self._before_taps: list[tuple[int, ctypes.Array[NativeOperation]]] = []
         self._features = torch.empty(0)
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
@@ -87,21 +88,28 @@ class NativeProgram:
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
         self._states = states.T  # [5, MAX_ROWS] of each request the first token, the end, and its places
 
+    def _cut(self, calls: Sequence[tuple[int, Callable[[int], None]]]) -> None:
+        """Divide the list where the host has work. calls: before an operation, what the host does with the first rows,
+        whose number it is told."""
+        first = 0
+        self._before_calls = list[tuple[ctypes.Array[NativeOperation], Callable[[int], None]]]()
+        for end, call in sorted(calls, key=lambda each: each[0]):
+            self._before_calls.append((self._part(first, end), call))
+            first = end
+        count = len(self._operations)
+        self._last_part, self._without_head = self._part(first, count), self._part(first, count - 1)
+
     def _part(self, first: int, end: int) -> ctypes.Array[NativeOperation]:
         return (NativeOperation * (end - first))(*self._operations[first:end])
 
     def tap(self, taps: tuple[int, ...]) -> None:
-        """Keep the features of each step that a drafter reads (decoder.py, Taps). The list is run in parts: a tapped
-        layer's input is the stream before its first operation."""
-        hidden, done = self._model.spec.hidden_size, 0
+        """Keep the features of each step that a drafter reads (decoder.py, Taps). A tapped layer's input is the stream
+        before its first operation."""
+        hidden = self._model.spec.hidden_size
         self._taps, self._features = taps, torch.empty(MAX_ROWS, len(taps), hidden, dtype=self._model.dtype)
-        self._before_taps = []
-        for layer in sorted({tapped for tapped in taps if tapped != FINAL_HIDDEN}):
-            self._before_taps.append((layer, self._part(done, self._starts[layer])))
-            done = self._starts[layer]
-        count = len(self._operations)
-        self._without_head = self._part(done, count - 1)
-        self._operations = self._part(done, count)
+        layers, stream = {tapped for tapped in taps if tapped != FINAL_HIDDEN}, self._stream[:, :hidden]
+        keeps = [(self._starts[layer], partial(_keep, self._features, taps, layer, stream)) for layer in layers]
+        self._cut([*keeps, *self._calls])
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to `most_rows` rows: write their K and V, and return logits [R, vocab] fp32, valid
@@ -134,11 +142,11 @@ class NativeProgram:
             requests = len(starts) - 1
             self._states[:, :requests] = starts[:-1], starts[1:], *rows.states
             self._states[:, requests:count] = np.array([0, 0, -1, 0, 0])[:, None]  # no tokens, and written nowhere
-        for layer, part in self._before_taps:
+        for part, call in self._before_calls:
             if len(part):
                 self._library.run_step(part, self._rows, count)
-            self._keep(layer, self._stream[:count, : model.spec.hidden_size])
-        self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
+            call(count)
+        self._library.run_step(self._last_part if samples else self._without_head, self._rows, count)
         self._num_rows = count
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
@@ -148,13 +156,16 @@ class NativeProgram:
         assert self._model.norm is not None
         if FINAL_HIDDEN in self._taps:
             stream = self._stream[: self._num_rows, : self._model.spec.hidden_size]
-            self._keep(FINAL_HIDDEN, self._model.norm(stream.to(self._model.dtype)))
+            normed = self._model.norm(stream.to(self._model.dtype))
+            _keep(self._features, self._taps, FINAL_HIDDEN, normed, self._num_rows)
         return self._features[: self._num_rows].flatten(1).clone()
 
-    def _keep(self, layer: int, values: Tensor) -> None:
-        for place, tapped in enumerate(self._taps):
-            if tapped == layer:
-                self._features[: len(values), place] = values
+
+def _keep(features: Tensor, taps: Sequence[int], layer: int, stream: Tensor, count: int) -> None:
+    """Keep the first `count` rows of the stream as the features of a layer, at each of its places among the taps."""
+    for place, tapped in enumerate(taps):
+        if tapped == layer:
+            features[:count, place] = stream[:count]
 
 
 def most_rows(kinds: set[int]) -> int:

@@ -17,19 +17,20 @@ import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, overload
+from threading import Thread
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from localllm.errors import DoesNotFit
-from localllm.kernels.cpu.half import CpuHalfWeight
-from localllm.kernels.cpu.matrix import HeldMatrix, NativeWeight, matrices_of, parts_of
+from localllm.kernels.cpu.half import CpuHalfWeight, HalfRows
+from localllm.kernels.cpu.matrix import NativeWeight, matrices_of, padded_outputs, parts_of
 from localllm.kernels.cpu.native.structures import KIND_STORED, OUTPUTS, Kind, NativeMatrix, Stored
 from localllm.kernels.cpu.q4 import PER_GROUP, CpuQ4Weight
 from localllm.kernels.cpu.stored_blocks import CpuStoredWeight, GGUFBlocks
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.layers.disk import ALIGNMENT, GROWTH, ExpertForm, MatrixForm
+from localllm.models.layers.disk import ALIGNMENT, GROWTH, ExpertForm, MatrixForm, obtain_pages
 from localllm.models.layers.linear import Weight
 from localllm.units import format_bytes
 
@@ -43,7 +44,7 @@ Register = Callable[[int, int], bool]
 
 
 class Arena:
-    """One anonymous mapping. Not thread-safe."""
+    """One anonymous mapping, for one thread at a time."""
 
     stays_in_ram = True
 
@@ -51,6 +52,7 @@ class Arena:
         """free_bytes: returns the RAM that may still be taken."""
         self.num_bytes, self.used_bytes, self.pinned_bytes = num_bytes, 0, 0
         self._free_bytes, self._obtained = free_bytes, 0
+        self._obtaining: Thread | None = None
         self._unregister: Callable[[int], object] | None = None
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
         memory = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), **private)  # shared memory would have no huge pages
@@ -60,10 +62,23 @@ class Arena:
         self.address = self._bytes.data_ptr()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return the next bytes, from a multiple of 64 on, which have pages of their own. Raises `DoesNotFit` if other
+        """Return the next bytes, from a multiple of 64 on, which have pages of their own. A thread obtains as many more
+        meanwhile. Raises `DoesNotFit` if other
         programs have taken the RAM meanwhile."""
         end = self.used_bytes + num_bytes
         assert end <= self.num_bytes, f"{end} bytes of an arena of {self.num_bytes}: the plan is wrong"
+        self._finish_obtaining()
+        self._obtain(end)
+        ahead = min(self.num_bytes, end + num_bytes)
+        if self._obtained < ahead:  # as much again, while these bytes are written
+            self._obtaining = Thread(target=self._obtain_ahead, args=(ahead,), name="arena", daemon=True)
+            self._obtaining.start()
+        found = self._bytes[self.used_bytes : end]
+        self.used_bytes = end + -end % ALIGNMENT
+        return found
+
+    def _obtain(self, end: int) -> None:
+        """Give the pages up to `end` memory of their own, in pieces. Raises `DoesNotFit`."""
         while self._obtained < end:
             size = min(GROWTH, self.num_bytes - self._obtained)
             if (free := self._free_bytes()) < size:
@@ -73,11 +88,17 @@ class Arena:
                     f"{format_bytes(self._obtained)} of them {format_bytes(max(0, free))} are free.",
                     "Close other programs and start again, or see localllm fit for what fits now.",
                 )  # fmt: skip
-            ctypes.memset(self.address + self._obtained, 0, size)  # gives every page memory of its own
+            obtain_pages(self.address + self._obtained, size)
             self._obtained += size
-        found = self._bytes[self.used_bytes : end]
-        self.used_bytes = end + -end % ALIGNMENT
-        return found
+
+    def _obtain_ahead(self, end: int) -> None:
+        with suppress(DoesNotFit):  # whoever takes these bytes is told
+            self._obtain(end)
+
+    def _finish_obtaining(self) -> None:
+        if self._obtaining is not None:
+            self._obtaining.join()
+            self._obtaining = None
 
     def give_back(self, part: Tensor) -> None:
         """Take back the bytes that were taken last."""
@@ -107,6 +128,7 @@ class Arena:
 
     def close(self) -> None:
         """End the page-locking. Idempotent; the memory is freed with the last tensor of it."""
+        self._finish_obtaining()
         starts, self.pinned_bytes = range(0, self.pinned_bytes, PINNED_AT_A_TIME), 0
         for start in starts:
             if self._unregister is not None:
@@ -122,21 +144,37 @@ class Arena:
         """
         records: Records | None = None
         for expert, pair in enumerate(pairs):
-            held = [_only(matrices_of(weight, None if bias is None else bias[expert]))
-                    for weight, bias in zip(pair, biases, strict=True)]  # fmt: skip
-            found = None if None in held else ExpertForm.of(*(each.matrix for each in held if each is not None))
+            sources = [_source_of(weight, None if bias is None else bias[expert])
+                       for weight, bias in zip(pair, biases, strict=True)]  # fmt: skip
+            held = [each for each in sources if each is not None]
+            found = ExpertForm.of(held[0].matrix, held[1].matrix) if len(held) == len(sources) else None
             if records is None and found is not None:
                 records = Records(found, self.take(count * found.num_bytes).view(count, -1))
             if records is None or found != records.form:
                 if records is not None:
                     self.give_back(records.bytes)
                 return None
-            records.write(expert, [each.matrix for each in held if each is not None])
+            records.write(expert, held)
         return records
 
 
-def _only(matrices: list[HeldMatrix] | None) -> HeldMatrix | None:
-    return matrices[0] if matrices is not None and len(matrices) == 1 else None
+class _Source(NamedTuple):
+    """A matrix to be copied to a record."""
+
+    matrix: NativeMatrix
+    rows: HalfRows | None  # its weights; None: they are where the matrix says
+    owner: object
+
+
+def _source_of(weight: Weight, bias: Tensor | None) -> _Source | None:
+    """Return what a record is written from. None: the native library has no layout of one matrix for the weight."""
+    if isinstance(weight, HalfRows):  # packed where it stays: another copy of it would take most of a load
+        padded = None if bias is None else padded_outputs(bias.float())
+        matrix = weight.matrix()
+        matrix.bias = None if padded is None else padded.data_ptr()
+        return _Source(matrix, weight, padded)
+    held = matrices_of(weight, bias)
+    return _Source(held[0].matrix, None, (held, weight)) if held is not None and len(held) == 1 else None
 
 
 class Records:
@@ -149,12 +187,16 @@ class Records:
         """held: [E, bytes of a record] uint8."""
         self.form, self.bytes = form, held
 
-    def write(self, expert: int, matrices: Sequence[NativeMatrix]) -> None:
-        """Copy both matrices of an expert to its record."""
+    def write(self, expert: int, sources: Sequence[_Source]) -> None:
+        """Write both matrices of an expert to its record."""
         address = self.bytes[expert].data_ptr()
-        for matrix, form in zip(matrices, (self.form.gate_up, self.form.down), strict=True):
-            for part in parts_of(matrix):
-                ctypes.memmove(address + form.places[part.field][0], getattr(matrix, part.field), part.num_bytes)
+        for source, form in zip(sources, (self.form.gate_up, self.form.down), strict=True):
+            for part in parts_of(source.matrix):
+                target = address + form.places[part.field][0]
+                if part.field == "weights" and source.rows is not None:
+                    source.rows.write(target)
+                else:
+                    ctypes.memmove(target, getattr(source.matrix, part.field), part.num_bytes)
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
         """Return views [E, N] fp32 of the biases of both matrices."""

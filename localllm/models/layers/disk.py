@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -91,6 +92,19 @@ class ExpertForm:
             for each in (facts["gate_up"], facts["down"])
         )
         return cls(gate_up, down, facts["num_bytes"])
+
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+
+
+def obtain_pages(address: int, num_bytes: int) -> None:
+    """Give every page memory of its own. address: of a page of anonymous memory. The system's call writes the pages
+    once; without it, they are written a second time. Lets other Python threads run."""
+    if sys.platform == "linux":
+        place, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+        if ctypes.CDLL(None).madvise(place, size, _POPULATE_WRITE) == 0:
+            return
+    ctypes.memset(address, 0, num_bytes)
 
 
 Pairs = Callable[[int], Iterator[tuple[Weight, Weight]]]
@@ -187,12 +201,17 @@ class ExpertCache:
     def require(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Return where the records of these experts are in RAM, distinct ones and no more than there are slots. They
         stay until the next call. Raises `CorruptModel` for a record that could not be read."""
+        self.begin(layer, experts)
         keys = [(layer, expert) for expert in experts]
-        for key in keys:
-            self._begin(key, keys, keeps=self._keeps_tokens)
         for key in keys:
             self._finish(key)
         return [self._address_of(self._slots[key]) for key in keys]
+
+    def begin(self, layer: int, experts: Sequence[int]) -> None:
+        """Begin to read the experts of the next call of `require`."""
+        keys = [(layer, expert) for expert in experts]
+        for key in keys:
+            self._begin(key, keys, keeps=self._keeps_tokens)
 
     def expect(self, experts: Sequence[int]) -> None:
         """Announce the experts of the next calls of `next_of`, in their order."""
@@ -262,7 +281,7 @@ class ExpertCache:
                     "Close other programs and start again, or set a smaller --expert-cache-gib.",
                     param="expert_cache_gib",
                 )  # fmt: skip
-            ctypes.memset(self._address + start, 0, size)
+            obtain_pages(self._address + start, size)
 
 
 class DiskMatrices(Sequence[NativeWeight]):
@@ -295,6 +314,11 @@ class DiskMatrices(Sequence[NativeWeight]):
         """Announce the experts of the rows that are multiplied next, expert after expert."""
         self.cache.expect([each for each in ids.unique().tolist() if each >= 0])
 
+    def begin(self, ids: Sequence[Sequence[int]]) -> None:
+        """Begin to read what the first of some rows choose, as many of them as there are slots for."""
+        _, _, experts = next(row_groups(ids, self.cache.num_slots))
+        self.cache.begin(self.layer, experts)
+
     def matrices(self, biases: Tensor | None) -> tuple[Any, list[object]]:
         """Return an array of the matrices of all experts, whose places are still to be set, and what has to be kept."""
         bare = [self.form.at(0) for _ in range(len(self))]
@@ -304,3 +328,16 @@ class DiskMatrices(Sequence[NativeWeight]):
         for matrix, bias in zip(bare, wide, strict=True):
             matrix.bias = bias.data_ptr()
         return (NativeMatrix * len(self))(*bare), [wide]
+
+
+def row_groups(ids: Sequence[Sequence[int]], most: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield neighbouring rows that choose at most `most` distinct experts, more than one row does: the first, the one
+    after the last, and their experts. Rows of padding, whose ids are -1, have none."""
+    first, chosen = 0, dict[int, None]()
+    for row, each in enumerate(ids):
+        own = dict.fromkeys(expert for expert in each if expert >= 0)
+        if len(more := chosen | own) > most:
+            yield first, row, list(chosen)
+            first, more = row, own
+        chosen = more
+    yield first, len(ids), list(chosen)

@@ -5,7 +5,9 @@
     FarStream     the other way: a long prompt's experts are copied to the device and computed there
     RamLink       the copies of both ways
 
-Where RAM does not hold them either, they are on disk (disk.py), and the model may be on the CPU as well.
+Where RAM does not hold them either, they are on disk (disk.py), and the model may be on the CPU as well. The native
+step of such a model begins to read the chosen experts behind the router, computes a shared expert meanwhile, and lets
+the host multiply.
 The host waits at each such layer until the device has done everything before it. A CUDA graph cannot wait for the
 host, so a recorded step is cut into segments at the crossings (runner/graphs.py), and the host computes between them.
 
@@ -29,14 +31,23 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native
-from localllm.kernels.cpu.native.structures import FEW_ROWS, MAX_ROWS, CacheType, JobOutcome, NativeMatrix, NativeRow
+from localllm.kernels.cpu.native.structures import (
+    FEW_ROWS,
+    MAX_ROWS,
+    CacheType,
+    JobOutcome,
+    NativeExperts,
+    NativeMatrix,
+    NativeRow,
+    Op,
+)
 from localllm.kernels.moe.experts import ArrivingExperts
 from localllm.kernels.moe.from_lanes import bias_of, can_unpack, from_lanes
 from localllm.kernels.moe.weights import ExpertWeights
 from localllm.models.layers.arena import Arena, Records
-from localllm.models.layers.disk import DiskMatrices, ExpertCache
-from localllm.models.layers.moe import Experts, matrix_shape
-from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer
+from localllm.models.layers.disk import DiskMatrices, ExpertCache, row_groups
+from localllm.models.layers.moe import Experts, choices_of, matrix_shape
+from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer, sizes
 from localllm.models.spec.mixture import STAGING_PLACES as PLACES
 from localllm.models.spec.mixture import staged_bytes
 from localllm.models.spec.model_spec import ModelSpec
@@ -189,8 +200,12 @@ class Crossing:
 
     def _work(self, compute: Compute, rows: _Rows) -> None:
         self.link.wait()
+        self.timed(compute, *rows)
+
+    def timed(self, compute: Compute, x: Tensor, ids: Tensor, weights: Tensor, y: Tensor) -> None:
+        """Compute rows that are in RAM, and count the time."""
         begun = time.perf_counter()
-        compute(*rows)
+        compute(x, ids, weights, y)
         self.seconds += time.perf_counter() - begun
 
     def _rows_for(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Rows:
@@ -236,15 +251,56 @@ class FarExperts:
         self._write(x, ids, weights, out)
         return out
 
+    def described(self, writer: Writer, top_k: int, **routing: Any) -> NativeExperts:
+        """Return the experts for the native library, which stay valid as long as the writer's memory. routing: further
+        fields. Raises `NotSupportedNatively`."""
+        gate_up, down = self.experts.gate_up, self.experts.down
+        if not isinstance(gate_up, DiskMatrices) or not isinstance(down, DiskMatrices):
+            return self.experts.described(writer, top_k, **routing)
+        if self._few_rows(top_k) is None:
+            raise NotSupportedNatively("experts on disk that the library cannot multiply with")
+        writer.kinds |= {gate_up.form.kind, down.form.kind}
+        return choices_of(writer, len(gate_up), top_k, **routing)
+
+    def write(self, writer: Writer, chosen: int, top_k: int, norm: Any) -> None:
+        """Write the first matrices of the chosen experts. On disk: keep the rows that the experts read, and begin to
+        read the experts, while the step goes on with parts beside them. chosen: address of `described`."""
+        gate_up = self.experts.gate_up
+        if not isinstance(gate_up, DiskMatrices):
+            self.experts.write(writer, chosen, top_k, norm)
+            return
+        rows, width = writer.others["expert_rows"], matrix_shape(gate_up)[1]
+        for buffer in (writer.stream, rows):
+            buffer.widen(width)
+        writer.copy(writer.stream, 0, rows, 0, width, norm)
+        ids, _ = _choices(chosen)
+        writer.call(lambda count: gate_up.begin(ids[:count].tolist()))
+
+    def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0) -> None:
+        """Write the last matrices: added to the stream, or written to another buffer. On disk: let the host multiply
+        with both."""
+        if not isinstance(self.experts.gate_up, DiskMatrices):
+            self.experts.write_out(writer, chosen, target, factor)
+            return
+        rows, sums = writer.others["expert_rows"], writer.others["expert_sums"]
+        width, (ids, weights) = matrix_shape(self.experts.down)[0], _choices(chosen)
+        for buffer in (sums, target):
+            buffer.widen(width)
+
+        def compute(count: int) -> None:
+            x, out = rows.values[:count, :width], sums.values[:count, :width]
+            self._crossing.timed(self._write, x, ids[:count], weights[:count], out)
+
+        writer.call(compute)
+        writer.plan(Op.ADD, sums, target, matrix=sizes(width), adds=target is writer.stream, factor=factor)
+
     def _write(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         """Do the same in RAM, to out [T, H] fp32. Rows of padding, whose ids are -1, are zeros and read nothing.
 
         Raises IndexError for ids of experts that there are not: the native library would read whatever lies there."""
-        is_in_ram = not isinstance(self.experts.gate_up, DiskMatrices)
-        if is_in_ram and (few := self._few_rows(ids.shape[1])) is not None and few.write(x, ids, weights, out):
+        if self._write_few(x, ids, weights, out):
             return
-        if int(ids.max()) >= (count := len(self.experts.gate_up)):
-            raise IndexError(f"a token was routed to expert {int(ids.max())} of {count}")
+        self._require_experts(int(ids.max()))
         with torch.inference_mode():
             real = (ids >= 0).any(1).nonzero()[:, 0]
             out.zero_()
@@ -252,18 +308,31 @@ class FarExperts:
                 out[real] = self._products(x[real].float(), ids[real], weights[real])
 
     def _products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        gate_up, few = self.experts.gate_up, self._few_rows(ids.shape[1]) if len(x) <= FEW_ROWS else None
-        if few is None:
-            if isinstance(gate_up, DiskMatrices):
-                gate_up.prepare(ids)
-            return self.experts(x, ids, weights)
-        if not isinstance(gate_up, DiskMatrices):
-            return few(x, ids, weights)
-        outs = []
-        for first, end, experts in _row_groups(ids.tolist(), gate_up.cache.num_slots):
+        out = torch.empty_like(x)
+        if self._write_few(x, ids, weights, out):
+            return out
+        if isinstance(self.experts.gate_up, DiskMatrices):
+            self.experts.gate_up.prepare(ids)
+        return self.experts(x, ids, weights)
+
+    def _write_few(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        """Write the results of a few rows. False: they are too many, or the native library cannot read them."""
+        few, gate_up = self._few_rows(ids.shape[1]), self.experts.gate_up
+        if few is None or not isinstance(gate_up, DiskMatrices):
+            return few is not None and few.write(x, ids, weights, out)
+        if len(x) > FEW_ROWS:
+            return False
+        rows = ids.tolist()
+        self._require_experts(max(map(max, rows)))
+        for first, end, experts in row_groups(rows, gate_up.cache.num_slots):
             few.place(experts, gate_up.cache.require(gate_up.layer, experts))
-            outs.append(few(x[first:end], ids[first:end], weights[first:end]).clone())
-        return torch.cat(outs)
+            if not few.write(x[first:end], ids[first:end], weights[first:end], out[first:end]):
+                return False
+        return True
+
+    def _require_experts(self, highest: int) -> None:
+        if highest >= (count := len(self.experts.gate_up)):
+            raise IndexError(f"a token was routed to expert {highest} of {count}")
 
     def _few_rows(self, top_k: int) -> FewRows | None:
         """Return the native operations; None: the library cannot multiply with these weights."""
@@ -275,6 +344,19 @@ class FarExperts:
                 pass
             self._has_few = self._few is not None
         return self._few
+
+
+def _choices(chosen: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and the weights [MAX_ROWS, top_k] that a step's router writes. chosen: address of its experts."""
+    described = NativeExperts.from_address(chosen)
+    count = MAX_ROWS * described.top_k
+    ids, weights = (
+        torch.frombuffer((kind * count).from_address(address), dtype=dtype).view(MAX_ROWS, -1)
+        for kind, address, dtype in (
+            (ctypes.c_int32, described.ids, torch.int32), (ctypes.c_float, described.weights, torch.float32)
+        )
+    )  # fmt: skip
+    return ids, weights
 
 
 class FarMLP:
@@ -473,24 +555,11 @@ def streamable(model_parts: Iterable[FarExperts]) -> list[FarExperts]:
     return [part for _, part in sorted(found, key=lambda each: each[0])]
 
 
-def _row_groups(ids: list[list[int]], most: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield neighbouring rows that choose at most `most` distinct experts, more than one row does: the first, the one
-    after the last, and their experts."""
-    first, chosen = 0, dict[int, None]()
-    for row, own in enumerate(ids):
-        if len(more := chosen | dict.fromkeys(own)) > most:
-            yield first, row, list(chosen)
-            first, more = row, dict.fromkeys(own)
-        chosen = more
-    yield first, len(ids), list(chosen)
-
-
 class FewRows:
     """The products of up to FEW_ROWS rows with their experts, as two operations of the native library."""
 
     __slots__ = (
-        "_address", "_buffers", "_described", "_experts", "_ids", "_job", "_kept", "_library", "_operations", "_rows",
-        "_run", "_weights",
+        "_address", "_described", "_experts", "_job", "_kept", "_operations", "_rows", "_run",
     )  # fmt: skip
     stays_in_ram = True
 
@@ -500,13 +569,10 @@ class FewRows:
             raise NotSupportedNatively("experts without a gate")
         writer = Writer(spec, (), lambda kind: None)
         self._experts, self._described = experts, experts.described(writer, top_k)
-        self._ids, self._weights = torch.zeros((MAX_ROWS, top_k), dtype=torch.int32), torch.zeros((MAX_ROWS, top_k))
-        self._described.ids, self._described.weights = self._ids.data_ptr(), self._weights.data_ptr()
         chosen = ctypes.addressof(self._described)
         experts.write(writer, chosen, top_k, None)
         experts.write_out(writer, chosen, writer.part)
-        self._library, self._operations, self._kept = library, writer.lowered(), writer.kept
-        self._buffers = writer.stream.values, writer.part.values
+        self._operations, self._kept = writer.lowered(), writer.kept
         self._rows = (NativeRow * MAX_ROWS)()
         self._job = library.far_job(self._operations, chosen, ctypes.addressof(self._rows))
         self._job.hidden, self._job.most_rows = matrix_shape(experts.gate_up)[1], FEW_ROWS
@@ -541,12 +607,3 @@ class FewRows:
             matrices = (NativeMatrix * len(weights)).from_address(array)
             for expert, address in zip(experts, addresses, strict=True):
                 weights.form.place(matrices[expert], address)
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [n, H] fp32, ids [n, top_k] int32, weights [n, top_k] fp32 -> [n, H] fp32, valid until the next call."""
-        stream, out = self._buffers
-        count, hidden = x.shape
-        stream[:count, :hidden] = x
-        self._ids[:count], self._weights[:count] = ids, weights
-        self._library.run_step(self._operations, self._rows, count)
-        return out[:count, :hidden]

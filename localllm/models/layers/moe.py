@@ -64,6 +64,15 @@ def matrix_shape(weights: ExpertWeights) -> tuple[int, int]:
     return outputs, inputs
 
 
+def choices_of(writer: Writer, count: int, top_k: int, **fields: Any) -> NativeExperts:
+    """Return experts for the native library, with buffers for what a step's router chooses of them. fields: further
+    ones."""
+    ids, weights = torch.zeros((MAX_ROWS, top_k), dtype=torch.int32), torch.zeros((MAX_ROWS, top_k))
+    found = NativeExperts(count=count, top_k=top_k, ids=ids.data_ptr(), weights=weights.data_ptr(), **fields)
+    writer.kept += [ids, weights, found]
+    return found
+
+
 class Experts:
     """The matrices of all experts. Owns the weights: if the device needs another layout, only that copy is kept."""
 
@@ -102,16 +111,11 @@ class Experts:
     def described(self, writer: Writer, top_k: int, **routing: Any) -> NativeExperts:
         """Return the experts for the native library, which stay valid as long as the writer's memory. routing: further
         fields. Raises `NotSupportedNatively`."""
-        ids = torch.zeros((MAX_ROWS, top_k), dtype=torch.int32)
-        weights = torch.zeros((MAX_ROWS, top_k))
-        writer.kept += [ids, weights]
-        found = NativeExperts(
-            count=len(self.gate_up), top_k=top_k, gate_up=writer.each_expert(self.gate_up, self.gate_up_bias),
-            down=writer.each_expert(self.down, self.down_bias), ids=ids.data_ptr(), weights=weights.data_ptr(),
-            **routing,
-        )  # fmt: skip
-        writer.kept.append(found)
-        return found
+        gate_up, down = (
+            writer.each_expert(self.gate_up, self.gate_up_bias),
+            writer.each_expert(self.down, self.down_bias),
+        )
+        return choices_of(writer, len(self.gate_up), top_k, gate_up=gate_up, down=down, **routing)
 
     def write(self, writer: Writer, chosen: int, top_k: int, norm: Any) -> None:
         """Write the first matrices of the chosen experts. chosen: address of `described`."""
@@ -139,6 +143,18 @@ class AnyExperts(Protocol):
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
+        ...
+
+    def described(self, writer: Writer, top_k: int, **routing: Any) -> NativeExperts:
+        """Return the experts for the native library, as `Experts.described` does."""
+        ...
+
+    def write(self, writer: Writer, chosen: int, top_k: int, norm: Any, /) -> None:
+        """Write what comes between the router and the parts beside the experts. Raises `NotSupportedNatively`."""
+        ...
+
+    def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0, /) -> None:
+        """Write what adds the results to the stream, or writes them to another buffer."""
         ...
 
 
@@ -228,8 +244,6 @@ class MoE:
         """Write the router, and the first matrices of the chosen experts."""
         if self.routing.scales_inputs:
             raise NotSupportedNatively("experts whose inputs are multiplied")
-        if not isinstance(self.experts, Experts):
-            raise NotSupportedNatively("experts that are elsewhere")
         writer.linear(self.router, writer.stream, writer.router, norm=router_norm)
         routing = self.routing
         described = self.experts.described(
@@ -244,7 +258,6 @@ class MoE:
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
         """Write the last matrices: added to the stream, or written to another buffer."""
-        assert isinstance(self.experts, Experts), "`write_routed` refuses others"
         self.experts.write_out(writer, writer.chosen_experts, target, factor)
         if self.shared is not None:
             self.shared.write_out(writer, target, factor, adds=True)

@@ -109,6 +109,7 @@ class Writer:
         self.others: defaultdict[str, Buffer] = defaultdict(Buffer)  # of few families
         self.constants: list[tuple[Buffer, int, float]] = []  # buffer, column, value in all rows
         self.chosen_experts = 0  # address of the layer's experts
+        self.calls: list[tuple[int, Callable[[int], None]]] = []  # before an operation, the host's work for some rows
         self.kept: list[object] = [
             kv_cache,
             sources,
@@ -138,6 +139,8 @@ class Writer:
 
     def each_expert(self, weights: Any, biases: Tensor | None) -> int:
         """Return the address of the matrices of all experts."""
+        if isinstance(weights, DiskMatrices | RecordMatrices):
+            self.kinds.add(weights.form.kind)
         if isinstance(weights, DiskMatrices):
             matrices, owned = weights.matrices(biases)
             self.kept += [matrices, *owned]
@@ -162,6 +165,10 @@ class Writer:
         self.plan(Op.ADD, source, target, norm=self.normed_by(norm), matrix=sizes(hidden), adds=adds)
 
     # -- operations
+
+    def call(self, work: Callable[[int], None]) -> None:
+        """Let the host work between the operations before and after. work: takes the number of rows."""
+        self.calls.append((len(self.planned), work))
 
     def linear(
         self, linear: Any, source: Buffer, target: Buffer, *, norm: Any = None,

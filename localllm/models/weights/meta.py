@@ -54,8 +54,9 @@ class MetaWeights(Weights):
         return format.read_meta(self.layout.checkpoint, parts, self._target, self._dtype)
 
     def _slices(
-        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
-    ) -> Iterator[Weight]:
+        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut, *,
+        packs: bool,
+    ) -> Iterator[Weight]:  # fmt: skip
         """Yield empty matrices: choosing rows on `meta` imports torch's compiler, for seconds."""
         stored, own = self._expert_views(stacked, shape)[0].dtype, cut.shape(*shape[1:])
         is_half = self._quantize is None and self.keeps_half(stored, own)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.cpu.half import HALVES, fits_half, pack_half
+from localllm.kernels.cpu.half import HALVES, HalfRows, fits_half, pack_half
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.linear import StackedWeight, should_pack
@@ -228,8 +228,10 @@ class Weights:
         return experts, self.expert_biases(prefix, names, shape[:2], cut) if bias else None
 
     def each_expert(self, prefix: str, names: Sequence[str], shape: tuple[int, int, int]) -> Iterator[Weight]:
-        """Yield the matrices that `experts` returns one after another, each read when it is asked for."""
-        for matrix in self._expert_matrices(prefix, names, shape, ExpertCut(range(shape[0]), None, None)):
+        """Yield the matrices that `experts` returns one after another, each read when it is asked for. A matrix of
+        16 bits is not packed yet: its bytes are the checkpoint's."""
+        cut = ExpertCut(range(shape[0]), None, None)
+        for matrix in self._expert_matrices(prefix, names, shape, cut, packs=False):
             yield to_device_layout(matrix, self.packer)
 
     def read_ahead(self, layer: int) -> None:
@@ -299,18 +301,18 @@ class Weights:
     # -- experts
 
     def _expert_matrices(
-        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], cut: ExpertCut
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], cut: ExpertCut, *, packs: bool = True
     ) -> Iterator[Weight]:
-        """Yield one expert's matrix after another, each read only when requested."""
+        """Yield one expert's matrix after another, each read only when requested. packs: pack 16 bits."""
         count, rows, columns = shape
         stacked, stored_order = self.layout.stacked_experts(prefix, names, rows)
         if not stacked:
             for expert in cut.own:
                 stems = [f"{prefix}.{expert}.{name}" for name in names]
                 parts = self.layout.parts(stems, cut.order, (rows, columns), cut.columns)
-                yield self._weight(parts, cut.shape(rows, columns), [self._quantize])
+                yield self._weight(parts, cut.shape(rows, columns), [self._quantize], packs=packs)
         elif (format := self.layout.format_of(stacked[0])) is None:
-            yield from self._slices(stacked, stored_order, shape, cut)
+            yield from self._slices(stacked, stored_order, shape, cut, packs=packs)
         else:
             heights = [format.shape(self.layout.checkpoint, stem)[0] // count for stem in stacked]
             if cut.order is not None and sum(heights) != rows:
@@ -323,8 +325,9 @@ class Weights:
                 yield self._weight(parts, cut.shape(rows, columns))
 
     def _slices(
-        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
-    ) -> Iterator[Weight]:
+        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut, *,
+        packs: bool,
+    ) -> Iterator[Weight]:  # fmt: skip
         """Yield each expert's matrix from plain tensors [E, n, K], or [E, K, n] if stored transposed."""
         views = self._expert_views(stacked, shape)
         if cut.columns is not None:
@@ -334,6 +337,9 @@ class Weights:
         for expert in cut.own:
             each = zip(views, orders, strict=True)
             parts = [view[expert] if order is None else view[expert][order] for view, order in each]
+            if not packs and self._quantize is None and (rows := self._half_rows(parts)) is not None:
+                yield rows
+                continue
             matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
             if self._quantize is None and self.keeps_half(matrix.dtype, (matrix.shape[0], matrix.shape[1])):
                 yield pack_half(matrix.to(self._dtype) if self._dtype in HALVES else matrix)
@@ -380,12 +386,16 @@ class Weights:
     # -- matrices
 
     def _weight(
-        self, parts: Sequence[StoredPart], shape: tuple[int, int], quantize: Sequence[AtLoad | None] = (None,)
-    ) -> Weight:
+        self, parts: Sequence[StoredPart], shape: tuple[int, int], quantize: Sequence[AtLoad | None] = (None,), *,
+        packs: bool = True,
+    ) -> Weight:  # fmt: skip
         """Return the parts stacked by rows: one matrix, or several if they are stored differently.
 
-        quantize: for each part how it is quantised after reading, or one entry for all parts.
+        quantize: for each part how it is quantised after reading, or one entry for all parts. packs: pack a matrix of
+        16 bits.
         """
+        if not packs and not any(quantize) and (rows := self._stored_rows(parts, shape)) is not None:
+            return rows
         each = list(quantize) * (len(parts) if len(quantize) == 1 else 1)
         weights = []
         for (kind, made), run in groupby(
@@ -398,6 +408,26 @@ class Weights:
         if tuple(weight.shape) != shape:
             raise wrong_shape([part.stem for part in parts], weight.shape, shape)
         return self._finished(weight, None)
+
+    def _stored_rows(self, parts: Sequence[StoredPart], shape: tuple[int, int]) -> HalfRows | None:
+        """Return the parts as they are stored; None: they are quantised, or do not stay 16 bits wide."""
+        if any(self.layout.kind(part.stem) is not None for part in parts):
+            return None
+        named = [replace(part, stem=f"{part.stem}.weight") for part in parts]
+        rows = self._half_rows([self._stored(part) for part in named])
+        if rows is None or rows.shape != shape:  # the usual way names what is wrong with the shape
+            return None
+        self.read.add([name for part in named for name in self.layout.tensors_of(part.stem)])
+        return rows
+
+    def _half_rows(self, parts: Sequence[Tensor]) -> HalfRows | None:
+        """Return matrices [n, K] as one above the other; None: that does not stay 16 bits wide in the type it has."""
+        dtype, columns = parts[0].dtype, parts[0].shape[-1]
+        alike = all(part.dtype == dtype and part.ndim == 2 and part.shape[1] == columns for part in parts)
+        keeps = self._dtype == torch.float32 and self.keeps_half(dtype, (sum(map(len, parts)), columns))
+        if not alike or not keeps or parts[0].is_meta:
+            return None
+        return HalfRows(tuple(part if part.stride(1) == 1 else part.contiguous() for part in parts))
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         """Return the weight as the layer gets it, quantised if requested."""

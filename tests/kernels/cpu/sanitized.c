@@ -139,6 +139,10 @@ static double pack(Pool* pool, int64_t type) {
     for (size_t i = 0; i < row_bytes; i++) rows[r][i] = (uint8_t)(i * 37 + (size_t)r * 11 + (i * i >> 3));
   }
   const StoredRows stored = {type, ROWS, INPUTS, (const uint8_t* const*)rows, NULL};
+  const StoredRows halves = {0, ROWS, (int64_t)row_bytes / 2, (const uint8_t* const*)rows, NULL};
+  const size_t half_bytes = 2 * OUTPUTS * ((row_bytes / 2 + 1) / 2) * sizeof(uint32_t);
+  uint32_t* pairs = malloc(half_bytes);
+  localllm_pack_halves(pool, &halves, pairs);
   const size_t q4_bytes = 2 * INPUTS / GROUP * (size_t)group_bytes(packed_kind(type));
   uint8_t* blocks = calloc(1, q4_bytes);
   int8_t *codes = malloc(ROWS * INPUTS), *weights = malloc(OUTPUTS * INPUTS);
@@ -150,7 +154,8 @@ static double pack(Pool* pool, int64_t type) {
   localllm_reorder_int8(pool, codes, OUTPUTS, INPUTS, weights, sums);
   const double sum = mixed(blocks, q4_bytes) + mixed(codes, ROWS * INPUTS) + mixed(scales, ROWS * sizeof(float)) +
                      mixed(wide, ROWS * INPUTS * sizeof(float)) + mixed(weights, OUTPUTS * INPUTS) +
-                     mixed(sums, sizeof sums);
+                     mixed(sums, sizeof sums) + mixed(pairs, half_bytes);
+  free(pairs);
   for (int r = 0; r < ROWS; r++) free(rows[r]);
   free(blocks);
   free(codes);

@@ -5,8 +5,11 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu import bf16, half
-from localllm.kernels.cpu.half import TILED_ROWS, CpuHalfWeight, fits_half, half_nbytes, pack_half
+from localllm.kernels.cpu.bf16 import blocked
+from localllm.kernels.cpu.half import TILED_ROWS, CpuHalfWeight, HalfRows, fits_half, half_nbytes, pack_half
+from localllm.kernels.cpu.matrix import matrix_of
 from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native_product import native_linear
 from localllm.kernels.quantized_weight import MetaWeight
 from localllm.models.layers.linear import as_head
 from localllm.models.weights.parameters import held_bytes
@@ -78,6 +81,38 @@ def test_a_heads_logits_are_not_rounded_to_bf16(rows: int, has_amx: bool, monkey
     is_exact = not has_amx and rows <= TILED_ROWS  # by the native library, which rounds no activations either
     x = x + (normal(rows, 96, seed=2) * 2**-10 if is_exact else 0)
     assert error(head.linear(x), x.double() @ values.double().t()) < (1e-6 if is_exact else 2**-13)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("columns", [2, 32, 38, 70, 129])
+@pytest.mark.parametrize("heights", [(1,), (64,), (67, 61), (30, 3, 170)])
+def test_rows_of_a_file_are_packed_where_they_stay(heights: tuple[int, ...], columns: int, dtype: torch.dtype) -> None:
+    """As `blocked` packs a copy of them: any bits, rows of any distance, nothing before or behind the blocks."""
+    whole = torch.randint(-(2**15), 2**15, (sum(heights), 2 * columns + 1), dtype=torch.int16).view(dtype)
+    rows = HalfRows(tuple(part[:, 3 : 3 + columns] for part in whole.split(heights)))
+    values = torch.cat(rows.parts).view(torch.int16)
+    padded = torch.nn.functional.pad(values, (0, columns % 2))
+    wanted = blocked(padded.view(dtype)).view(torch.int16).flatten()
+    memory = torch.full((len(wanted) + 64,), 12345, dtype=torch.int16)
+    rows.write(memory.data_ptr() + 64)
+    assert torch.equal(memory[32:-32], wanted)
+    assert memory[:32].eq(12345).all()
+    assert memory[-32:].eq(12345).all()
+
+
+@needs_library
+def test_rows_of_a_file_have_the_packed_weights_products() -> None:
+    whole, bias = normal(200, 96).bfloat16(), normal(200, seed=3)
+    rows, x = HalfRows((whole[:70], whole[70:])), normal(5, 96, seed=1)
+    assert rows.shape == (200, 96)
+    assert rows.nbytes == 200 * 96 * 2
+    assert torch.equal(rows.dequantize(torch.bfloat16), whole)
+    assert torch.equal(rows.packed().dequantize(torch.bfloat16), whole)
+    assert error(rows.linear(x, bias), packed(whole).linear(x, bias)) < 1e-6
+    held = matrix_of(rows, bias)
+    assert held is not None
+    assert error(native_linear(held.matrix, x, is_fine=True), rows.linear(x, bias)) < 1e-6
 
 
 @needs_library

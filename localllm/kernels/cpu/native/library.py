@@ -154,6 +154,10 @@ class Pool:
         assert out.shape[:2] == (-(-stored.count // OUTPUTS), stored.inputs // GROUP), out.shape
         self._functions.localllm_pack_q4(self._pool, stored, out.data_ptr())
 
+    def pack_halves(self, rows: NativeStoredRows, address: int) -> None:
+        """Write rows of 16-bit numbers as blocks [padded count / 64, padded K / 2, 64, 2] to an address."""
+        self._functions.localllm_pack_halves(self._pool, rows, address)
+
     def round_rows(self, stored: NativeStoredRows, smallest: float, codes: Tensor, scales: Tensor) -> None:
         """Write each row's codes [count, K] int8 and its scale [count] fp32, at least smallest / 127."""
         assert codes.is_contiguous()
@@ -310,6 +314,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         *recurrent,
         ("localllm_gated_norm", None, [pool, ctypes.POINTER(NativeGatedNorm), number]),
         ("localllm_pack_q4", None, [pool, stored, c_void_p]),
+        ("localllm_pack_halves", None, [pool, stored, c_void_p]),
         ("localllm_round_rows", None, [pool, stored, c_double, c_void_p, c_void_p]),
         ("localllm_widen_rows", None, [pool, stored, c_void_p]),
         ("localllm_reorder_int8", None, [pool, c_void_p, number, number, c_void_p, c_void_p]),

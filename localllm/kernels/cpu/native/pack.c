@@ -217,6 +217,35 @@ static void pack_group(const StoredRows* s, int64_t block, int64_t input, uint8_
   }
 }
 
+// 16 bits ----------------------------------------------------------------------------------------------------------------
+
+enum { LINE = 16 };  // pairs of inputs in a line of the cache
+
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define FOUR_OF(a, b, ...) (Four) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FOUR_OF(a, b, ...) (Four) __builtin_shuffle(a, b, (Four){__VA_ARGS__})
+#endif
+
+// Write pairs `first` to `first` + 3 of four rows as four lanes of each pair's row of memory.
+static void turn_four(const uint8_t* const* rows, int64_t first, uint32_t* to) {
+  Four v[4];
+  for (int n = 0; n < 4; n++) memcpy(&v[n], rows[n] + 4 * first, sizeof v[n]);
+  const Four a = FOUR_OF(v[0], v[1], 0, 4, 1, 5), b = FOUR_OF(v[2], v[3], 0, 4, 1, 5);
+  const Four c = FOUR_OF(v[0], v[1], 2, 6, 3, 7), d = FOUR_OF(v[2], v[3], 2, 6, 3, 7);
+  const Four out[4] = {FOUR_OF(a, b, 0, 1, 4, 5), FOUR_OF(a, b, 2, 3, 6, 7), FOUR_OF(c, d, 0, 1, 4, 5), FOUR_OF(c, d, 2, 3, 6, 7)};
+  for (int j = 0; j < 4; j++) memcpy(to + (first + j) * OUTPUTS, &out[j], sizeof out[j]);
+}
+
+// A row ends within a pair where their number is odd: the last weight is a zero then.
+static uint32_t pair_at(const uint8_t* row, int64_t pair, int64_t inputs) {
+  uint32_t both = 0;
+  memcpy(&both, row + 4 * pair, 2 * pair + 1 < inputs ? 4 : 2);
+  return both;
+}
+
 // Jobs -------------------------------------------------------------------------------------------------------------------
 
 typedef struct {
@@ -261,6 +290,22 @@ static void widen_rows_of_block(void* context, int64_t operation, int64_t block,
       widen_tile(p->stored, row, first, (float*)p->out + row * p->inputs + first);
 }
 
+// A line of all rows at a time, while the first level of the cache holds what is written of it.
+static void pack_halves_block(void* context, int64_t operation, int64_t block, int64_t thread) {
+  const Packing* p = context;
+  const uint8_t* const* rows = p->stored->rows + block * OUTPUTS;
+  const int64_t count = last_row(p, block) - block * OUTPUTS, pairs = (p->inputs + 1) / 2;
+  const int64_t turned = p->inputs / 8 * 4, together = count / 4 * 4;
+  uint32_t* to = (uint32_t*)p->out + block * OUTPUTS * pairs;
+  (void)operation, (void)thread;
+  if (count < OUTPUTS) memset(to, 0, (size_t)(OUTPUTS * pairs) * sizeof *to);
+  for (int64_t line = 0; line < turned; line += LINE)
+    for (int64_t n = 0; n < together; n += 4)
+      for (int64_t k = line; k < line + LINE && k < turned; k += 4) turn_four(rows + n, k, to + n);
+  for (int64_t n = 0; n < count; n++)
+    for (int64_t k = n < together ? turned : 0; k < pairs; k++) to[k * OUTPUTS + n] = pair_at(rows[n], k, p->inputs);
+}
+
 static void reorder_block(void* context, int64_t operation, int64_t block, int64_t thread) {
   const Packing* p = context;
   const int8_t* from = p->codes + block * OUTPUTS * p->inputs;
@@ -294,6 +339,11 @@ static Packing packing_of(const StoredRows* stored, void* out) {
 void localllm_pack_q4(Pool* pool, const StoredRows* stored, uint8_t* blocks) {
   Packing packing = packing_of(stored, blocks);
   run_packing(pool, &packing, pack_q4_block);
+}
+
+void localllm_pack_halves(Pool* pool, const StoredRows* stored, uint32_t* blocks) {
+  Packing packing = packing_of(stored, blocks);
+  run_packing(pool, &packing, pack_halves_block);
 }
 
 void localllm_round_rows(Pool* pool, const StoredRows* stored, double smallest, int8_t* codes, float* scales) {

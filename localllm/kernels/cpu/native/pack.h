@@ -19,6 +19,9 @@ int64_t packed_kind(int64_t type);
 // Write rows as their `packed_kind`. Scales and minima are rounded to fp16 once; exponents are kept.
 void localllm_pack_q4(Pool*, const StoredRows* stored, uint8_t* blocks);
 
+// Write rows of 16-bit numbers, whose `type` is not read, as KIND_BF16 or KIND_F16.
+void localllm_pack_halves(Pool*, const StoredRows* stored, uint32_t* blocks);
+
 // Round each row to codes from -127 to 127, with its largest magnitude at 127. codes [count, inputs], scales [count].
 // smallest: the magnitude below which a row counts as zeros.
 void localllm_round_rows(Pool*, const StoredRows* stored, double smallest, int8_t* codes, float* scales);
