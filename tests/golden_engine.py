@@ -34,7 +34,8 @@ class Engine:
     def __init__(
         self, path: Path, *, num_blocks: int = 400, depth: int = 1, caching: bool = True, cap: int = 0,
         staged: bool | None = None, encoder_rows: int = 0, lora: LoraLimits | None = None,
-        far_layers: Sequence[int] = (), disk: DiskExperts | None = None, half_weights: bool = False,
+        far_layers: Sequence[int] = (), far_tables: Sequence[str] = (), disk: DiskExperts | None = None,
+        half_weights: bool = False,
         **config: int,
     ):  # fmt: skip
         spec = read_spec(path)
@@ -52,8 +53,9 @@ class Engine:
         pool = StatePool(24) if spec.recurrent is not None else None
         self.scheduler = Scheduler(limits, CacheManager(limits, ledger_of(spec, num_blocks, BLOCK_SIZE), hasher, pool))
         self.model = model = load_model(
-            path, spec, CPU, torch.float32, lora=lora, far_layers=far_layers, disk=disk, half_weights=half_weights
-        )
+            path, spec, CPU, torch.float32, lora=lora, far_layers=far_layers, far_tables=far_tables, disk=disk,
+            half_weights=half_weights,
+        )  # fmt: skip
         kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, "float32")
         states = StateCache(spec, 24, CPU, torch.float32) if spec.recurrent is not None else None
         for layer in filter(None, kv.layers):

@@ -10,10 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from localllm.files.folders import cache_folder
+from localllm.kernels.cpu import native_product
+from localllm.kernels.cpu.native.library import native
 from localllm.machine import bandwidth
-from localllm.machine.bandwidth import LEAST_BYTES, Measured, memory_bandwidth, probed, undisturbed_s, with_kept_speeds
+from localllm.machine.bandwidth import (
+    LEAST_BYTES,
+    Measured,
+    ProductSpeeds,
+    memory_bandwidth,
+    probed,
+    undisturbed_s,
+    with_kept_speeds,
+)
 from localllm.machine.hardware import Hardware, Speeds, count_cores, fast_instructions, read_cpu_flags
 
 HERE = Hardware((), "CPU", count_cores(), 8 << 30, 6 << 30)
@@ -178,7 +189,7 @@ def test_a_machine_is_probed_once_and_the_kept_speeds_are_read_without_measuring
     assert with_kept_speeds(HERE).speeds == Speeds()
     monkeypatch.setattr(bandwidth, "measure", lambda hardware: Measured(2e10))
     monkeypatch.setattr(bandwidth, "_read_speed", lambda path: 3e9)
-    found = probed(HERE, lambda: (1e12, 4e11)).speeds
+    found = probed(HERE, lambda: ProductSpeeds(1e12, 4e11)).speeds
     assert found == Speeds(2e10, None, 1e12, 4e11)
     monkeypatch.setattr(bandwidth, "measure", lambda hardware: pytest.fail("measured again"))
     again = probed(HERE, lambda: pytest.fail("measured again"), disk=True)
@@ -186,6 +197,46 @@ def test_a_machine_is_probed_once_and_the_kept_speeds_are_read_without_measuring
     assert with_kept_speeds(HERE) == again
     other = replace(HERE, cpu_cores=HERE.cpu_cores + 1)
     assert with_kept_speeds(other).speeds == Speeds(disk=again.speeds.disk)
+
+
+def test_disturbed_products_are_a_lower_bound_and_repeated_a_minute_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: Measured(2e10))
+    slow, slower, quick = ProductSpeeds(1e11, 3e10, True), ProductSpeeds(9e10, 5e10, True), ProductSpeeds(8e10, 2e10)
+    answers, seen = iter([slow, slower, quick]), list[tuple[float | None, float | None]]()
+    file = cache_folder() / "products.json"
+    for _ in range(4):
+        for _ in range(2):  # the second call does not measure
+            found = probed(HERE, lambda: next(answers)).speeds
+            seen.append((found.narrow, found.wide))
+            assert with_kept_speeds(HERE).speeds[2:] == (found.narrow, found.wide)
+        os.utime(file, (0, 0))
+    assert seen == [slow[:2]] * 4 + [quick[:2]] * 4
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_products_during_which_threads_wait_for_a_processor_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_product, "MEASURED_SIZE", 256)
+    for share, is_disturbed in ((1.0, False), (0.5, True)):
+        clock = Clock(share * torch.get_num_threads())
+        monkeypatch.setattr(native_product, "time", clock)
+        found = native_product.product_speeds()
+        assert found is not None
+        assert found.is_disturbed == is_disturbed
+        assert found.narrow > 0
+
+
+class Clock:
+    """A clock of a process whose threads together run this many seconds in one."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.now_s = rate, 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.25
+        return self.now_s
+
+    def process_time(self) -> float:
+        return self.now_s * self.rate
 
 
 def test_a_machine_without_the_native_library_has_no_speed_of_products(monkeypatch: pytest.MonkeyPatch) -> None:

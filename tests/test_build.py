@@ -210,6 +210,7 @@ CHANGE_NO_KV = """
     device_ids enable_expert_parallel nodes ray_address distributed_executor_backend rank_timeout max_num_seqs
     max_num_batched_tokens long_prefill_token_threshold max_num_queued_reqs scheduling_policy async_scheduling draft_max
     expert_cache_gib enforce_eager programmatic_launch check_kernels torch_profiler_dir
+    cpu_embeddings
 """
 
 

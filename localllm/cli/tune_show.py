@@ -19,11 +19,17 @@ from localllm.serving.phases import Phase
 from localllm.terminal import print_table
 from localllm.tuning.figures import Trial
 from localllm.tuning.run import BestChanged, Event, PhaseBegan, SoakEnded, TrialBegan, TrialEnded, TuningResult
-from localllm.tuning.words import gain_in_words, predicted_and_measured, settings_in_short, soak_in_words
+from localllm.tuning.words import (
+    each_in_words,
+    gain_in_words,
+    predicted_and_measured,
+    settings_in_short,
+    soak_in_words,
+)
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
 SHOWN = 12  # number of last trials shown
-COLUMNS = ("", "settings", "trial", "score", "TTFT", "per token", "tok/s", "planned", "measured")
+COLUMNS = ("", "settings", "trial", "score", "TTFT", "per token", "tok/s each", "tok/s", "planned", "measured")
 
 
 class TuneOutput(Protocol):
@@ -116,16 +122,17 @@ class TuneTable:
 
 
 def row(trial: Trial) -> tuple[str, ...]:
-    """Return a trial's cells. All figures are measured, except the planned memory."""
+    """Return a trial's cells. All figures are measured, except the planned memory and what is named as expected."""
     planned = format_bytes(trial.predicted.total_bytes) if trial.predicted else ""
     head = (f"{trial.number}", settings_in_short(trial.settings), "full" if trial.effort == 1 else "brief")
     figures = trial.figures
     if figures is None or trial.score is None:
-        return (*head, trial.fate, trial.why[:60], "", "", planned, "")
+        return (*head, trial.fate, trial.why[:60], "", each_in_words(trial), "", planned, "")
     ttft = format_seconds(figures.ttft_p50_s) if figures.ttft_p50_s is not None else ""
     tpot = format_seconds(figures.tpot_p50_s) if figures.tpot_p50_s is not None else ""
     speed = format_rate(figures.output_tokens_per_s, "")
-    return (*head, f"{trial.score:.1f}", ttft, tpot, speed.strip(), planned, format_bytes(figures.peak_bytes))
+    each, held = each_in_words(trial), format_bytes(figures.peak_bytes)
+    return (*head, f"{trial.score:.1f}", ttft, tpot, each, speed.strip(), planned, held)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -217,6 +217,12 @@ class EngineConfig:
     cpu_offload_gb: float = setting(
         0.0, MEMORY, "move the parts of as few layers to RAM as take this much of the GPU, in GiB", unit="GiB", low=0,
         is_of_one_model=True)
+    cpu_embeddings: str = setting(
+        "auto", MEMORY,
+        "keep in RAM the embedding, if it is not also the head, and per-layer embeddings (Gemma 3n and 4)",
+        choices=("auto", "on", "off"),
+        allowed_text="auto (if a context of 8,192 tokens does not fit beside them on the GPU), on, or off",
+        note="a token reads one row of each", is_of_one_model=True)
     stream_prompts: str = setting(
         "auto", MEMORY, "tokens of a step from which experts in RAM are copied to the GPU and computed there",
         parser=_parse_far_layers, accepts=lambda text: text in ("auto", "off") or (text.isdecimal() and int(text) > 0),
@@ -398,6 +404,12 @@ class EngineConfig:
         if self.weights_on == "disk" and not self.far_layers:
             return "--weights-on disk"
         return "--cpu-moe" if self.cpu_moe else "--cpu-offload-gb" if self.cpu_offload_gb else "--n-cpu-moe"
+
+    @property
+    def ram_flag(self) -> str:
+        """The flag that asks for parts in RAM or on disk beside a GPU; empty: there is none."""
+        flag = "--cpu-embeddings on" if self.cpu_embeddings == "on" else ""
+        return self.far_flag if self.moves_experts else flag
 
     @property
     def takes_adapters(self) -> bool:

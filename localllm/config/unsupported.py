@@ -13,7 +13,8 @@ _CONFIG = "A checkpoint's config.json cannot be overridden."
 _TEXT_ONLY = "Only models that read text, or text and pictures, are supported: task selects generate, embed or score."
 _PREFILL = "Use long_prefill_token_threshold, which limits a prefill chunk."
 _LAYERS = (
-    "Attention and the KV cache stay on the GPU: use n_cpu_moe to keep the experts of some layers in RAM, or device."
+    "Attention and the KV cache stay on the GPU: use n_cpu_moe to keep the experts of some layers in RAM, "
+    "cpu_embeddings to keep lookup tables there, or device."
 )
 _LOGS = "Use log_level: info logs one line per request."
 

@@ -261,8 +261,9 @@ class RunnerStats(NamedTuple):
     picture_row_s: float = (
         0.0  # seconds to encode a row of a picture: first by the speed of a matrix product; 0: unknown
     )
-    far_bytes: int = 0  # of experts in RAM beside a GPU
+    far_bytes: int = 0  # of experts and lookup tables in RAM beside a GPU
     far_s: float = 0.0  # seconds that the CPU has computed them, all steps together
+    far_read_bytes: int = 0  # of them, that it has read for that
     streamed_bytes: int = 0  # of experts in RAM that were copied to the device
     disk_read_bytes: int = 0  # of experts that are on disk
     disk_reads: int = 0  # experts that were read

@@ -47,8 +47,16 @@ DISK_BYTES = 256 * 1024**2
 AGAIN_S = 60.0  # after which a disturbed measurement is repeated
 
 
-Products = Callable[[], tuple[float, float] | None]
-"""Measures multiply-adds/s with weights of 8 bits and less, and with wider ones; None: it cannot be measured here."""
+class ProductSpeeds(NamedTuple):
+    """Measured multiply-adds/s."""
+
+    narrow: float  # with weights of 8 bits and less
+    wide: float
+    is_disturbed: bool = False  # other work took processors in every product: the speeds are at least these
+
+
+Products = Callable[[], ProductSpeeds | None]
+"""Measures products; None: they cannot be measured here."""
 
 
 class Measured(NamedTuple):
@@ -64,24 +72,35 @@ def probed(hardware: Hardware, products: Products, *, disk: bool = False) -> Har
 
     products: measures the processors' multiply-adds/s. disk: measure the disk too, unless its speed is kept.
     """
-    memory, kept = memory_bandwidth(hardware), with_kept_speeds(hardware).speeds
-    narrow, wide = kept.narrow, kept.wide
-    if narrow is None and (found := products()) is not None:
-        narrow, wide = found
-        path, fields = cache_folder() / PRODUCTS_FILE, {"narrow": round(narrow), "wide": round(wide)}
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({**_processors(hardware), **fields}) + "\n")
-    read = disk_bandwidth(cache_folder()) if disk else kept.disk
-    return replace(hardware, speeds=Speeds(memory, read, narrow, wide))
+    memory, found = memory_bandwidth(hardware), _product_speeds(hardware, products)
+    read = disk_bandwidth(cache_folder()) if disk else _kept_disk(cache_folder())
+    return replace(hardware, speeds=Speeds(memory, read, *(found or (None, None))[:2]))
+
+
+def _product_speeds(hardware: Hardware, products: Products) -> ProductSpeeds | None:
+    """Return the products' speeds, from the cache folder or measured now. Disturbed ones are treated as a disturbed
+    bandwidth is."""
+    path, machine = cache_folder() / PRODUCTS_FILE, _processors(hardware)
+    kept = _read_products(path, machine)
+    if kept is not None and not (kept.is_disturbed and _is_old(path)):
+        return kept
+    found = [each for each in (kept, products()) if each is not None]
+    if not found:
+        return None
+    best = max(found, key=lambda each: (not each.is_disturbed, each.narrow))
+    disturbed = {"disturbed": True} if best.is_disturbed else {}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({**machine, "narrow": round(best[0]), "wide": round(best[1]), **disturbed}) + "\n")
+    return best
 
 
 def with_kept_speeds(hardware: Hardware) -> Hardware:
     """Return the hardware with the speeds that were measured before. Measures nothing."""
     folder = cache_folder()
     memory, disk = _read_measured(folder / FILE, _machine(hardware)), _kept_disk(folder)
-    products = _read(folder / PRODUCTS_FILE, _processors(hardware), ("narrow", "wide")) or {}
-    speeds = Speeds(None if memory is None else memory.bytes_per_s, disk, products.get("narrow"), products.get("wide"))
+    products = _read_products(folder / PRODUCTS_FILE, _processors(hardware)) or (None, None)
+    speeds = Speeds(None if memory is None else memory.bytes_per_s, disk, *products[:2])
     return replace(hardware, speeds=speeds)
 
 
@@ -274,6 +293,14 @@ def _read_measured(path: Path, machine: dict[str, Any]) -> Measured | None:
         found = _read(path, machine | ({"disturbed": True} if is_disturbed else {}))
         if found is not None:
             return Measured(found["bytes_per_s"], is_disturbed)
+    return None
+
+
+def _read_products(path: Path, machine: dict[str, Any]) -> ProductSpeeds | None:
+    for is_disturbed in (False, True):
+        found = _read(path, machine | ({"disturbed": True} if is_disturbed else {}), ("narrow", "wide"))
+        if found is not None:
+            return ProductSpeeds(**found, is_disturbed=is_disturbed)
     return None
 
 

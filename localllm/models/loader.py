@@ -12,16 +12,16 @@ import ctypes
 import logging
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from localllm.errors import CorruptModel, UnsupportedOption
+from localllm.errors import CorruptModel, DoesNotFit, UnsupportedOption
 from localllm.files.folders import experts_folder
 from localllm.files.record_file import RecordFile
 from localllm.machine.hardware import available_ram
@@ -36,6 +36,7 @@ from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.registry import linear_format, open_checkpoint
 from localllm.models.layers.arena import Arena
 from localllm.models.layers.disk import ExpertCache, write_experts
+from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.far import Crossing, RamLink
 from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Weight
@@ -47,8 +48,18 @@ from localllm.models.spec.shard import Shard, whole_shard
 from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.source import LM_HEAD, FarWeights, Progress, ShardWeights
+from localllm.models.weights.source import (
+    EMBEDDING,
+    LM_HEAD,
+    LOOKED_UP,
+    PER_LAYER_EMBEDDING,
+    AlikeLayers,
+    FarWeights,
+    Progress,
+    ShardWeights,
+)
 from localllm.models.weights.weights import Weights
+from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.models.transformers_backend.model import TransformersModel
@@ -72,6 +83,7 @@ def load_model(
     shard: Shard | None = None,
     group: Group | None = None,
     far_layers: Sequence[int] = (),
+    far_tables: Sequence[str] = (),
     disk: DiskExperts | None = None,
     free_ram: Callable[[], int] = available_ram,
 ) -> DecoderModel | TransformersModel:
@@ -86,7 +98,7 @@ def load_model(
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
     far_layers: the layers whose routed experts stay in RAM and are computed there. disk: if they are read from disk.
-    free_ram: returns the RAM that may still be taken for them.
+    far_tables: the tables that stay in RAM, as `count_model` names them. free_ram: returns what may be taken of it.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     _refuse_shard(spec, shard, verify=verify)
@@ -114,7 +126,8 @@ def load_model(
             with torch.device("meta"):
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 arena = Arena(_arena_bytes(spec, counted.in_ram(), checkpoint, far_layers), free_ram)
-        far = _far(weights, device, far_layers, cache, arena)
+        far = _far(weights, device, far_layers, cache, arena, far_tables)
+        _require_ram_for_tables(weights, far, free_ram)
         builder = DecoderBuilder(spec, weights, device, dtype, shard, group, far)
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
@@ -128,20 +141,41 @@ def load_model(
     return model
 
 
+class HeldBytes(NamedTuple):
+    """The exact bytes of `load_model`'s result, adapter buffers included."""
+
+    fixed: int  # without rotary tables
+    per_position: int  # of rotary tables
+    experts: dict[int, int]  # of them: each layer's routed experts; empty for a dense model
+    tables: dict[str, int]  # of them: tables of which a token reads one row, by name; of a whole model
+
+    def at(self, max_model_len: int) -> int:
+        return self.fixed + self.per_position * max_model_len
+
+
 def resident_bytes(
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, max_model_len: int | None = None,
+    **how: Any,
+) -> int:  # fmt: skip
+    """Return the exact bytes of `load_model`'s result from the headers, rotary tables included. how: as of
+    `count_model`."""
+    return count_model(path, spec, device, dtype, **how).at(max_model_len or spec.max_position)
+
+
+def count_model(
     path: Path,
     spec: ModelSpec,
     device: torch.device,
     dtype: torch.dtype,
     *,
-    max_model_len: int | None = None,
     quantization: str | None = None,
     lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
     half_weights: bool = False,
     shard: Shard | None = None,
-) -> int:
-    """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
+) -> HeldBytes:
+    """Count the bytes of `load_model`'s result from the headers, by building the model without data. Of layers whose
+    experts are stored alike, the experts are built once: there may be 36,000 of their matrices."""
     _refuse_shard(spec, shard)
     kept: dict[str, Any] = {
         "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
@@ -150,12 +184,29 @@ def resident_bytes(
     if spec.implementation != "localllm":
         from localllm.models.transformers_backend.loading import bytes_through_transformers
 
-        return bytes_through_transformers(path, spec, device, dtype)
+        return HeldBytes(bytes_through_transformers(path, spec, device, dtype), 0, {}, {})
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
-        builder = DecoderBuilder(spec, weights, device, dtype, shard)
-        return held_bytes(builder.build(max_model_len or spec.max_position))
+        alike = None if spec.mixture is None else AlikeLayers(_forms_of_layers(checkpoint))
+        model = DecoderBuilder(spec, weights, device, dtype, shard, alike=alike).build(1)
+        experts, shared = dict[int, int](), 0
+        if alike is not None:
+            sizes = {form: held_bytes(each) for form, each in alike.found.items()}
+            experts = {layer: sizes[alike.forms.get(layer, layer)] for layer in alike.layers}
+            shared = sum(experts.values()) - sum(sizes.values())
+        per_position = model.table_bytes(1)
+        tables = {} if shard is not None else _looked_up(model, spec)
+        return HeldBytes(held_bytes(model) + shared - per_position, per_position, experts, tables)
+
+
+def _looked_up(model: DecoderModel, spec: ModelSpec) -> dict[str, int]:
+    """Return the bytes of the tables of which a token reads one row."""
+    inputs = None if model.layer_inputs is None else model.layer_inputs.table
+    tables: dict[str, EmbeddingTable | None] = {
+        EMBEDDING: None if spec.tie_word_embeddings else model.embedding, PER_LAYER_EMBEDDING: inputs
+    }  # fmt: skip
+    return {LOOKED_UP[name]: table.weight.nbytes for name, table in tables.items() if table is not None}
 
 
 def expert_bytes(
@@ -167,9 +218,10 @@ def expert_bytes(
     quantization: str | None = None,
     cpu_weights: str = "fast",
     half_weights: bool = False,
+    known: Mapping[int, int] | None = None,
 ) -> dict[int, tuple[int, int]]:
     """Return the exact bytes of each layer's routed experts, or of a dense model's feed-forward parts, from the
-    headers: on `device`, and in RAM beside it."""
+    headers: on `device`, and in RAM beside it. known: those on `device`, if they were counted before."""
     kept: dict[str, Any] = {
         "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
@@ -184,15 +236,19 @@ def expert_bytes(
         for layer in layers:
             form = forms.get(layer, layer)
             if form not in of_form:  # thousands of experts take a second, and most layers are alike
-                record = record_bytes(spec, far.source, layer)
-                if mixture is None:
-                    gpu, listed = (held_mlp(spec, source, layer) for source in (weights, far.source))
-                else:
-                    gpu, listed = (held_experts(build_mixture(spec, mixture, share, layer)) for share in (near, in_ram))
+                record, gpu = record_bytes(spec, far.source, layer), (known or {}).get(layer)
+                gpu = _held_in_layer(spec, near, layer) if gpu is None else gpu
                 count = 1 if mixture is None else mixture.num_experts
-                of_form[form] = gpu, listed if record is None else record * count
+                of_form[form] = gpu, _held_in_layer(spec, in_ram, layer) if record is None else record * count
             found[layer] = of_form[form]
     return found
+
+
+def _held_in_layer(spec: ModelSpec, share: ShardWeights, layer: int) -> int:
+    """Return the bytes of a layer's routed experts, or of a dense model's feed-forward part."""
+    if spec.mixture is not None:
+        return held_experts(build_mixture(spec, spec.mixture, share, layer))
+    return held_mlp(spec, share.source if share.far is None else share.far.source, layer)
 
 
 def _arena_bytes(spec: ModelSpec, weights: Weights, checkpoint: Checkpoint, layers: Sequence[int]) -> int:
@@ -219,11 +275,26 @@ def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
 
 def _far(
     weights: Weights, device: torch.device, layers: Sequence[int], cache: ExpertCache | None = None,
-    arena: Arena | None = None,
+    arena: Arena | None = None, tables: Sequence[str] = (),
 ) -> FarWeights | None:  # fmt: skip
-    if not layers:
+    if not layers and not tables:
         return None
-    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache, arena))
+    named = frozenset(name for name, shown in LOOKED_UP.items() if shown in tables)
+    source = weights.tables_in_ram() if named else None
+    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache, arena), named, source)
+
+
+def _require_ram_for_tables(weights: Weights, far: FarWeights | None, free_ram: Callable[[], int]) -> None:
+    """Raise `DoesNotFit` if other programs have taken the RAM for tables since the plan was made."""
+    layout = weights.layout
+    names = [] if far is None else [layout.name(name) for name in far.tables]
+    needed = sum(layout.checkpoint.tensors[name].num_bytes for name in names)
+    if needed and (free := free_ram()) < needed:
+        raise DoesNotFit(
+            "Other programs have taken RAM since the model was planned.",
+            f"Its lookup tables take {format_bytes(needed)}, and {format_bytes(max(0, free))} are free.",
+            "Close other programs and start again, or --cpu-embeddings off.", param="cpu_embeddings",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from localllm.models.weights.source import Progress
 from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel
-from localllm.runner.opening import ReportDetail, launch_options_of, open_runner
+from localllm.runner.opening import ReportDetail, close_tables, launch_options_of, open_runner
 from localllm.runner.runner import crossing_of
 from localllm.units import format_bytes
 
@@ -142,7 +142,8 @@ class LocalExecutor:
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
-                far_layers=() if plan.far is None else plan.far.layers, disk=_disk_of(plan),
+                far_layers=() if plan.far is None else plan.far.layers,
+                far_tables=() if plan.far is None else [each.name for each in plan.far.tables], disk=_disk_of(plan),
             )  # fmt: skip
             drafter = _load_drafter(spec, model, device, config, plan, shard)
             tower: Towers | SourceEncoder | None = None
@@ -247,6 +248,8 @@ class LocalExecutor:
         arena = None if self._model is None or (crossing := crossing_of(self._model)) is None else crossing.arena
         if arena is not None:
             arena.close()
+        if self._model is not None:
+            close_tables(self._model)
         self._model = self._drafter = self._tower = None
         if self._is_on_host:
             release_pinned_memory()

@@ -8,8 +8,10 @@ Does not know: where the model came from, requests.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
@@ -36,6 +39,7 @@ from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.fit.far import stream_threshold
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.arena import PINNED_SHARE, Arena
+from localllm.models.layers.embedding import RamTable
 from localllm.models.layers.far import FarExperts, FarStream, streamable
 from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
@@ -124,7 +128,7 @@ def open_runner(
     device = torch.device(plan.device)
     base = launch_options_of(config, device)
     make_current(device)
-    plan = open_stream(model, spec, config, plan, hardware, report)
+    plan = open_stream(model, spec, config, open_tables(model, plan, device, hardware), hardware, report)
     choice = KernelChoice()
     if is_checked(config, device):
         choice = _check(model, spec, config, plan, device, base, report, drafter)
@@ -172,6 +176,83 @@ def open_runner(
     return runner, replace(fitting, notes=tuple(dict.fromkeys(notes)))
 
 
+def open_tables(model: CausalModel, plan: MemoryPlan, device: torch.device, hardware: Hardware) -> MemoryPlan:
+    """Let the device read tables that are in RAM by itself, from page-locked memory. If it cannot, the host looks rows
+    up. Return the plan, with a note on that."""
+    notes, room = list[str](), int(PINNED_SHARE * hardware.ram_total_bytes)
+    for table in parts_of_kind(model, RamTable):
+        if table.is_mapped:
+            continue
+        fits = table.nbytes <= room
+        room -= table.nbytes if fits else 0
+        why = f"{PINNED_SHARE:.0%} of RAM is page-locked at most"
+        with torch.inference_mode():
+            why = table.map(partial(view_in_ram, device)) if fits else why
+        if why:
+            notes.append(
+                f"The CPU looks up the rows of a table in RAM ({format_bytes(table.nbytes)}), because the GPU "
+                f"cannot read them by itself: {why}. Steps wait for each other; --cpu-embeddings off keeps tables on "
+                "the GPU."
+            )
+    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+MAPPED_FOR_ALL = 1 | 2
+"""Flags of cudaHostRegister: portable and mapped."""
+
+
+def view_in_ram(device: torch.device, held: Tensor) -> Tensor | None:
+    """Return a tensor of the device over the memory of one in RAM, which is page-locked for that; None: the system does
+    not allow it. `close_tables` ends the page-locking."""
+    if device.type != "cuda":
+        return held
+    cudart: Any = torch.cuda.cudart()
+    address = held.data_ptr()
+    if not page_lock(address, held.nbytes, MAPPED_FOR_ALL, device):
+        return None
+    mapped = ctypes.c_uint64()
+    driver = driver_library()
+    if driver is None or driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), ctypes.c_void_p(address), 0) != 0:
+        cudart.cudaHostUnregister(address)
+        return None
+    return torch.as_tensor(_Addressed(mapped.value, held.nbytes), device=device).view(held.dtype).view(held.shape)
+
+
+class _Addressed:
+    """Some bytes that a device can address, as torch reads them."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2
+        }  # fmt: skip
+
+
+def driver_library() -> ctypes.CDLL | None:
+    """Return NVIDIA's driver library; None: there is none, or it is another maker's."""
+    with suppress(OSError):
+        found = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return found if hasattr(found, "cuMemHostGetDevicePointer_v2") else None
+    return None
+
+
+def page_lock(address: int, num_bytes: int, flags: int, device: torch.device) -> bool:
+    """Page-lock some bytes of RAM, and return whether the system allows it. An error that CUDA remembers is cleared,
+    since the next launch would raise it."""
+    cudart: Any = torch.cuda.cudart()
+    if int(cudart.cudaHostRegister(address, num_bytes, flags)) == 0:
+        return True
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    return False
+
+
+def close_tables(model: CausalModel) -> None:
+    """End the page-locking of tables in RAM. No runner may be open."""
+    for table in parts_of_kind(model, RamTable):
+        for address in table.unmap():
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
 def open_stream(
     model: CausalModel,
     spec: ModelSpec,
@@ -192,7 +273,8 @@ def open_stream(
     else:
         device, top_k = torch.device(plan.device), 1 if spec.mixture is None else spec.mixture.top_k
         stream = FarStream(parts, crossing, getattr(torch, plan.dtype), top_k)
-        notes += pin_arena(crossing.arena, device, hardware)
+        tables = sum(table.nbytes for table in parts_of_kind(model, RamTable) if table.is_mapped)
+        notes += pin_arena(crossing.arena, device, int(PINNED_SHARE * hardware.ram_total_bytes) - tables)
         report("comparing experts on the GPU with the CPU")
         with torch.inference_mode():
             why = stream.check()
@@ -220,16 +302,13 @@ def open_stream(
     return replace(plan, far=replace(plan.far, stream_from=threshold), notes=(*plan.notes, *notes))
 
 
-def pin_arena(arena: Arena | None, device: torch.device, hardware: Hardware) -> list[str]:
+def pin_arena(arena: Arena | None, device: torch.device, most_bytes: int) -> list[str]:
     """Page-lock the experts in RAM, so that a device copies them without the processor. Return a note if the system
     allows less than all of them."""
     if arena is None or device.type != "cuda":
         return []
     cudart: Any = torch.cuda.cudart()
-    most = int(PINNED_SHARE * hardware.ram_total_bytes)
-    pinned = arena.pin(
-        lambda address, size: int(cudart.cudaHostRegister(address, size, 0)) == 0, cudart.cudaHostUnregister, most
-    )
+    pinned = arena.pin(lambda address, size: page_lock(address, size, 0, device), cudart.cudaHostUnregister, most_bytes)
     note = (
         f"{format_bytes(arena.used_bytes - pinned)} of the {format_bytes(arena.used_bytes)} in RAM could not be "
         "page-locked: long prompts take about twice as long."

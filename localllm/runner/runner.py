@@ -241,13 +241,13 @@ class TorchRunner:
             return RunnerStats()
         fall_backs, check = self._kernels
         row_s = 0.0 if self._encoder is None else self._encoder.row_s
-        far_s = 0.0 if self._crossing is None else self._crossing.seconds
+        far_s, far_read = (0.0, 0) if self._crossing is None else (self._crossing.seconds, self._crossing.read_bytes)
         cache, stream = (None, None) if self._crossing is None else (self._crossing.cache, self._crossing.stream)
         read = (0, 0, 0) if cache is None else (cache.read_bytes, cache.reads, cache.hits)
         return self._steps.stats()._replace(
             fall_backs=fall_backs, kernel_check=check, picture_row_s=row_s, far_bytes=self._far_bytes, far_s=far_s,
-            streamed_bytes=0 if stream is None else stream.bytes, disk_read_bytes=read[0], disk_reads=read[1],
-            disk_hits=read[2],
+            far_read_bytes=far_read, streamed_bytes=0 if stream is None else stream.bytes, disk_read_bytes=read[0],
+            disk_reads=read[1], disk_hits=read[2],
         )  # fmt: skip
 
     def reset(self) -> None:

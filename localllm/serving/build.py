@@ -164,8 +164,8 @@ def _note_unused(model: ServedModel, config: EngineConfig) -> ServedModel:
     if asked:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
         notes.append(f"{flags}: not used by {model.name}, which keeps no KV cache between requests.")
-    if config.far_layers:
-        notes.append(f"{config.far_flag}: not used by {model.name}, which generates no text.")
+    if config.far_layers or config.cpu_embeddings == "on":
+        notes.append(f"{config.ram_flag}: not used by {model.name}, which generates no text.")
     for note in notes:
         log.warning("plan note=%r", note)
     return replace(model, plan=replace(model.plan, notes=(*model.plan.notes, *notes))) if notes else model
@@ -317,7 +317,7 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
-        states = f" · experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
+        states = f" · {plan.far.in_ram}" if plan.far else ""
         states += f" of {format_bytes(plan.far.disk.file_bytes)} on disk" if plan.far and plan.far.disk else ""
         states += f" · recurrent states {format_bytes(plan.state_bytes)}" if plan.num_places else ""
         states += f" · KV in RAM up to {format_bytes(plan.kv_ram_bytes)}" if plan.kv_ram_bytes else ""

@@ -332,11 +332,11 @@ def fingerprint(path: Path, plan: MemoryPlan, config: EngineConfig, spec: ModelS
         for file in files_of(owner):
             status = file.stat()
             digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
-    kind = plan.device.partition(":")[0]
+    kind, moved = plan.device.partition(":")[0], (plan.far and plan.far.layers) or None
     digest.update(f"{plan.dtype}:{plan.kv_dtype}:{plan.block_size}:{kind}:{__version__}".encode())
     made_by = (
         config.quantization, config.cpu_weights, config.model_impl, config.kernels, config.deterministic,
-        plan.far and (plan.far.layers if plan.far.disk is None else (plan.far.layers, "disk")),
+        moved and (moved if plan.far is None or plan.far.disk is None else (moved, "disk")),
         spec.rope.has_long_factors(plan.max_model_len),
         drafter and (drafter.method, drafter.quantization, drafter.spec.rope.has_long_factors(plan.max_model_len)),
     )  # fmt: skip

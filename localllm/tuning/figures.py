@@ -23,6 +23,8 @@ class Predicted:
     kv_bytes: int
     context: int  # tokens of the longest request
     kv_tokens: int  # tokens that all requests can hold together
+    each_tokens_per_s: tuple[float, float] | None = None
+    """Least and most tokens/s of each answer while the goal's streams generate; None: a speed is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

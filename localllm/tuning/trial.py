@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.client import EngineClient
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed, UnsupportedOption
+from localllm.machine.bandwidth import with_kept_speeds
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
+from localllm.models.fit.speed import predict_each
 from localllm.serving.build import build_engine
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.guard import Agreement, agreement
@@ -46,7 +48,7 @@ class TrialRunner:
     def __init__(self, bare: BareModel, config: EngineConfig) -> None:
         """config: the settings of the load; each trial replaces some of its fields."""
         self.bare, self.config = bare, config
-        self.hardware: Hardware = bare.executor.as_if_not_loaded(read_hardware())
+        self.hardware: Hardware = bare.executor.as_if_not_loaded(with_kept_speeds(read_hardware()))
 
     @classmethod
     def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialRunner:
@@ -90,7 +92,10 @@ class TrialRunner:
             plan = self.plan(settings)
         except (DoesNotFit, ConfigError) as error:
             return None, "does not fit", str(error)
-        predicted = Predicted(plan.total_bytes, plan.kv_bytes, plan.max_model_len, plan.num_kv_tokens)
+        predicted = Predicted(
+            plan.total_bytes, plan.kv_bytes, plan.max_model_len, plan.num_kv_tokens,
+            predict_each(plan, self.hardware, min(goal.streams, plan.max_num_seqs)),
+        )  # fmt: skip
         if why := over_budget(goal.limits, plan.total_bytes):
             return predicted, "over a limit", why
         if plan.max_model_len < floor:

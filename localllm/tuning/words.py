@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from localllm.tuning.figures import Trial
+from localllm.models.fit.speed import round_speed, speed_in_words
+from localllm.tuning.figures import Predicted, Trial
 from localllm.tuning.goals import Goal
 from localllm.tuning.run import TuningResult
 from localllm.tuning.search import BRIEF, FULL
@@ -61,6 +62,23 @@ def settings_in_words(settings: Mapping[str, Any]) -> str:
 def settings_in_short(settings: Mapping[str, Any]) -> str:
     shown = {SHORT[name]: "auto" if value is None else value for name, value in settings.items()}
     return " ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def each_in_words(trial: Trial) -> str:
+    """Return the measured and the expected tokens/s of each answer while it is generated: 25 (expected 19 to 31).
+    Empty: neither is known."""
+    expected = expected_in_words(trial.predicted)
+    tpot_s = trial.figures.tpot_p50_s if trial.figures is not None else None
+    if not tpot_s:
+        return expected
+    seen = f"{round_speed(1 / tpot_s):,g}"
+    return f"{seen} ({expected})" if expected else seen
+
+
+def expected_in_words(predicted: Predicted | None) -> str:
+    """Return the expected tokens/s of each answer: expected 19 to 31; empty: unknown."""
+    each = None if predicted is None else predicted.each_tokens_per_s
+    return "" if each is None else f"expected {speed_in_words(each).removesuffix(' tokens/s')}"
 
 
 def soak_in_words(report: SoakReport) -> str:
@@ -138,6 +156,9 @@ def predicted_and_measured(result: TuningResult) -> Sequence[tuple[str, str, str
         rows.append(
             ("context", format_count(pick.predicted.context), f"{format_count(result.soak.longest_tokens)} in the soak")
         )
+    expected, tpot_s = pick.predicted.each_tokens_per_s, pick.figures.tpot_p50_s
+    if expected is not None and tpot_s:
+        rows.append(("speed of each answer", speed_in_words(expected), f"{round_speed(1 / tpot_s):,g} tokens/s"))
     brief = [trial for trial in result.trials if trial.settings == pick.settings and trial.effort < 1 and trial.score]
     if brief and pick.effort == 1:
         rows.append(

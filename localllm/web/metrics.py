@@ -92,7 +92,7 @@ OWN_GAUGES = (
     ("graph_bytes", "Device memory used by CUDA graphs.", "runner.graph_bytes"),
     (
         "far_weights_bytes",
-        "Bytes of experts in RAM beside a GPU, or of the cache of experts on disk.",
+        "Bytes of experts and lookup tables in RAM beside a GPU, or of the cache of experts on disk.",
         "runner.far_bytes",
     ),
     ("spec_width", "Most drafts of a request in the last step that generated.", "speculation.last_width"),
@@ -116,6 +116,7 @@ OWN_COUNTERS = (
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
     ("far_seconds", "Seconds that the CPU has computed experts in RAM.", "runner.far_s"),
+    ("far_read_bytes", "Bytes of experts in RAM that the CPU has read to compute them.", "runner.far_read_bytes"),
     ("streamed_bytes", "Bytes of experts in RAM copied to the GPU for prompts.", "runner.streamed_bytes"),
     ("disk_read_bytes", "Bytes of experts read from disk.", "runner.disk_read_bytes"),
     ("disk_expert_reads", "Experts read from disk.", "runner.disk_reads"),

@@ -16,10 +16,12 @@ from localllm.machine.hardware import Hardware
 from localllm.models.decoder.mixture import held_experts
 from localllm.models.fit import MemoryPlan, estimate, plan_memory
 from localllm.models.fit.checkpoint import count_resident_for, estimate_checkpoint
+from localllm.models.fit.estimate import fit_rows
 from localllm.models.fit.far import (
     CROSSING_S,
     CheckpointBytes,
     LayerExperts,
+    TableBytes,
     fewest_layers,
     stream_threshold,
     token_s,
@@ -235,7 +237,8 @@ def test_what_a_token_reads_is_counted_from_the_loaded_model(dtype: str, tmp_pat
     assert unread > 0
     work = found.plan.work
     assert work is not None
-    assert work.dense_bytes + work.expert_bytes == pytest.approx(held_bytes(model) - unread / spec.mixture.num_experts)
+    unread_bytes = unread / spec.mixture.num_experts + model.embedding.weight.nbytes  # of a table a token reads a row
+    assert work.dense_bytes + work.expert_bytes == pytest.approx(held_bytes(model) - unread_bytes)
 
 
 def test_a_dense_model_reads_all_of_its_weights() -> None:
@@ -398,3 +401,114 @@ def test_the_feed_forward_parts_of_a_dense_model_are_planned_in_ram(tmp_path: Pa
     machine = replace(gpu_machine(20), gpus=(small,), ram_available_bytes=GIB, ram_total_bytes=4 * GIB)
     found = plan_memory(replace(config, stream_prompts="off"), spec, 0, machine, resident_bytes=sizes)
     assert found.place in ("cuda:0 + RAM", "cuda:0")
+
+
+# ---- lookup tables ---------------------------------------------------------------------------------------------------
+
+
+def with_tables(sizes: CheckpointBytes, num_bytes: int) -> CheckpointBytes:
+    """The same checkpoint, of whose bytes this many are an embedding that is only looked up."""
+    return CheckpointBytes(sizes.whole, sizes.experts, tables=lambda *given: [TableBytes("embedding", num_bytes)])
+
+
+def test_a_table_leaves_the_gpu_before_any_experts_do() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes = sized(spec, 4.25, 3.07 * G)
+    table = 2 * GIB
+    known = with_tables(sizes, table)
+    without = plan(spec, known, desk(96), cpu_embeddings="off")
+    made = plan(spec, known, desk(96))
+    assert made.far is not None
+    assert without.far is not None
+    assert without.far.tables == ()
+    assert without.far.layers == plan(spec, sizes, desk(96)).far.layers  # type: ignore[union-attr]
+    assert made.far.tables == (TableBytes("embedding", table),)
+    assert len(made.far.layers) < len(without.far.layers)
+    assert made.max_model_len >= 8192
+    experts = sum(each.ram_bytes for each in sizes.experts("", "", None) if each.layer in made.far.layers)
+    assert made.far.ram_bytes == experts + table
+    assert made.far.expert_bytes == experts
+    assert made.weights_bytes == sizes("cuda:0", made.dtype, 1, None) - made.far.gpu_bytes
+    assert made.far.words().endswith("The embedding (2.0 GiB) is in RAM, where the GPU reads a row for each token.")
+    assert made.place == "cuda:0 + RAM"
+
+
+def test_a_table_alone_leaves_if_that_is_enough_and_only_if_it_is_needed() -> None:
+    table = GIB
+    sizes = CheckpointBytes(
+        lambda *given: 8 * GIB, lambda *given: [LayerExperts(layer, GIB // 16, GIB // 16) for layer in range(32)],
+        tables=lambda *given: [TableBytes("embedding", table)],
+    )  # fmt: skip
+
+    def far(gpu_gib: float, **asked: Any) -> Any:
+        return plan(LLAMA_8B, sizes, replace(desk(64, gpu_gib), speeds=desk(64).speeds), device="cuda", **asked).far
+
+    assert far(16) is None
+    found = [far(gib / 4) for gib in range(33, 48)]
+    alone = [each for each in found if each is not None and not each.layers]
+    assert alone
+    assert all(each.tables and each.read_bytes == 0 for each in alone)
+    assert all(each is None or each.tables for each in found)  # never experts before the table
+    moved = [0 if each is None else each.gpu_bytes for each in found]
+    assert moved == sorted(moved, reverse=True)  # more memory never moves more
+    asked = far(16, cpu_embeddings="on")
+    assert (asked.layers, asked.ram_bytes) == ((), table)
+    assert far(16, n_cpu_moe="3").tables == ()
+    assert far(16, n_cpu_moe="3", cpu_embeddings="on").tables
+    gib = next(gib / 4 for gib, each in zip(range(33, 48), found, strict=True) if each is not None and not each.layers)
+    shown = predict(plan(LLAMA_8B, sizes, desk(64, gib), device="cuda"), desk(64, gib))
+    assert shown is not None
+    assert shown.ram_bandwidth is None
+    assert " of RAM" not in shown.why
+    assert shown.first_token_s
+
+
+def test_a_table_in_ram_is_demanded_or_refused_by_name() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes = with_tables(sized(spec, 4.25, 3.07 * G), GIB)
+    none = CheckpointBytes(sizes.whole, sizes.experts, tables=lambda *given: [])
+    for resident, asked, why in (
+        (none, {}, "also its head"), (sized(spec, 4.25, 3.07 * G), {}, "not known before"),
+        (sizes, {"weights_on": "disk"}, "RAM does not hold the experts"),
+        (sizes, {"pipeline_parallel_size": 2}, "beside one GPU"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedOption, match=why) as caught:
+            plan(spec, resident, desk(96, 80), cpu_embeddings="on", **asked)
+        assert "--cpu-embeddings on" in str(caught.value)
+    made = plan(spec, sizes, desk(96), cpu_embeddings="on", device="cpu")
+    assert any("--cpu-embeddings on changes nothing: on the CPU" in note for note in made.notes)
+    with pytest.raises(DoesNotFit, match="on this GPU and in RAM"):
+        plan(spec, with_tables(sized(spec, 4.25, 3.07 * G), 3 * GIB), desk(2, 80), cpu_embeddings="on")
+
+
+def test_the_fit_shows_a_table_in_ram_with_its_bytes_and_the_gpu_alone_beside_it() -> None:
+    spec = spec_of_config(GPT_OSS_120B)
+    sizes = with_tables(sized(spec, 4.25, 3.07 * G), GIB)
+    found = estimate(EngineConfig(cpu_embeddings="on"), spec, 10 * GIB, desk(96, 80), sizes)
+    assert found[0].device == "cuda:0 + RAM"
+    rows = dict(fit_rows(found))
+    assert rows["embedding in RAM"][0] == "1.0 GiB"
+    assert "  of layers" not in rows
+    alone = next(each for each in found if each.device == "cuda:0")
+    assert alone.needs.far is None
+    assert alone.needs.weights_bytes == found[0].needs.weights_bytes + GIB
+
+
+def test_a_checkpoint_is_planned_with_the_tables_of_its_headers(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "gemma3n", dtype="bfloat16")
+    spec = read_spec(path)
+    sizes = count_resident_for(EngineConfig(), path, spec)
+    made = plan_memory(
+        EngineConfig(cpu_embeddings="on", device="cuda"), spec, weights_bytes(path), gpu_machine(11, 12),
+        resident_bytes=sizes,
+    )  # fmt: skip
+    assert made.far is not None
+    (table,) = made.far.tables
+    sizes_of = spec.per_layer_input
+    assert sizes_of is not None
+    assert table == ("per-layer embeddings", sizes_of.vocab_size * sizes_of.size * spec.num_layers * 2)
+    whole = plan_memory(
+        EngineConfig(device="cuda"), spec, weights_bytes(path), gpu_machine(11, 12), resident_bytes=sizes
+    )  # fmt: skip
+    assert whole.far is None
+    assert made.weights_bytes == whole.weights_bytes - table.num_bytes

@@ -128,6 +128,66 @@ def test_prompts_whose_experts_are_copied_to_the_device_are_answered_as_by_the_w
                 assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
 
 
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_a_step_of_one_token_less_than_the_threshold_is_the_cpus_and_answers_alike(
+    family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
+) -> None:
+    """At one token below the threshold, at it, and one above."""
+    path, _, layers = model_of(family)
+    whole = opened(path, [])
+    prompt = PROMPTS[2]
+    (wanted,), logprobs = whole.generate([prompt], 6, temperature=0.0, logprobs=3), whole.logprobs[0]
+    for more, is_streamed in ((1, False), (0, True), (-1, True)):
+        engine = opened(path, layers, len(prompt) + more, depth=2)
+        crossing = engine.model.crossing
+        assert engine.generate([prompt], 6, temperature=0.0, logprobs=3) == [wanted]
+        assert crossing.stream.bytes == (crossing.stream.step_bytes if is_streamed else 0)
+        assert crossing.stream.takes(len(prompt)) == is_streamed
+        for at, expected in zip(engine.logprobs[0], logprobs, strict=True):
+            assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
+def test_a_rows_sum_is_in_the_order_of_its_choices(
+    rows: int, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
+) -> None:
+    """Large parts that cancel out leave a small one whole only in that order. Powers of two round nothing."""
+    experts = experts_of()
+    experts.gate_up[:], experts.down[:] = experts.gate_up[0].clone(), experts.down[0].clone()
+    far = FarExperts(experts, Crossing(LateLink()), model_of("qwen3_moe")[1])
+    x = torch.randn(1, 32).expand(rows, -1).contiguous()
+    small = far(x, torch.tensor([[3, 5, 0]] * rows, dtype=torch.int32), torch.tensor([[0.0, 0.0, 1.0]] * rows))
+    for order in ([5, 3, 0], [0, 1, 2], [4, 2, 3]):
+        ids, weights = (
+            torch.tensor([order] * rows, dtype=torch.int32),
+            torch.tensor([[2.0**30, -(2.0**30), 1.0]] * rows),
+        )
+        assert torch.equal(far(x, ids, weights), small), order
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+def test_rows_of_padding_count_neither_as_rows_nor_as_reads(
+    model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
+) -> None:
+    """A padded step with a few real rows is computed at once, and reads what those rows chose."""
+    crossing = Crossing(LateLink())
+    far = FarExperts(experts_of(), crossing, model_of("qwen3_moe")[1])
+    few = far._few_rows(3)
+    assert few is not None
+    for real in (0, 1, MAX_ROWS, MAX_ROWS + 1):
+        x, ids, weights = chosen(4 * MAX_ROWS)
+        ids[:] = -1
+        ids[1 : 1 + 3 * real : 3] = torch.tensor([4, 2, 1], dtype=torch.int32)
+        assert int((ids[:, 0] >= 0).sum()) == real
+        assert few.write(x, ids, weights, torch.empty(len(x), 32)) == (real <= MAX_ROWS)
+        crossing.read_bytes = 0
+        far(x, ids, weights)
+        one = 3 * 32 * 24 * 4
+        assert crossing.read_bytes == (3 * one if real else 0)
+
+
 def test_bytes_are_counted_where_they_are(model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]) -> None:
     path, spec, layers = model_of("gpt_oss")
     sizes = expert_bytes(path, spec, CPU, torch.float32)

@@ -50,7 +50,7 @@ from localllm.models.layers.attention import (
     alibi_slopes,
     distance_buckets,
 )
-from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable, sinusoids
+from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable, Table, sinusoids
 from localllm.models.layers.group import Alone, Group, Summed
 from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
@@ -58,7 +58,14 @@ from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
 from localllm.models.spec.shard import Shard, in_width, kv_heads_of, local_spec, whole_shard
-from localllm.models.weights.source import EMBEDDING, FarWeights, ShardWeights, TensorSource, stacked_rows
+from localllm.models.weights.source import (
+    EMBEDDING,
+    AlikeLayers,
+    FarWeights,
+    ShardWeights,
+    TensorSource,
+    stacked_rows,
+)
 
 
 class DecoderBuilder:
@@ -73,13 +80,15 @@ class DecoderBuilder:
         shard: Shard | None = None,
         group: Group | None = None,
         far: FarWeights | None = None,
+        alike: AlikeLayers | None = None,
     ) -> None:
         """spec: of the whole model. device: where the model will compute, also if `weights` has only sizes. shard: the
-        part to build; None: the whole model. group: the shards of its layers. far: the experts that stay in RAM."""
+        part to build; None: the whole model. group: the shards of its layers. far: the parts that stay in RAM. alike:
+        shares experts among layers, if `weights` has only sizes."""
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
         self.shard = whole_shard(spec) if shard is None else shard
         self.group = Alone() if group is None else group
-        self.share = ShardWeights(weights, self.shard, self.group, far)
+        self.share = ShardWeights(weights, self.shard, self.group, far, alike)
         self.gemma = GemmaParts(spec, self.share, self.norm, dtype)
         self._of_distances: Tensor | None = None
 
@@ -103,7 +112,7 @@ class DecoderBuilder:
         """Build the shard's layers. Those whose experts go to RAM are read ahead, and their files' pages are dropped,
         because the page cache would push out the experts."""
         far, layers, built = self.share.far, self.shard.layers, list[DecoderLayer]()
-        if far is None:
+        if far is None or not far.layers:
             return [self.layer(index) for index in layers]
         coming = iter(layers if far.crossing.arena is not None else ())  # else the experts have been read already
         with ThreadPoolExecutor(1, "read-ahead") as ahead:
@@ -136,10 +145,15 @@ class DecoderBuilder:
             none = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.weights.device)
             return self.embedding(none) if looks_up else None, Linear(none) if is_last else None
         if looks_up or is_tied:
-            rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
-            rows = self._shared_table(rows) if is_tied else rows
-            embedding = self.embedding(rows) if looks_up else None
-            head = self._tied_head(rows, separate) if is_tied else None
+            if is_tied:
+                table = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+                rows = self._shared_table(table)
+                embedding = self.embedding(rows) if looks_up else None
+                head = self._tied_head(rows, separate)
+            else:
+                embedding = self.embedding(
+                    self.share.looked_up(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+                )
         return embedding, self._lm_head(shape) if is_last and not is_tied else head
 
     def _shared_table(self, rows: Tensor | QuantizedTable) -> Tensor | QuantizedTable:
@@ -174,7 +188,7 @@ class DecoderBuilder:
         is_there = self.spec.lm_head_bias and self.weights.has("lm_head.bias")
         return self.weights.values("lm_head.bias", (self.spec.vocab_size,)) if is_there else None
 
-    def embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
+    def embedding(self, rows: Table) -> EmbeddingTable:
         """Return the embedding of the shard's rows of the vocabulary."""
         spec, positions = self.spec, None
         shape = (spec.max_position + spec.position_offset, spec.hidden_size)

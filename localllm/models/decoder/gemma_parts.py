@@ -49,9 +49,8 @@ class GemmaParts:
         width = spec.num_layers * sizes.size
         shard, shape = self.share.shard, (sizes.vocab_size, width)
         if shard.is_whole:
-            table = EmbeddingTable(
-                weights.table(PER_LAYER_EMBEDDING, shape, keep_narrow=True), self.dtype, sizes.size**0.5
-            )
+            rows = self.share.looked_up(PER_LAYER_EMBEDDING, shape, keep_narrow=True)
+            table = EmbeddingTable(rows, self.dtype, sizes.size**0.5)
         else:
             first, last = (sizes.vocab_size * end // shard.size for end in (shard.index, shard.index + 1))
             own = range(first, last)

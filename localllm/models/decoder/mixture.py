@@ -149,8 +149,7 @@ def _mlp_matrices(spec: ModelSpec, weights: TensorSource, layer: int) -> tuple[L
 
 def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> Experts | FarExperts:
     """Build the shard's experts, or its features of all experts."""
-    width, bias, activation = mixture.intermediate_size, mixture.expert_bias, mixture.activation or spec.hidden_act
-    own, features, stem = share.shard.experts, share.shard.expert_features, _stem(layer)
+    bias, activation, stem = mixture.expert_bias, mixture.activation or spec.hidden_act, _stem(layer)
     far = share.far if share.far is not None and layer in share.far.layers else None
     weights = share.source if far is None else far.source
     first, last = _matrices(spec, mixture)
@@ -164,14 +163,25 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: 
         if records is not None:
             in_ram = RecordMatrices(records, "gate_up"), RecordMatrices(records, "down")
             return FarExperts(Experts(*in_ram, activation, *records.biases()), far.crossing, spec, records)
+    if share.alike is not None and far is None:
+        return share.alike.experts(layer, lambda: _held_experts(spec, mixture, share, weights, stem))
+    experts = _held_experts(spec, mixture, share, weights, stem)
+    return experts if far is None else FarExperts(experts, far.crossing, spec)
+
+
+def _held_experts(
+    spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, weights: TensorSource, stem: str
+) -> Experts:
+    """Build the shard's experts from a source, one matrix after another."""
+    width, bias, activation = mixture.intermediate_size, mixture.expert_bias, mixture.activation or spec.hidden_act
+    own, features, (first, last) = share.shard.experts, share.shard.expert_features, _matrices(spec, mixture)
     held = _held_features(share, stem, width)
     gate_up, gate_up_bias = weights.experts(
         stem, *first, bias=bias, own=own, order=stacked_rows(features, width, len(first.names))
     )
     down, down_bias = weights.experts(stem, *last, bias=bias and features.start == 0, own=own, columns=held)
     padding = (0, 0) if held is None else (features.start - held.start, held.stop - features.stop)
-    experts = Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
-    return experts if far is None else FarExperts(experts, far.crossing, spec)
+    return Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
 
 
 def _first_names(spec: ModelSpec) -> list[str]:

@@ -16,7 +16,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.encoders.recipe import spec_of_any
 from localllm.models.fit.conversation_bytes import RequestCost
 from localllm.models.fit.estimate import Estimate, estimate
-from localllm.models.fit.far import CheckpointBytes, LayerExperts
+from localllm.models.fit.far import CheckpointBytes, LayerExperts, TableBytes
 from localllm.models.fit.pictures import with_tower
 from localllm.models.fit.speed import predict_speech
 from localllm.models.read_spec import weights_bytes
@@ -57,7 +57,7 @@ def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> Che
             max_model_len=max_model_len, target_shard=shard, cpu_weights=cpu_weights, half_weights=half,
         )  # fmt: skip
 
-    return CheckpointBytes(count, own.experts)
+    return CheckpointBytes(count, own.experts, tables=own.tables)
 
 
 def count_resident(
@@ -68,29 +68,37 @@ def count_resident(
     *,
     half_weights: bool = False,
 ) -> CheckpointBytes:
-    """Return cached functions that count the bytes the loader would hold, by building the model without data."""
+    """Return functions that count the bytes the loader would hold. The model is built without data once for each type
+    of device, dtype and shard."""
     import torch
 
-    from localllm.models.loader import expert_bytes, resident_bytes
+    from localllm.models.loader import HeldBytes, count_model, expert_bytes
 
     @cache
-    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
-        where, kind = torch.device(device), getattr(torch, dtype)
-        return resident_bytes(
-            path, spec, where, kind,
-            max_model_len=max_model_len, quantization=quantization, lora=lora, cpu_weights=cpu_weights,
-            half_weights=half_weights, shard=shard,
+    def counted(kind: str, dtype: str, quantization: str | None, shard: Shard | None) -> HeldBytes:
+        """kind: of the device, since sizes do not depend on its number."""
+        return count_model(
+            path, spec, torch.device(kind), getattr(torch, dtype),
+            quantization=quantization, lora=lora, cpu_weights=cpu_weights, half_weights=half_weights, shard=shard,
         )  # fmt: skip
+
+    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
+        return counted(device.partition(":")[0], dtype, quantization, shard).at(max_model_len)
 
     @cache
     def experts(device: str, dtype: str, quantization: str | None) -> tuple[LayerExperts, ...]:
-        where, kind = torch.device(device), getattr(torch, dtype)
+        kind = device.partition(":")[0]
         found = expert_bytes(
-            path, spec, where, kind, quantization=quantization, cpu_weights=cpu_weights, half_weights=half_weights
+            path, spec, torch.device(kind), getattr(torch, dtype), quantization=quantization, cpu_weights=cpu_weights,
+            half_weights=half_weights, known=counted(kind, dtype, quantization, None).experts,
         )  # fmt: skip
         return tuple(LayerExperts(layer, *sizes) for layer, sizes in sorted(found.items()))
 
-    return CheckpointBytes(count, experts)
+    def tables(device: str, dtype: str, quantization: str | None) -> list[TableBytes]:
+        found = counted(device.partition(":")[0], dtype, quantization, None).tables
+        return [TableBytes(*each) for each in found.items()]
+
+    return CheckpointBytes(count, experts, tables=tables)
 
 
 def estimate_checkpoint(

@@ -112,7 +112,7 @@ def estimate(
     if first.far is not None:
         whole = replace(
             config, device=first.device, n_cpu_moe="0", cpu_moe=False, cpu_offload_gb=0.0, weights_on="ram",
-            expert_cache_gib=0.0,
+            expert_cache_gib=0.0, cpu_embeddings="off",
         )  # fmt: skip
         found.append(of_config(whole, False))
     gpus = [f"cuda:{gpu.index}" for gpu in gpus_of(config, hardware) if gpu.is_supported]
@@ -212,17 +212,21 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _far_rows(far: Sequence[FarPlan | None]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of the parts in RAM beside a GPU or on disk; none if all are where the device is."""
-    if not any(far):
+    """Yield the rows of the tables and parts in RAM beside a GPU or on disk; none if all are where the device is."""
+    for name in dict.fromkeys(table.name for each in far if each for table in each.tables):
+        tables = [dict(each.tables).get(name, 0) if each else 0 for each in far]
+        yield f"{name} in RAM", [format_bytes(size) if size else "" for size in tables]
+    moved = [each if each and each.layers else None for each in far]
+    if not any(moved):
         return
     yield (
-        f"{next(each.what for each in far if each)} in RAM",
-        [format_bytes(each.ram_bytes) if each else "" for each in far],
+        f"{next(each.what for each in moved if each)} in RAM",
+        [format_bytes(each.expert_bytes) if each else "" for each in moved],
     )
-    if any(each.disk for each in far if each):
-        sizes = [each.disk.file_bytes if each and each.disk else 0 for each in far]
+    if any(each.disk for each in moved if each):
+        sizes = [each.disk.file_bytes if each and each.disk else 0 for each in moved]
         yield "  of those on disk", [format_bytes(size) if size else "" for size in sizes]
-    yield "  of layers", [f"{len(each.layers)} of {each.num_layers}" if each else "" for each in far]
+    yield "  of layers", [f"{len(each.layers)} of {each.num_layers}" if each else "" for each in moved]
 
 
 def _speed_rows(speeds: Sequence[PlanSpeeds | None]) -> Iterator[tuple[str, list[str]]]:

@@ -1,9 +1,12 @@
-"""The experts that a plan keeps in RAM beside a GPU, and the time of a token that reads both.
+"""The experts and lookup tables that a plan keeps in RAM beside a GPU, and the time of a token that reads both.
 
 The routed experts of whole layers leave the GPU, the last layers first, as few layers as a plan needs; of a dense model
 its feed-forward parts, which are as one expert that each token chooses. Everything else stays: attention, KV cache,
 router, shared experts and head. Experts in RAM are computed by the CPU where they are, since a desktop's RAM is read
 faster than it is copied to a GPU; only long prompts copy them.
+
+Before them go tables of which a token reads one row: an embedding that is not also the head, and per-layer embeddings.
+The GPU reads the rows where they are, and the time of a token leaves them out.
 
     seconds of a token = G / (0.8 B_gpu) + F / (0.78 B_ram) + crossings * x + t0
 
@@ -56,20 +59,31 @@ class LayerExperts(NamedTuple):
     ram_bytes: int  # in RAM, in the layout of the CPU
 
 
+class TableBytes(NamedTuple):
+    """A table of which a token reads one row, with the same layout on a GPU and in RAM beside it."""
+
+    name: str  # embedding, or per-layer embeddings
+    num_bytes: int
+
+
 ExpertBytes = Callable[[str, str, str | None], Sequence[LayerExperts]]
 """Returns the layers with experts in ascending order, for a device, a dtype and a quantisation at load."""
+LookedUp = Callable[[str, str, str | None], Sequence[TableBytes]]
+"""Returns the tables, for the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBytes:
     """`ResidentBytes` of a checkpoint, and the bytes of its experts.
 
-    looked_up: bytes of the tables that a token reads a row of, by device and dtype; None: not known, counted as read.
+    tables: those that a token reads a row of; None: not known. looked_up: their bytes by device and dtype, where the
+    tables themselves are not known; None: not known, counted as read.
     """
 
     whole: ResidentBytes
     experts: ExpertBytes
     looked_up: Callable[[str, str], float] | None = None
+    tables: LookedUp | None = None
 
     def __call__(
         self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
@@ -77,6 +91,18 @@ class CheckpointBytes:
         if shard is None:
             return self.whole(device, dtype, max_model_len, quantization)
         return self.whole(device, dtype, max_model_len, quantization, shard)
+
+
+class LookupTables(NamedTuple):
+    """The lookup tables of a model beside a GPU."""
+
+    movable: tuple[TableBytes, ...] = ()  # to RAM
+    near_bytes: int | None = None  # of those that stay; None: not known
+
+    def near(self) -> LookupTables:
+        """Return the same with all of them on the GPU."""
+        moved = sum(each.num_bytes for each in self.movable)
+        return LookupTables((), None if self.near_bytes is None else self.near_bytes + moved)
 
 
 class DiskPlan(NamedTuple):
@@ -94,12 +120,12 @@ class DiskPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FarPlan:
-    """The layers whose experts are in RAM, or on disk."""
+    """The layers whose experts are in RAM, or on disk, and the tables that are in RAM."""
 
     layers: tuple[int, ...]
     num_layers: int  # that have experts
-    gpu_bytes: int  # that these experts do not take on the GPU
-    ram_bytes: int  # that they take, or their cache
+    gpu_bytes: int  # that these experts and the tables do not take on the GPU
+    ram_bytes: int  # that the tables take, and the experts or their cache
     read_bytes: int  # of RAM, by one token
     idle_bytes: int  # of the weights on the GPU, that one token does not read
     disk: DiskPlan | None = None  # None: none of them are on disk
@@ -107,13 +133,35 @@ class FarPlan:
     unpacked_bytes: int = 0  # of a step, for the experts that are computed at a time
     stream_from: int = 0  # tokens of a step from which they are; 0: none, or not measured yet
     what: str = "experts"  # or "feed-forward parts", of a dense model
+    tables: tuple[TableBytes, ...] = ()  # in RAM
 
     @property
     def place(self) -> str:
         return "RAM" if self.disk is None else "disk"
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of RAM that the experts take, or their cache."""
+        return self.ram_bytes - sum(each.num_bytes for each in self.tables)
+
+    @property
+    def in_ram(self) -> str:
+        """Parts in RAM with their bytes, for display: experts in RAM 46.7 GiB, embedding in RAM 1.1 GiB."""
+        parts = [f"{self.what} in RAM {format_bytes(self.expert_bytes)}"] if self.layers else []
+        return ", ".join([*parts, *(f"{each.name} in RAM {format_bytes(each.num_bytes)}" for each in self.tables)])
+
     def words(self) -> str:
-        """Return where the experts are, as a sentence for the user."""
+        """Return what is in RAM or on disk, as sentences for the user."""
+        return " ".join(filter(None, (self._words_on_experts() if self.layers else "", self._words_on_tables())))
+
+    def _words_on_tables(self) -> str:
+        if not self.tables:
+            return ""
+        names = " and ".join(f"the {each.name} ({format_bytes(each.num_bytes)})" for each in self.tables)
+        verb = "are" if len(self.tables) > 1 or self.tables[0].name.endswith("s") else "is"
+        return f"{names[0].upper()}{names[1:]} {verb} in RAM, where the GPU reads a row for each token."
+
+    def _words_on_experts(self) -> str:
         count = (
             "all layers" if len(self.layers) == self.num_layers else f"{len(self.layers)} of {self.num_layers} layers"
         )
@@ -125,8 +173,8 @@ class FarPlan:
             )
         prompts = ", prompts included" if not self.staging_bytes else "; long prompts are computed by the GPU"
         return (
-            f"The {self.what} of {count} are in RAM ({format_bytes(self.ram_bytes)}) and computed by the CPU{prompts}: "
-            "slower than a GPU that holds all of them."
+            f"The {self.what} of {count} are in RAM ({format_bytes(self.expert_bytes)}) and computed by the "
+            f"CPU{prompts}: slower than a GPU that holds all of them."
         )
 
 
@@ -141,28 +189,32 @@ def token_s(
 
 
 def far_plan(
-    experts: Sequence[LayerExperts], layers: Collection[int], spec: ModelSpec, *, streams: bool = False
-) -> FarPlan:
-    """Return the plan with the experts of these layers in RAM. Of an embedding of its own a token reads a row. streams:
-    whether the GPU computes long prompts with them."""
+    experts: Sequence[LayerExperts], layers: Collection[int], spec: ModelSpec, tables: LookupTables, *,
+    streams: bool = False,
+) -> FarPlan:  # fmt: skip
+    """Return the plan with the experts of these layers and the movable tables in RAM. Of tables that are not known, an
+    embedding of its own is counted in 16 bits. streams: whether the GPU computes long prompts with the experts."""
     mixture = spec.mixture
     top_k, num_experts = (1, 1) if mixture is None else (mixture.top_k, mixture.num_experts)
-    table_bytes = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * 2
+    near_tables = tables.near_bytes
+    if near_tables is None:
+        near_tables = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * 2
     moved = [each for each in experts if each.layer in layers]
     near = [each for each in experts if each.layer not in layers]
-    used = top_k / num_experts
+    used, in_ram = top_k / num_experts, sum(each.num_bytes for each in tables.movable)
     staged = [staged_bytes(max(1, each.ram_bytes // num_experts), num_experts) for each in moved]
     unpacked = [each.gpu_bytes * size // each.ram_bytes for each, size in zip(moved, staged, strict=True)]
     return FarPlan(
         layers=tuple(each.layer for each in moved),
         num_layers=len(experts),
-        gpu_bytes=sum(each.gpu_bytes for each in moved),
-        ram_bytes=sum(each.ram_bytes for each in moved),
+        gpu_bytes=sum(each.gpu_bytes for each in moved) + in_ram,
+        ram_bytes=sum(each.ram_bytes for each in moved) + in_ram,
         read_bytes=int(sum(each.ram_bytes for each in moved) * used),
-        idle_bytes=table_bytes + int(sum(each.gpu_bytes for each in near) * (1 - used)),
+        idle_bytes=near_tables + int(sum(each.gpu_bytes for each in near) * (1 - used)),
         staging_bytes=STAGING_PLACES * max(staged) if streams else 0,
         unpacked_bytes=max(unpacked) if streams else 0,
         what="feed-forward parts" if mixture is None else "experts",
+        tables=tables.movable,
     )
 
 
@@ -273,9 +325,36 @@ class FarChoice:
             return "The sizes of its parts are not known before its files are read."
         return ""
 
+    def tables(self, dtype: str) -> LookupTables:
+        """Return the tables, which may leave the GPU unless the settings say otherwise. Raises `UnsupportedOption` if
+        the settings ask for tables in RAM and there are none."""
+        asked, known = self.config.cpu_embeddings, getattr(self.resident, "tables", None)
+        if self.gpu is None:
+            return LookupTables()
+        why = "The sizes of its parts are not known before its files are read."
+        if self.spec.implementation != "localllm":
+            why = "It runs through transformers' code, whose parts are not localllm's."
+        elif known is not None:
+            found = tuple(known(f"cuda:{self.gpu.index}", dtype, self.config.quantization))
+            if found or asked != "on":
+                return LookupTables(found, 0).near() if asked == "off" else LookupTables(found, 0)
+            why = "Its embedding is also its head, of which a token reads all, and it has no per-layer embeddings."
+        if asked == "on":
+            raise UnsupportedOption(
+                "--cpu-embeddings on is not supported for this model.", why, "Leave --cpu-embeddings out.",
+                param="cpu_embeddings",
+            )  # fmt: skip
+        return LookupTables()
+
     def require_possible(self) -> None:
         """Raise `UnsupportedOption` if the settings ask for what cannot be. On a CPU everything is in RAM."""
         on_disk, flag = self.config.weights_on == "disk", self.config.far_flag
+        if on_disk and self.gpu is not None and self.config.cpu_embeddings == "on":
+            raise UnsupportedOption(
+                "--cpu-embeddings on cannot be combined with --weights-on disk.",
+                "RAM does not hold the experts, and tables would take some of what keeps the latest used ones.",
+                "Leave one of them out.", param="cpu_embeddings",
+            )  # fmt: skip
         hint = f"Leave {flag} out{'' if on_disk else ', or --device cpu'}."
         if self.why_none and ((self.config.far_layers and self.gpu is not None) or on_disk):
             raise UnsupportedOption(

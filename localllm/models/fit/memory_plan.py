@@ -98,7 +98,7 @@ class MemoryPlan:
     kv_ram_bytes: int = 0  # of the machine's memory, for KV blocks that have left the cache, at most
     kv_swap_bytes: int = 0  # of them, what preempted requests may hold
     kv_disk_bytes: int = 0  # of a disk, for the same
-    far: FarPlan | None = None  # experts in RAM; None: all weights are on the device
+    far: FarPlan | None = None  # experts and tables in RAM; None: all weights are on the device
     work: TokenWork | None = None  # of one token; None: unknown
     speech: SpeechWork | None = None  # None: the model does not transcribe, or hears as a model that generates
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process

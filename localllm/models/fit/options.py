@@ -18,7 +18,7 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.devices import USEFUL_CONTEXT
-from localllm.models.fit.far import FarPlan, why_not_dense
+from localllm.models.fit.far import FarPlan, fewest_layers, why_not_dense
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
@@ -113,7 +113,7 @@ def placements(
     """
     far = best.far
     named = config.n_cpu_moe != "auto" or config.moves_experts or config.max_model_len is not None
-    if far is None or far.disk is not None or named:
+    if far is None or not far.layers or far.disk is not None or named:
         return ()
     found: dict[int, MemoryPlan] = {len(far.layers): best}
 
@@ -125,12 +125,14 @@ def placements(
 
     def fewest(context: int) -> int:
         """Return the fewest layers that leave this context, or as much as more layers leave."""
-        low, high = len(far.layers) - 1, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            made = with_layers(middle)
-            low, high = (low, middle) if made is not None and made.max_model_len >= context else (middle, high)
-        return high
+        start = len(far.layers) - 1
+
+        def leaves(more: int) -> bool:
+            made = with_layers(start + more)
+            return made is not None and made.max_model_len >= context
+
+        found = fewest_layers(most - start, leaves)
+        return most if found is None else start + found
 
     most = far.num_layers
     while most > len(far.layers) and with_layers(most) is None:
@@ -198,6 +200,8 @@ class _OptionSearch:
         may_move = self.spec.mixture is not None or not why_not_dense(self.spec)
         if on_gpu and may_move and config.n_cpu_moe != "auto":
             yield [{"n_cpu_moe": "auto"}], "more layers in RAM"
+        if on_gpu and config.cpu_embeddings == "off":
+            yield [{"cpu_embeddings": "auto"}], "lookup tables in RAM"
         if on_gpu and may_move and config.weights_on != "disk":
             yield self._more_layers(), "more layers in RAM"
         if config.dtype in ("auto", "float32"):
@@ -215,7 +219,7 @@ class _OptionSearch:
     def _more_layers(self) -> Iterator[dict[str, Any]]:
         """Yield numbers of layers whose experts are in RAM, about an eighth more each time."""
         far = self.best.far if self.best is not None else None
-        count = self.spec.num_layers if far is None else far.num_layers
+        count = self.spec.num_layers if far is None or not far.layers else far.num_layers
         moved = 0 if far is None else len(far.layers)
         tried = sorted({moved + -(-(count - moved) * part // PARTS) for part in range(1, PARTS + 1)} - {moved})
         yield from ({"n_cpu_moe": str(each), "cpu_moe": False, "cpu_offload_gb": 0.0} for each in tried)

@@ -6,7 +6,7 @@ numbers and with flags that would work.
 Devices are those that the settings name. Without a name one GPU, or as few GPUs as hold the model with a useful
 context; then a GPU with the experts of some layers in RAM; then the CPU alone, or earlier if its answers are expected
 first; and experts on disk if nothing else holds them, and only at one token per second or more
-(docs/decisions/0034-which-place-runs-a-model.md).
+(docs/decisions/0034-which-place-runs-a-model.md). Lookup tables go to RAM before experts do.
 Does not know: torch, files, sizes (plan_attempt.py), how the memory is used (loader.py, runner/kv_cache.py),
 alternatives (options.py).
 """
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 
 from localllm.config.settings import SETTINGS, EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError, UnsupportedOption
@@ -45,6 +46,7 @@ from localllm.models.fit.far import (
     FarChoice,
     FarPlan,
     LayerExperts,
+    LookupTables,
     far_plan,
     fewest_layers,
     last_layers,
@@ -128,7 +130,7 @@ def _check_deterministic(plan: MemoryPlan) -> MemoryPlan:
 def _far_ranks(flag: str) -> UnsupportedOption:
     return UnsupportedOption(
         f"{flag} cannot be combined with several ranks.",
-        "Experts in RAM or on disk are supported beside one GPU, or on the CPU in one process.",
+        "Parts in RAM or on disk are supported beside one GPU, or on the CPU in one process.",
         f"Leave out {flag}, or --tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size.",
         param="n_cpu_moe",
     )
@@ -177,11 +179,11 @@ class _Planner:
         require_possible(self.spec, division or division_of(self.config, 1, 1), num_gpus)
         if self.config.data_parallel_size > 1:
             require_replicable(self.spec, self.config)
-            if self.config.moves_experts and num_gpus:
-                raise _far_ranks(self.config.far_flag)
+            if (flag := self.config.ram_flag) and num_gpus:
+                raise _far_ranks(flag)
         if division is not None and division.num_ranks > 1:
-            if self.config.moves_experts and (num_gpus or self.config.weights_on == "disk"):
-                raise _far_ranks(self.config.far_flag)
+            if (flag := self.config.ram_flag) and (num_gpus or self.config.weights_on == "disk"):
+                raise _far_ranks(flag)
             return self._several(division)
         if division is not None:
             return self._with_work(self._one())
@@ -216,7 +218,7 @@ class _Planner:
         """Return whether the CPU may be chosen though there are GPUs: where no setting is about them."""
         config = self.config
         names_gpus = config.device != "auto" or bool(config.device_ids) or config.data_parallel_size > 1
-        moves = config.moves_experts or config.n_cpu_moe != "auto"
+        moves = config.moves_experts or config.n_cpu_moe != "auto" or config.cpu_embeddings == "on"
         usable = any(gpu.is_supported for gpu in gpus_of(config, self.hardware))
         return usable and not (names_gpus or moves or self.measured or self.far is not None)
 
@@ -277,62 +279,81 @@ class _Planner:
         return _check_deterministic(self._on(gpu, choice))
 
     def _on(self, gpu: Gpu | None, choice: FarChoice) -> MemoryPlan:
-        """Plan for one device. By itself a GPU holds all of a model if a useful context fits beside it; otherwise as
-        few layers of experts as needed are in RAM."""
+        """Plan for one device. By itself a GPU holds all of a model if a useful context fits beside it; otherwise
+        lookup tables are in RAM, and as few layers of experts as are needed then."""
         whole = self._attempt([gpu])
-        asked = self.config.far_layers
+        asked, needs_tables = self.config.far_layers, self.config.cpu_embeddings == "on"
         if self.config.weights_on == "disk" and self.far is None and not self.measured:
             return self._on_disk(whole, choice)
-        if gpu is None or choice.why_none or self.measured or self.far is not None or asked == 0:
-            return self._noted(whole) if gpu is None and asked else whole.plan()
+        if gpu is None or self.measured or self.far is not None:
+            return self._noted(whole) if gpu is None and (asked or needs_tables) else whole.plan()
         useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
-        if asked is None and whole.holds(useful):
+        if not (asked or needs_tables) and whole.holds(useful):
             return whole.plan()
-        experts = choice.experts(whole.dtype)
+        may_move = not choice.why_none and asked != 0
+        tables = choice.tables(whole.dtype)
+        experts = choice.experts(whole.dtype) if may_move else ()
+        if tables.movable and not needs_tables and asked and may_move:  # a useful context may fit beside them
+            moved = last_layers(experts, choice.asked(experts) or 0)
+            if self._attempt([gpu], far=far_plan(experts, moved, self.spec, tables.near())).holds(useful):
+                tables = tables.near()
+        lighter = whole
+        if tables.movable:
+            lighter = self._attempt([gpu], far=far_plan((), (), self.spec, tables))
+        found = None
+        if may_move and (asked or lighter is whole or not lighter.holds(useful)):
+            found = self._with_layers(gpu, choice, experts, tables, useful)
+        return self._in_ram(found or lighter, whole, choice)
 
-        def attempt(layers: Collection[int], steps: int | None, *, streams: bool) -> PlanAttempt:
+    def _in_ram(self, found: PlanAttempt, whole: PlanAttempt, choice: FarChoice) -> MemoryPlan:
+        """Return the plan of an attempt, or the plan with all of the model on the GPU if RAM is too small and no
+        setting asks for parts there: a short context is better than none."""
+        if found.far is None:
+            return found.plan()
+        try:
+            choice.require_ram(found.far, found.ranks[0].weights(1), *free_and_reserve(self.hardware, None))
+        except DoesNotFit as error:
+            if not self.config.ram_flag and whole.holds(MIN_CONTEXT):
+                return whole.plan()
+            raise found.refused_with(error) from None
+        found.notes.append(found.far.words())
+        return found.plan()
+
+    def _with_layers(
+        self, gpu: Gpu, choice: FarChoice, experts: Sequence[LayerExperts], tables: LookupTables, useful: int
+    ) -> PlanAttempt | None:
+        """Return the attempt with the experts of some layers in RAM; None: not even all of them are enough."""
+
+        @cache
+        def attempt(layers: tuple[int, ...], steps: int | None, streams: bool) -> PlanAttempt:
             config = self.config if steps is None else replace(self.config, max_num_batched_tokens=steps)
-            far = far_plan(experts, layers, self.spec, streams=streams)
+            far = far_plan(experts, layers, self.spec, tables, streams=streams)
             return replace(self, config=config)._attempt([gpu], far=far)
 
-        def chosen(steps: int | None = None, *, streams: bool) -> tuple[int, ...] | None:
-            def holds(layers: Collection[int]) -> bool:
-                return attempt(layers, steps, streams=streams).holds(useful)
+        def chosen(steps: int | None, *, streams: bool) -> tuple[int, ...] | None:
+            return self._far_layers(choice, experts, lambda layers: attempt(layers, steps, streams).holds(useful))
 
-            return self._far_layers(choice, experts, holds)
-
-        layers, steps, is_demand = chosen(streams=False), None, self.config.stream_prompts.isdecimal()
-        if layers is None:
-            return whole.plan()
+        layers, is_demand = chosen(None, streams=False), self.config.stream_prompts.isdecimal()
+        if not layers:
+            return None
         # Long prompts on the GPU are worth a few more layers in RAM, for the buffers and for longer steps.
-        most, streams = len(experts) if is_demand else len(layers) + most_more(len(experts)), is_demand
+        most = len(experts) if is_demand else len(layers) + most_more(len(experts))
         lengths = LONG_STEPS if self.config.max_num_batched_tokens is None else ()
         for tokens in (*lengths, None) if self.config.streams_prompts else ():
             context = MIN_CONTEXT if tokens is None and choice.asked(experts) is not None else useful
             more = chosen(tokens, streams=True)
-            if more is not None and len(more) <= most and attempt(more, tokens, streams=True).holds(context):
-                layers, steps, streams = more, tokens, True
-                break
-        moved = attempt(layers, steps, streams=streams)
-        assert moved.far is not None
-        reserve = free_and_reserve(self.hardware, None)
-        try:
-            choice.require_ram(moved.far, moved.ranks[0].weights(1), *reserve)
-        except DoesNotFit as error:
-            if asked is None and whole.holds(MIN_CONTEXT):  # a short context is better than none
-                return whole.plan()
-            raise moved.refused_with(error) from None
-        moved.notes.append(moved.far.words())
-        return moved.plan()
+            if more is not None and len(more) <= most and attempt(more, tokens, True).holds(context):
+                return attempt(more, tokens, True)
+        return attempt(layers, None, is_demand)
 
     def _on_disk(self, whole: PlanAttempt, choice: FarChoice) -> MemoryPlan:
         """Plan with experts on disk: on a GPU of as few layers as a useful context needs, on a CPU of all."""
         experts = choice.experts(whole.dtype)
         useful = min(USEFUL_CONTEXT, self.config.max_model_len or self.spec.max_position)
-        every = last_layers(experts, len(experts))
+        every, tables = last_layers(experts, len(experts)), choice.tables(whole.dtype).near()
 
         def attempt(layers: Collection[int], room: int | None = None) -> PlanAttempt:
-            far = far_plan(experts, layers, self.spec)
+            far = far_plan(experts, layers, self.spec, tables)
             far = replace(far, ram_bytes=0) if room is None else choice.on_disk(far, room)
             return self._attempt([choice.gpu], far=far)
 
@@ -351,7 +372,7 @@ class _Planner:
         return moved.plan()
 
     def _far_layers(
-        self, choice: FarChoice, experts: Sequence[LayerExperts], holds: Callable[[Collection[int]], bool]
+        self, choice: FarChoice, experts: Sequence[LayerExperts], holds: Callable[[tuple[int, ...]], bool]
     ) -> tuple[int, ...] | None:
         """Return the layers whose experts leave the GPU: the last ones that the settings ask for, else those that make
         a token the least slower, as few as are needed. None: not even all of them are enough."""
@@ -383,7 +404,7 @@ class _Planner:
         return found
 
     def _noted(self, attempt: PlanAttempt) -> MemoryPlan:
-        attempt.notes.append(f"{self.config.far_flag} changes nothing: on the CPU all weights are in RAM.")
+        attempt.notes.append(f"{self.config.ram_flag} changes nothing: on the CPU all weights are in RAM.")
         return attempt.plan()
 
     def _several(self, division: Division, gpus: Sequence[Gpu] = (), note: str = "") -> MemoryPlan:

@@ -88,7 +88,7 @@ class PlanAttempt:
         gpus: Sequence[Gpu | None], resident_bytes: ResidentBytes | None, measured: Sequence[Measured],
         division: Division, shards: Sequence[Shard], far: FarPlan | None = None, *, far_is_loaded: bool = False,
     ) -> None:  # fmt: skip
-        """far: the experts that are in RAM. far_is_loaded: whether `resident_bytes` leaves them out already."""
+        """far: the parts that are in RAM. far_is_loaded: whether `resident_bytes` leaves them out already."""
         self.config, self.spec, self.hardware, self.division = config, spec, hardware, division
         self.far = far
         self.gpus, self.measured = gpus, measured
@@ -441,7 +441,8 @@ class PlanAttempt:
         half = "--dtype bfloat16, " if self.dtype == "float32" else ""
         if self.far is not None and len(self.far.layers) < self.far.num_layers:
             half = f"a larger --n-cpu-moe (at most {self.far.num_layers}), {half}"
-        if self.spec.mixture is not None and self.far is None and self.spec.implementation == "localllm":
+        moves_none = self.far is None or not self.far.layers
+        if self.spec.mixture is not None and moves_none and self.spec.implementation == "localllm":
             half = f"--weights-on disk (slow), {half}"
         cpu = " or --device cpu" if self.gpu is not None else ""
         return f"{half}a smaller model, fewer --max-num-seqs or --max-num-batched-tokens{cpu}."

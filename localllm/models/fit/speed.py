@@ -80,6 +80,7 @@ class PlanSpeeds:
     prompt: float | None  # tokens/s of a prompt of 1,000 tokens; None: the machine's products were not measured
     first_token_s: dict[int, float]  # tokens of a prompt, up to the context -> seconds until the first token
     why: str  # what it was computed from
+    ram_bandwidth: float | None = None  # bytes/s that were measured, where RAM holds a part of the model
 
     @property
     def answer_s(self) -> float:
@@ -114,8 +115,11 @@ def work_of(
         near = sum(each.gpu_bytes for each in experts if each.layer not in far_layers)
         share = mixture.top_k / mixture.num_experts
     read = plan.weights_bytes - (near * (1 - share) if far is None else far.idle_bytes)
-    if far is None and isinstance(resident, CheckpointBytes) and resident.looked_up is not None:
-        read -= resident.looked_up(plan.device, plan.dtype)
+    if far is None and isinstance(resident, CheckpointBytes):
+        if resident.looked_up is not None:
+            read -= resident.looked_up(plan.device, plan.dtype)
+        elif resident.tables is not None:
+            read -= sum(each.num_bytes for each in resident.tables(plan.device, plan.dtype, quantization))
     parts = [layer_multiplies(spec, layer) for layer in range(spec.num_layers)]
     moved = sum(parts[layer][1] for layer in far_layers)
     return TokenWork(
@@ -153,7 +157,15 @@ def predict(plan: MemoryPlan, hardware: Hardware) -> PlanSpeeds | None:
         prompt=None if usual is None else PROMPTS[0] / usual,
         first_token_s={length: seconds + steps.usual_s(1) for length, seconds in prompts.items()},
         why=steps.why,
+        ram_bandwidth=hardware.speeds.ram if plan.far is not None and plan.far.layers else None,
     )
+
+
+def predict_each(plan: MemoryPlan, hardware: Hardware, answers: int) -> SpeedRange | None:
+    """Return the least and most tokens/s of each of several answers at once, with short contexts. None: as of
+    `predict`."""
+    steps = _Steps.of(plan, hardware)
+    return None if steps is None else (1 / steps.decode_s(answers, 0), 1 / steps.decode_s(answers, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +184,8 @@ class _Steps:
         far, speeds = plan.far, hardware.speeds
         gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device), None)
         bandwidth = speeds.ram if gpu is None else gpu.place.bandwidth
-        is_unknown = (far is not None and speeds.ram is None) or (far is not None and far.disk and speeds.disk is None)
+        is_far = far is not None and bool(far.layers)
+        is_unknown = (is_far and speeds.ram is None) or (far is not None and far.disk and speeds.disk is None)
         if plan.ranks or plan.work is None or bandwidth is None or is_unknown:
             return None
         place = Place() if gpu is None else gpu.place
@@ -188,7 +201,7 @@ class _Steps:
         work, far, speeds = self.work, self.plan.far, self.hardware.speeds
         near = _giga(work.dense_bytes + work.expert_bytes)
         parts = [f"{near} GB at {_giga(self.bandwidth)} GB/s of {self.plan.device}"]
-        if far is not None:
+        if far is not None and far.layers:
             far_at = f"{_giga(speeds.ram or 0)} GB/s of RAM in {len(far.layers)} layers"
             parts.append(f"{_giga(work.far_bytes)} GB at {far_at}")
         if far is not None and far.disk is not None:
@@ -197,7 +210,7 @@ class _Steps:
 
     def decode_s(self, rows: int, side: int) -> float:
         """Return the seconds of a step of `rows` answers with short contexts. side: 0 at worst, 1 at best."""
-        if self.plan.far is None:
+        if self.plan.far is None or not self.plan.far.layers:
             speed = cpu_speed() if self.on_cpu else GPU
             share = min(speed.share[side], MIXTURE_SHARE if self.work.is_mixture and side == 0 else 1.0)
             return self._step_s(rows, share, share, speed.extra_s[side], side)
@@ -215,7 +228,7 @@ class _Steps:
         work, far, speeds = self.work, self.plan.far, self.hardware.speeds
         near = work.dense_bytes + work.expert_bytes * work.distinct(rows)
         far_s = 0.0
-        if far is not None and speeds.ram is not None:
+        if far is not None and far.layers and speeds.ram is not None:
             distinct = work.far_bytes * work.distinct(rows)
             products_s = _ratio(rows * work.far_multiplies, self._cpu_rate(work.far_bytes, work.far_multiplies)) or 0.0
             far_s = max(distinct / (ram_share * speeds.ram), products_s) + len(far.layers) * CROSSING_S
@@ -245,7 +258,7 @@ class _Steps:
             return None
         near = work.dense_bytes + work.expert_bytes * work.distinct(rows)
         read_s = near / (self.bandwidth * (RAM_SHARE if self.on_cpu else GPU_SHARE))
-        if far is None:
+        if far is None or not far.layers:
             return STEP_S + max(products_s, read_s) + attention_s
         far_s = _ratio(rows * work.far_multiplies, self._cpu_rate(work.far_bytes, work.far_multiplies))
         if far_s is None or speeds.ram is None:
@@ -256,7 +269,7 @@ class _Steps:
             far_s = max(far_s, (1 - far.disk.hits[0]) * distinct / speeds.disk)
         if far.staging_bytes and self.link is not None:  # a step copies all of them, and takes the earlier of both ways
             on_gpu_s = _ratio(rows * work.far_multiplies, self.gpu_multiplies and self.gpu_multiplies * GPU_PRODUCTS)
-            far_s = min(far_s, max(far.ram_bytes / (LINK_SHARE * self.link), on_gpu_s or 0.0))
+            far_s = min(far_s, max(far.expert_bytes / (LINK_SHARE * self.link), on_gpu_s or 0.0))
         return STEP_S + max(products_s, read_s) + attention_s + far_s
 
     def _multiplies_s(self, rows: int, share: float) -> float | None:

@@ -100,7 +100,7 @@ def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], 
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int} and min(value, default=0) >= 0
 
 
 def _check_places(file: Path, spans: Mapping[str, tuple[int, int]], data_bytes: int, header_bytes: int) -> None:

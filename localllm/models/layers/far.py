@@ -156,7 +156,7 @@ class Crossing:
     """The buffers in RAM between a model's layers on a device and its experts in RAM. Not thread-safe: they hold one
     step."""
 
-    __slots__ = ("_buffers", "_max_rows", "_rows", "arena", "cache", "link", "seconds", "split", "stream")
+    __slots__ = ("_buffers", "_max_rows", "_rows", "arena", "cache", "link", "read_bytes", "seconds", "split", "stream")
     stays_in_ram = True
 
     def __init__(self, link: RamLink, cache: ExpertCache | None = None, arena: Arena | None = None) -> None:
@@ -166,6 +166,7 @@ class Crossing:
         """Takes the host's work while a step is recorded, in place of doing it."""
         self.stream: FarStream | None = None  # of long prompts; None: the host computes them too
         self.seconds = 0.0  # that the host has computed
+        self.read_bytes = 0  # of experts in RAM, that it has read for that
         self._max_rows = 0
         self._buffers: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._rows: dict[tuple[torch.Size, int, torch.dtype], _Rows] = {}
@@ -229,7 +230,7 @@ class Crossing:
 class FarExperts:
     """The matrices of all experts of a layer, in RAM or on disk."""
 
-    __slots__ = ("_crossing", "_few", "_has_few", "_spec", "experts", "records")
+    __slots__ = ("_crossing", "_expert_bytes", "_few", "_has_few", "_spec", "experts", "records")
     stays_in_ram = True
 
     def __init__(self, experts: Experts, crossing: Crossing, spec: ModelSpec, records: Records | None = None) -> None:
@@ -237,13 +238,20 @@ class FarExperts:
         self.experts, self._crossing, self._spec, self.records = experts, crossing, spec, records
         self._few: FewRows | None = None
         self._has_few = True  # False once it is known that the native library cannot multiply with these weights
+        in_ram = [each for each in (experts.gate_up, experts.down) if not isinstance(each, DiskMatrices)]
+        self._expert_bytes = sum(each[0].nbytes for each in in_ram) if records is None else records.form.num_bytes
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] on the device -> [T, H] on the device."""
         stream = self._crossing.stream
         if stream is not None and stream.takes(len(x)) and stream.has(self):
             return stream(self, x, ids, weights)
-        return self._crossing(self._write, x, ids, weights)
+        return self._crossing(self._write_counted, x, ids, weights)
+
+    def _write_counted(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Do `_write`, and count the bytes that it reads: a few rows that choose the same expert read it once."""
+        self._write(x, ids, weights, out)
+        self._crossing.read_bytes += len({*ids.flatten().tolist()} - {-1}) * self._expert_bytes
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Do the same in RAM: -> [T, H] fp32."""

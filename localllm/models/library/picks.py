@@ -116,7 +116,7 @@ def _leaves_half(found: FittingPick, hardware: Hardware) -> bool:
 
 
 def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: SpeedRange | None) -> bool:
-    if plan.device != "cpu" and plan.far is None:
+    if plan.device != "cpu" and (plan.far is None or not plan.far.layers):
         return True
     if speed is None and hardware.gpus:  # the GPU does not hold it
         return False

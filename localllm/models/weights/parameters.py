@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from localllm.kernels.quantized_weight import MetaWeight
+from localllm.models.layers.embedding import RamTable
 from localllm.models.layers.far import FarExperts
 
 PartT = TypeVar("PartT")
@@ -30,11 +31,12 @@ def held_bytes(model: object) -> int:
 
 
 def far_bytes(model: object) -> int:
-    """Return the bytes of the experts that are in RAM while the model is on a device, and of the cache of the experts
-    that are on disk."""
+    """Return the bytes of the experts and tables that are in RAM while the model is on a device, and of the cache of
+    the experts that are on disk."""
     crossing = getattr(model, "crossing", None)
     cache, arena = getattr(crossing, "cache", None), getattr(crossing, "arena", None)
     own = sum(held_bytes(part.experts) for part in parts_of_kind(model, FarExperts) if part.records is None)
+    own += sum(table.nbytes for table in parts_of_kind(model, RamTable))
     return own + (0 if cache is None else cache.ram_bytes) + (0 if arena is None else arena.used_bytes)
 
 

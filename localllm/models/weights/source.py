@@ -6,8 +6,8 @@ Does not know: checkpoints and how they store tensors (weights.py, meta.py), lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,15 +16,19 @@ from torch import Tensor
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.weights import ExpertWeights
 from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.models.layers.embedding import RamTable, Table
 from localllm.models.layers.far import Crossing
 from localllm.models.layers.group import GatheredInput, Group, PaddedInput, Projection
 from localllm.models.layers.linear import Linear, Weight
+from localllm.models.layers.moe import Experts
 from localllm.models.spec.shard import Shard, even
 
 Progress = Callable[[int, int], None]
 NORMS = "norm.weight"
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+LOOKED_UP = {EMBEDDING: "embedding", PER_LAYER_EMBEDDING: "per-layer embeddings"}
+"""Tables of which a token reads one row, if the head does not share them."""
 
 
 class TensorSource(Protocol):
@@ -154,11 +158,28 @@ class ExpertCut:
 @dataclass(frozen=True, slots=True)
 class FarWeights:
     """The layers whose experts stay in RAM or on disk, the source of their tensors, and the way of a step's rows to
-    them."""
+    them; and the tables that stay in RAM, and their source."""
 
     source: TensorSource
     layers: frozenset[int]
     crossing: Crossing
+    tables: frozenset[str] = frozenset()  # by Llama's names
+    table_source: TensorSource | None = None  # in the layout of the model's device; None: there are no tables
+
+
+@dataclass(slots=True)
+class AlikeLayers:
+    """One object for the experts of all layers that are stored alike, in a model that has only sizes."""
+
+    forms: Mapping[int, Hashable]  # of each layer: the names, types and shapes of its tensors
+    found: dict[Hashable, Experts] = field(default_factory=dict)
+    layers: dict[int, Experts] = field(default_factory=dict)
+
+    def experts(self, layer: int, build: Callable[[], Experts]) -> Experts:
+        form = self.forms.get(layer, layer)
+        if form not in self.found:
+            self.found[form] = build()
+        return self.layers.setdefault(layer, self.found[form])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +190,16 @@ class ShardWeights:
     shard: Shard
     group: Group
     far: FarWeights | None = None  # None: all of the model is on its device
+    alike: AlikeLayers | None = None  # None: each layer has experts of its own
+
+    def looked_up(self, name: str, shape: tuple[int, int], *, keep_narrow: bool, rows: range | None = None) -> Table:
+        """Return a table that is only looked up, as `TensorSource.table` does; it may be in RAM."""
+        far = self.far
+        if far is None or far.table_source is None or name not in far.tables:
+            return self.source.table(name, shape, keep_narrow=keep_narrow, rows=rows)
+        held = far.table_source.table(name, shape, keep_narrow=keep_narrow, rows=rows)
+        far.table_source.drop_pages()
+        return RamTable(held, far.crossing)
 
     def row_parallel(
         self, stem: str, shape: tuple[int, int], own: range, counts: tuple[int, ...], *, bias: bool = False

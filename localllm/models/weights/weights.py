@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Self, cast
 
@@ -41,8 +42,11 @@ class TensorsRead:
         self.names: set[str] = set()
         self.cached: set[str] = set()  # of them, those whose file pages have not been dropped
         self.done_bytes = 0
-        self._tensors, self._progress = layout.checkpoint.tensors, progress
-        self.total_bytes = sum(info.num_bytes for name, info in self._tensors.items() if not layout.is_ignored(name))
+        self._layout, self._tensors, self._progress = layout, layout.checkpoint.tensors, progress
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(info.num_bytes for name, info in self._tensors.items() if not self._layout.is_ignored(name))
 
     def add(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self.names]
@@ -96,6 +100,12 @@ class Weights:
         found.read = self.read
         return found
 
+    def tables_in_ram(self) -> Self:
+        """Return the source of the same tensors for tables that are in RAM in the layout of the model's device."""
+        found = type(self)(self.layout, self._target, self._dtype, cpu_weights=self.packer.mode)
+        found.device, found.read = torch.device("cpu"), self.read
+        return found
+
     def has(self, name: str) -> bool:
         return self.layout.name(name) in self.layout.checkpoint.tensors
 
@@ -146,7 +156,9 @@ class Weights:
         return self._kept(cast(QuantizedTable, table))  # guaranteed by `is_table`
 
     def _kept(self, table: QuantizedTable) -> QuantizedTable:
-        return table.copied() if isinstance(table, GGUFBlocks) else table
+        if not isinstance(table, GGUFBlocks):
+            return table
+        return table.copied() if self._target.type == "cpu" else table.repacked()
 
     def linear(
         self,

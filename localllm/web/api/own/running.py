@@ -164,7 +164,7 @@ def _with_stats(status: ModelStatus, served: ServedModel | None, stats: EngineSt
     on_disk = 0 if far is None or far.disk is None else far.disk.file_bytes
     return shapes.StatusWithStats(
         status.name, "model", **asdict(status), stats=stats,
-        far=None if far is None else shapes.FarFacts(list(far.layers), far.ram_bytes, on_disk),
+        far=None if far is None else shapes.FarFacts(list(far.layers), far.ram_bytes, on_disk, dict(far.tables)),
         predicted=None if served is None else served.speed,
         measured_tokens_per_s=(stats.lone_tokens_per_s or None) if stats is not None else None,
     )  # fmt: skip

@@ -61,11 +61,12 @@ class Statuses(Shape):
 
 
 class FarFacts(Shape):
-    """The experts that are not on the GPU."""
+    """The experts and lookup tables that are not on the GPU."""
 
     layers: list[int]  # whose experts these are
-    ram_bytes: int  # of them, or of the cache of experts on disk
+    ram_bytes: int  # of them, or of the cache of experts on disk, and of the tables
     disk_bytes: int  # 0: none of them are on disk
+    tables: dict[str, int]  # name -> bytes
 
 
 class StatusWithStats(Status):

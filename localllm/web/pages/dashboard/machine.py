@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import psutil
 
@@ -227,15 +227,31 @@ MOST_NAMES = 8
 """Models of a server that its tile names."""
 
 
-def machine_use(machine: MachineReading, far_share: float | None = None) -> MachineUse:
-    """far_share: of the last minute, in which the CPU computed experts in RAM; None: the model has none there."""
+class FarUse(NamedTuple):
+    """The computation of experts in RAM in the last minute."""
+
+    share: float  # of the time
+    read_rate: float | None  # bytes/s of RAM meanwhile; None: nothing was computed, or the experts are on disk
+    bandwidth: float | None  # of RAM, measured before the load; None: unknown
+
+    @property
+    def words(self) -> str:
+        computed = f"computed in {self.share:.0%} of the last minute"
+        if not self.read_rate:
+            return computed
+        most = f" of {self.bandwidth / 1e9:.3g}" if self.bandwidth else ""
+        return f"{computed}, reading {self.read_rate / 1e9:.3g}{most} GB/s"
+
+
+def machine_use(machine: MachineReading, far: FarUse | None = None) -> MachineUse:
+    """far: the experts in RAM; None: the model has none there."""
     used, total = machine.memory_used_bytes, machine.memory_total_bytes
     gauges: tuple[Gauge, ...] = (
         Gauge("CPU", machine.cpu, f"{machine.cpu:.0%} of {machine.cores} cores"),
         Gauge("Memory", used / total if total else 0.0, f"{format_bytes(used)} of {format_bytes(total)}"),
     )
-    if far_share is not None:
-        gauges = *gauges, Gauge("Experts in RAM", far_share, f"computed in {far_share:.0%} of the last minute")
+    if far is not None:
+        gauges = *gauges, Gauge("Experts in RAM", far.share, far.words)
     facts = (Fact("This server", format_bytes(machine.process_bytes), "resident memory"),)
     return MachineUse(gauges, facts, tuple(_gpu(index, gpu) for index, gpu in enumerate(machine.gpus)))
 

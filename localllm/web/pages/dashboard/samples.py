@@ -11,7 +11,7 @@ from localllm.engine.stats import NO_SPECULATION, RequestTimeline, SpeculationSt
 from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.web.pages.dashboard import machine, request_views, shown
 from localllm.web.pages.dashboard import views as v
-from localllm.web.pages.dashboard.machine import GPUReading, MachineReading, machine_use, ranks
+from localllm.web.pages.dashboard.machine import FarUse, GPUReading, MachineReading, machine_use, ranks
 from localllm.web.pages.dashboard.plots import pool_map, sparkline
 from localllm.web.pages.dashboard.request_views import cache_miss, request_page
 from localllm.web.pages.dashboard.views import drafts, steps
@@ -23,7 +23,7 @@ def _far_samples(facts: tuple[views.Fact, ...]) -> tuple[views.View, ...]:
     """The tiles of a model with experts in RAM."""
     ram = stacked([("Experts", "weights", 3, "42 GiB"), ("Rest of RAM", "idle", 1, "22 GiB")])
     large = v.ModelFacts("large", stacked([("Weights", "decode", 3, "17 GiB")]), facts, ram=ram)
-    return large, machine_use(MachineReading(0.42, 8, 2**34, 2**35, 2**31), 0.61)
+    return large, machine_use(MachineReading(0.42, 8, 2**34, 2**35, 2**31), FarUse(0.61, 5.2e10, 7.7e10))
 
 
 def samples(shell: views.Shell) -> list[views.View]:

@@ -28,7 +28,15 @@ from localllm.models.fit.pictures import PictureSizes, SoundSizes
 from localllm.models.fit.speed import PlanSpeeds, round_speed, speed_in_words
 from localllm.models.spec.model_spec import main_group
 from localllm.units import format_bytes, format_count, format_seconds
-from localllm.web.pages.dashboard.machine import MachineReading, MachineUse, OtherServers, Ranks, machine_use, ranks
+from localllm.web.pages.dashboard.machine import (
+    FarUse,
+    MachineReading,
+    MachineUse,
+    OtherServers,
+    Ranks,
+    machine_use,
+    ranks,
+)
 from localllm.web.pages.dashboard.plots import (
     MINUTE,
     PoolCell,
@@ -276,19 +284,22 @@ def dashboard(
         drafts=drafts(stats.speculation, None if tick.minute_ago is None else tick.minute_ago.speculation),
         live_requests=live_requests(stats, viewer, curl="" if has_waited else first_request(served.name, viewer)),
         finished_requests=finished_requests(stats.recent, viewer),
-        machine=machine_use(machine, _far_share(stats, tick.minute_ago)),
+        machine=machine_use(machine, _far_use(stats, tick.minute_ago, served)),
         model=model_facts(served, stats.lone_tokens_per_s),
     )
 
 
-def _far_share(stats: EngineStats, before: EngineStats | None) -> float | None:
-    """Return the share of the time in which the CPU computed experts in RAM while the GPU waited; None: none are
-    there."""
-    if not stats.runner.far_bytes:
+def _far_use(stats: EngineStats, before: EngineStats | None, served: ServedModel) -> FarUse | None:
+    """Return how the CPU computed experts in RAM while the GPU waited; None: none are there."""
+    far, speed, now = served.plan.far, served.speed, stats.runner
+    if far is None or not far.layers:
         return None
-    if before is None or not stats.goes_on_from(before):
-        return min(1.0, stats.runner.far_s / max(stats.uptime_s, 1e-9))
-    return min(1.0, (stats.runner.far_s - before.runner.far_s) / max(stats.taken_s - before.taken_s, 1e-9))
+    seconds, read_bytes, span_s = now.far_s, now.far_read_bytes, stats.uptime_s
+    if before is not None and stats.goes_on_from(before):
+        seconds, read_bytes = seconds - before.runner.far_s, read_bytes - before.runner.far_read_bytes
+        span_s = stats.taken_s - before.taken_s
+    rate = read_bytes / seconds if seconds > 0 and far.disk is None else None
+    return FarUse(min(1.0, seconds / max(span_s, 1e-9)), rate, None if speed is None else speed.ram_bandwidth)
 
 
 def headlines(
@@ -538,7 +549,8 @@ def _ram_parts(plan: MemoryPlan) -> tuple[Segment, ...]:
         return ()
     total = psutil.virtual_memory().total
     name = "Experts" if plan.far.disk is None else "Latest experts"
-    own = [(name, "weights", plan.far.ram_bytes)]
+    own = [(name, "weights", plan.far.expert_bytes)] if plan.far.layers else []
+    own += [("Lookup tables", "used", sum(dict(plan.far.tables).values()))] if plan.far.tables else []
     own += [("KV blocks at most", "cached", plan.kv_ram_bytes)] if plan.kv_ram_bytes else []
     parts = [*own, ("Rest of RAM", "idle", max(0, total - sum(size for _, _, size in own)))]
     return stacked([(name, kind, float(size), format_bytes(size)) for name, kind, size in parts])

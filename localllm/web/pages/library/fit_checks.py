@@ -366,7 +366,7 @@ def _memory_line(each: Estimate) -> str:
     context = f"context {format_count(plan.max_model_len)} of {format_count(each.wanted)} tokens" if cut else ""
     speed = each.speed or each.speech
     free = _free(plan, "" if each.device == "cpu" else each.name)
-    far = f"experts in RAM {format_bytes(plan.far.ram_bytes)}" if plan.far else ""
+    far = plan.far.in_ram if plan.far else ""
     return " · ".join(filter(None, (need, far, context, free, speed.words() if speed else "")))
 
 

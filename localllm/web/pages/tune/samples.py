@@ -103,7 +103,9 @@ def job(*, with_pick: bool = True) -> Job:
         (PhaseBegan("search", "96 settings"), 4.0),
     ]
     made.trials, made.best = trials, trials[11]
-    made.under_way = TrialBegan(14, {**SETTINGS, "max_num_seqs": 32}, 1.0, Predicted(6 * GIB, 2 * GIB, 8192, 65536))
+    made.under_way = TrialBegan(
+        14, {**SETTINGS, "max_num_seqs": 32}, 1.0, Predicted(6 * GIB, 2 * GIB, 8192, 65536, (19.0, 31.0))
+    )
     soaked = SoakReport(20.0, 61, 12, 0, 40960, 6 * GIB, 3)
     pick = trials[11] if with_pick else None
     made.result = TuningResult(
@@ -123,5 +125,5 @@ def _trial(number: int) -> Trial:
         3.0, 8, ttft_s, 1.4 * ttft_s, 0.02, 0.03, 2.0, rate, 900.0, 0.1, 5 * GIB + number * (GIB >> 4), 0, 8192
     )
     settings = {**SETTINGS, "max_num_seqs": 2**number if number < 8 else number}
-    planned = Predicted(5 * GIB + number * (GIB >> 3), GIB, 8192, 32768)
+    planned = Predicted(5 * GIB + number * (GIB >> 3), GIB, 8192, 32768, (28.0, 62.0))
     return Trial(number, settings, 1.0 if number > 9 else 0.25, "measured", "", planned, figures, 30.0 + number, 3.2)

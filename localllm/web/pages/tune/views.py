@@ -18,6 +18,8 @@ from localllm.tuning.profile import as_flags, as_toml
 from localllm.tuning.run import FLOOR_SHARE, TuningResult
 from localllm.tuning.words import (
     LABELS,
+    each_in_words,
+    expected_in_words,
     gain_in_words,
     nothing_worked,
     predicted_and_measured,
@@ -119,6 +121,7 @@ class TrialRow:
     score: str
     ttft: str
     tpot: str
+    each: str  # tokens/s of each answer: measured, and expected
     rate: str
     planned: str
     measured: str
@@ -365,7 +368,8 @@ def trials(job: Job) -> TrialTable:
         planned = format_bytes(began.predicted.total_bytes) if began.predicted else ""
         effort = _effort(began.effort)
         cells = _cells(began.settings, names)
-        rows.insert(0, TrialRow(began.number, cells, effort, "under-way", "", "", "", "", "", "", planned, ""))
+        each = expected_in_words(began.predicted)
+        rows.insert(0, TrialRow(began.number, cells, effort, "under-way", "", "", "", "", "", each, "", planned, ""))
     measured = sum(trial.was_measured for trial in job.trials)
     heads = tuple((LABELS[name], flags_of({name: "…"})) for name in names)
     best_is = RUNS_NOW if job.result is not None and job.result.keeps_start else "best"
@@ -393,6 +397,7 @@ def _row(goal: Goal, trial: Trial, best: Trial | None, names: Sequence[str]) -> 
         score=goal.in_words(trial.score).removesuffix(goal.unit).strip() if trial.score is not None else "",
         ttft=_seconds(figures.ttft_p50_s) if figures is not None else "",
         tpot=_seconds(figures.tpot_p50_s) if figures is not None else "",
+        each=each_in_words(trial),
         rate=format_rate(figures.output_tokens_per_s, "").strip() if figures is not None else "",
         planned=format_bytes(trial.predicted.total_bytes) if trial.predicted is not None else "",
         measured=format_bytes(figures.peak_bytes) if figures is not None else "",
