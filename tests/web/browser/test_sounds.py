@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.media.sounds import sounds
+from tests.web.browser.harness import delete_and_import
 from tests.web.browser.looks import overflow, small_targets
 from tests.web.pages_stub import StubModel, stub_hearing
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+pytestmark = pytest.mark.usefixtures("own_data")
 
 LOAD = """(player) => new Promise((done) => {
   player.onloadedmetadata = () => done(player.duration);
@@ -41,12 +44,6 @@ def model() -> StubModel:
     return StubModel(hearing=stub_hearing())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_data(tmp_path_factory: pytest.TempPathFactory) -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-
-
 @pytest.mark.parametrize("width", [360, 1280])
 def test_a_sound_goes_to_a_model_that_hears_and_can_be_played(
     open_page: Callable[..., Page], model: StubModel, tmp_path: Path, width: int
@@ -65,15 +62,7 @@ def test_a_sound_goes_to_a_model_that_hears_and_can_be_played(
     assert span.rows == 60
     assert page.get_by_label("Play talk.wav").evaluate(LOAD) == pytest.approx(6, abs=0.1)
     assert overflow(page) == 0
-    exported = tmp_path / "chat.json"
-    exported.write_bytes(page.request.get(f"{page.url}/export/json").body())
-    page.locator(".message--user").first.hover()
-    page.locator(".message--user [aria-label=More]").first.click()
-    page.locator(".more:popover-open .action--delete").click()
-    page.get_by_text("The message and what followed it are deleted.").wait_for()
-    page.goto(f"{page.url.split('/c/')[0]}/chats/manage")
-    page.set_input_files("#import-file", exported)
-    page.get_by_role("button", name="Import", exact=True).click()
+    delete_and_import(page, tmp_path)
     page.get_by_label("Play talk.wav").wait_for()
 
 
