@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from localllm.web.pages.chat.files import attachments
 from tests.media.sounds import sounds
 from tests.web.browser.harness import delete_and_import
 from tests.web.browser.looks import overflow, small_targets
@@ -64,6 +65,30 @@ def test_a_sound_goes_to_a_model_that_hears_and_can_be_played(
     assert overflow(page) == 0
     delete_and_import(page, tmp_path)
     page.get_by_label("Play talk.wav").wait_for()
+
+
+@pytest.mark.parametrize(("most", "is_sent"), [(2.2, True), (1.8, False)])
+def test_sounds_on_the_tray_count_with_their_bytes(
+    open_page: Callable[..., Page], model: StubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float,
+    is_sent: bool,
+) -> None:  # fmt: skip
+    """Of two sounds the first is dropped if both together are more than the tray holds."""
+    data = plain_wav(6.0)
+    monkeypatch.setattr(attachments, "MAX_TRAY_BYTES", int(most * len(data)))
+    refused = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
+    page = open_page("/", expect="" if is_sent else refused)
+    for count, name in enumerate(("a.wav", "b.wav"), 1):
+        (tmp_path / name).write_bytes(data)
+        page.set_input_files("#composer-file", tmp_path / name)
+        page.locator(f".attachments .file >> nth={count - 1}").wait_for()
+    assert page.locator(".attachments .file__size").all_inner_texts() == ["6.0 s, 188 KiB, 60 tokens"] * 2
+    page.get_by_label("Message", exact=True).fill("What is said?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    if is_sent:
+        page.wait_for_selector(".figures")
+        assert len(model.client.asked[-1].media) == 2
+    else:
+        page.get_by_text("An attached file is no longer on the server.").wait_for()
 
 
 def test_a_model_that_does_not_hear_needs_a_speech_model(
