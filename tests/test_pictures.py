@@ -156,7 +156,9 @@ def test_the_plan_counts_the_tower_the_largest_picture_and_the_kept_rows(folder:
     hardware = Hardware((), "a CPU", 2, 2**34, 2**33)
     spec = with_tower(case.path, case.spec)
     plans = {
-        limit: plan_memory(EngineConfig(limit_mm_per_prompt=limit, device="cpu"), spec, 2**20, hardware)
+        limit: plan_memory(
+            EngineConfig(limit_mm_per_prompt=f"image={limit},audio=0", device="cpu"), spec, 2**20, hardware
+        )
         for limit in (0, 4)
     }
     sizes = plans[4].pictures

@@ -229,6 +229,9 @@ def test_prompts_of_text_are_the_same_with_and_without_the_tower(name: str, fold
     case = case_of(folder, name)
     prompts = [prompt_of([], seed) * 3 for seed in (1, 2)]
     seen = []
+    silent = plan_memory(dataclasses.replace(config, limit_mm_per_prompt="image=4,audio=0"), spec, 2**20, hardware)
+    assert silent.sounds is None
+    assert "Without sound: --limit-mm-per-prompt audio=0." in silent.notes
     for rows in (case.rows, 0):
         engine = case.engine(max_num_batched_tokens=16) if rows else Engine(case.path, max_num_batched_tokens=16)
         if not rows:
