@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from localllm.media.sound import Samples
-    from localllm.media.speech import Window
+    from localllm.media.speech import VadOptions, Window
     from localllm.serving.served import ServedModel
     from localllm.serving.transcription import Heard, SpeechClient
     from localllm.text.tokenizer import Tokenizer
@@ -368,17 +368,24 @@ class LLM:
         words: bool = False,
         beam_size: int = 1,
         condition_on_previous_text: bool = False,
-        vad_filter: bool = True,
+        no_speech_threshold: float | None = None,
+        logprob_threshold: float | None = None,
+        compression_ratio_threshold: float | None = None,
+        max_completion_tokens: int | None = None,
+        vad_filter: bool | VadOptions = True,
         allow_damaged: bool = False,
     ) -> Transcript:
         """Return the text of a sound: a path, the bytes of a file, or samples within -1 and 1 and their rate in Hz.
         Needs a model that transcribes or hears.
 
         language: ISO 639-1, or its English name; None: the model finds it. prompt: a text before the sound, for its
-        names and style. temperature: of the first attempt. translate: into English. These and seed are Whisper's; the
-        transcript's warnings say which had no effect. words: refuse a model without times for words. vad_filter: leave
-        out parts without speech. allow_damaged: take what was decoded before the damage. Raises `UnreadableMedia`,
-        `MediaTooLarge`, `WrongTask`, `InvalidParameter` and `UnsupportedParameter`.
+        names and style. temperature: of the first attempt. translate: into English. beam_size: partial texts of a
+        search at temperature 0. condition_on_previous_text: windows are written one after the other, each with the
+        texts before as its prompt. The three thresholds bound Whisper's attempts; None: 0.6, -1 and 2.4.
+        max_completion_tokens: of a window. These and seed are Whisper's; the transcript's warnings say which had no
+        effect. words: refuse a model without times for words. vad_filter: leave out parts without speech, and how they
+        are found. allow_damaged: take what was decoded before the damage. Raises `UnreadableMedia`, `MediaTooLarge`,
+        `WrongTask`, `InvalidParameter` and `UnsupportedParameter`.
         """
         from localllm.media.sound import Samples, decode
         from localllm.media.speech import VadOptions
@@ -386,8 +393,9 @@ class LLM:
 
         client = transcriber_of(self._engine)
         asked = SpeechOptions(
-            language, prompt, temperature, seed, translate, words, beam_size, condition_on_previous_text
-        )
+            language, prompt, temperature, seed, translate, words, beam_size, condition_on_previous_text,
+            no_speech_threshold, logprob_threshold, compression_ratio_threshold, max_completion_tokens,
+        )  # fmt: skip
         decoding, warnings = client.decoding(asked, self._engine.name)
         if isinstance(sound, tuple):
             samples = Samples.of(*sound)
@@ -397,7 +405,8 @@ class LLM:
                     file.write(sound)
                 name = "The sound" if isinstance(sound, bytes) else str(sound)
                 samples = decode(file, name, allow_damaged=allow_damaged)
-        windows = windows_of(samples, VadOptions() if vad_filter else None)
+        options = vad_filter if isinstance(vad_filter, VadOptions) else VadOptions() if vad_filter else None
+        windows = windows_of(samples, options)
         heard = _heard(self, client, samples, windows, decoding)
         return transcript_of(samples, heard, translate=translate, warnings=warnings)
 

@@ -224,6 +224,9 @@ class RandomTensors:
         self._quantize = _quantizer(weights)
         self._generator = torch.Generator(device).manual_seed(seed)
 
+    def head(self, rows: Tensor) -> None:
+        return None
+
     def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
         return False
 

@@ -1,7 +1,8 @@
 """The real runner under the real scheduler, for tests that compare whole generations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ from tests.kv import ledger_of, of_each
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
 NUM_TOKENS = 64
+NUM_MEDIA_TOKENS = 4
+"""Tokens of an answer about pictures or sounds."""
 
 
 class Engine:
@@ -107,6 +110,53 @@ class Engine:
             self.loop.step()
         assert not any(ending.error for ending in self.endings.values())
         return [tokens[index] for index in range(len(prompts))]
+
+
+class MediaCase:
+    """A tiny model with some pictures or sounds, and what transformers computes of prompts with them."""
+
+    def __init__(
+        self, path: Path, model: Any, processed: Sequence[Any], *, prompt_of: Callable[..., Any],
+        spans: Callable[..., Any], reference: Callable[..., Any],
+    ):  # fmt: skip
+        """prompt_of: returns a prompt with some media, spans their places in it, and reference transformers' logits."""
+        self.path, self.model, self.processed = path, model, list(processed)
+        self.spec, self.rows = read_spec(path), max(each.rows for each in processed)
+        self._prompt_of, self._spans, self._reference = prompt_of, spans, reference
+        self._prompts: dict[Any, tuple[list[int], list[int]]] = {}
+
+    def engine(self, **sizes: Any) -> Engine:
+        return Engine(self.path, encoder_rows=self.rows, **sizes)
+
+    def media(self, which: Sequence[int]) -> list[Any]:
+        return [self.processed[place] for place in which]
+
+    def prompt(self, which: tuple[int, ...], **ends: bool) -> tuple[list[int], list[int]]:
+        """Return a prompt with these media, and the greedy tokens of transformers, none of them a near tie."""
+        key = which, *ends.items()
+        if key not in self._prompts:
+            self._prompts[key] = self._without_ties(self.media(which), ends)
+        return self._prompts[key]
+
+    def _without_ties(self, processed: list[Any], ends: dict[str, bool]) -> tuple[list[int], list[int]]:
+        for seed in range(9):
+            ids, tokens = self._prompt_of(processed, seed, **ends), list[int]()
+            for _ in range(NUM_MEDIA_TOKENS):
+                logits = self._reference(self.model, [*ids, *tokens], processed)[-1]
+                best = torch.topk(logits, 2).values
+                if best[0] - best[1] < 1e-3 * logits.abs().max():
+                    break
+                tokens.append(int(logits.argmax()))
+            else:
+                return ids, tokens
+        raise AssertionError("near ties with every seed")
+
+    def check(self, engine: Engine, which: tuple[int, ...], **ends: bool) -> None:
+        """Compare an engine's answer with transformers'."""
+        ids, expected = self.prompt(which, **ends)
+        media = self._spans(ids, self.media(which))
+        assert engine.generate([ids], NUM_MEDIA_TOKENS, media=[media])[0] == expected
+        engine.scheduler.table.encoded.check_invariants([])
 
 
 def _raise(error):

@@ -149,6 +149,24 @@ def test_the_offline_api_has_the_defaults_of_the_table() -> None:
     assert {name: parameters[name].default for name in shared} == {name: SETTINGS[name].default for name in shared}
 
 
+@pytest.mark.parametrize(
+    ("raw", "most"),
+    [
+        ("image=4,audio=2", (4, 2)), ("audio=0", (100, 0)), ("image=1k", (1000, 32)), ("7", (7, 32)), (3, (3, 32)),
+        ('{"image": 4, "audio": 3, "video": 0}', (4, 3)), ({"audio": 1}, (100, 1)), ({}, (100, 32)),
+    ],
+)  # fmt: skip
+def test_media_of_a_request_are_limited_by_kind(raw: Any, most: tuple[int, int]) -> None:
+    config = EngineConfig(limit_mm_per_prompt=SETTINGS["limit_mm_per_prompt"].parse(raw))
+    assert (config.most_media("image"), config.most_media("audio")) == most
+
+
+@pytest.mark.parametrize("raw", ["video=3", "image=-1", "image", '{"image": "many"}', "image=4,video=1", [4]])
+def test_other_limits_of_media_are_refused(raw: Any) -> None:
+    with pytest.raises(ConfigError, match="It must be image=N, audio=N or both"):
+        SETTINGS["limit_mm_per_prompt"].parse(raw)
+
+
 SSL_ERROR = (
     "--ssl-keyfile needs --ssl-certfile. HTTPS needs the certificate that belongs to the private key. "
     "ssl_keyfile is set by {file}."

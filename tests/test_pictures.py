@@ -2,7 +2,6 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,64 +16,25 @@ from localllm.models.fit.estimate import estimate, fit_rows
 from localllm.models.fit.pictures import with_tower
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.read_spec import read_spec
-from localllm.models.vision.processor import Processed
 from localllm.models.vision.tower import load_tower
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.runner.pictures import rotary_positions
 from localllm.units import format_bytes
 from tests.adapters import make_tiny_adapter, merged
-from tests.golden_engine import Engine
+from tests.golden_engine import NUM_MEDIA_TOKENS, Engine, MediaCase
 from tests.models.seeing import SEEING, make_seeing, opened, picture, prompt_of, reference_with_pictures, spans
 
-NUM_TOKENS = 4
 SIZES = ((50, 70), (70, 33))
 TARGETS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 QUICK = ("qwen2_5_vl", "gemma3")
 
 
-class Case:
-    """A tiny model with two pictures, and what transformers computes of prompts with them."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.model = path, make_seeing(path, name)
-        self.spec = read_spec(path)
-        self.processor = opened(path, self.spec)
-        self.processed = [self.processor.process_image(picture(*size, seed)) for seed, size in enumerate(SIZES)]
-        self.rows = max(each.rows for each in self.processed)
-
-    def engine(self, **sizes: Any) -> Engine:
-        return Engine(self.path, encoder_rows=self.rows, **sizes)
-
-    @cache  # noqa: B019
-    def prompt(self, which: tuple[int, ...], *, first: bool = False, last: bool = False) -> tuple[list[int], list[int]]:
-        """Return a prompt with these pictures, and the greedy tokens of transformers, none of them a near tie."""
-        processed = self.pictures(which)
-        for seed in range(9):
-            ids = prompt_of(processed, seed, first=first, last=last)
-            tokens: list[int] = []
-            for _ in range(NUM_TOKENS):
-                logits = reference_with_pictures(self.model, [*ids, *tokens], processed)[-1]
-                best = torch.topk(logits, 2).values
-                if best[0] - best[1] < 1e-3 * logits.abs().max():
-                    break
-                tokens.append(int(logits.argmax()))
-            else:
-                return ids, tokens
-        raise AssertionError("near ties with every seed")
-
-    def pictures(self, which: tuple[int, ...]) -> list[Processed]:
-        return [self.processed[place] for place in which]
-
-    def check(self, engine: Engine, which: tuple[int, ...], **ends: bool) -> None:
-        ids, expected = self.prompt(which, **ends)
-        media = spans(ids, self.pictures(which))
-        assert engine.generate([ids], NUM_TOKENS, media=[media])[0] == expected
-        engine.scheduler.table.encoded.check_invariants([])
-
-
 @cache
-def case_of(folder: Path, name: str) -> Case:
-    return Case(folder / name, name)
+def case_of(folder: Path, name: str) -> MediaCase:
+    path = folder / name
+    model, process = make_seeing(path, name), opened(path, read_spec(path)).process_image
+    processed = [process(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+    return MediaCase(path, model, processed, prompt_of=prompt_of, spans=spans, reference=reference_with_pictures)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +69,7 @@ def test_a_preempted_prompt_is_not_encoded_again(name: str, folder: Path) -> Non
     """Two requests and too few blocks: one is preempted and computed again from pictures that are still encoded."""
     case = case_of(folder, name)
     ids, expected = case.prompt((0,))
-    media = spans(ids, case.pictures((0,)))
+    media = spans(ids, case.media((0,)))
     count = 24
     alone = case.engine().generate([ids], count, media=[media])[0]
     blocks = 1 + 2 * -(-len(ids) // 8) + 3
@@ -119,7 +79,7 @@ def test_a_preempted_prompt_is_not_encoded_again(name: str, folder: Path) -> Non
         encoded.append(1) or encode(pixels)
     )
     got = engine.generate([ids, ids], count, media=[media, media])
-    assert alone[:NUM_TOKENS] == expected
+    assert alone[:NUM_MEDIA_TOKENS] == expected
     assert got[0] == got[1] == alone
     assert engine.scheduler.recorder.num_preemptions
     assert len(encoded) == 1
@@ -134,7 +94,7 @@ def test_prompts_of_text_are_the_same_with_and_without_the_tower(folder: Path) -
         engine = case.engine(max_num_batched_tokens=16) if rows else Engine(case.path, max_num_batched_tokens=16)
         if not rows:
             engine.runner._encoder = None
-        tokens = engine.generate(prompts, NUM_TOKENS, logprobs=3)
+        tokens = engine.generate(prompts, NUM_MEDIA_TOKENS, logprobs=3)
         names = [sorted(pool.names()) for pool in engine.scheduler.ledger.pools]
         seen.append((tokens, engine.logprobs, names))
     assert seen[0] == seen[1]
@@ -144,7 +104,7 @@ def test_prompts_of_text_are_the_same_with_and_without_the_tower(folder: Path) -
 def test_pictures_are_told_apart_by_what_they_show(folder: Path) -> None:
     """The same text, other pictures: nothing is shared from the first picture's block on."""
     case = case_of(folder, "qwen2_5_vl")
-    other = case.processor.process_image(picture(*SIZES[0], seed=7))
+    other = opened(case.path, case.spec).process_image(picture(*SIZES[0], seed=7))
     ids = prompt_of([other])
     engine = case.engine()
     seen = [
@@ -196,7 +156,9 @@ def test_the_plan_counts_the_tower_the_largest_picture_and_the_kept_rows(folder:
     hardware = Hardware((), "a CPU", 2, 2**34, 2**33)
     spec = with_tower(case.path, case.spec)
     plans = {
-        limit: plan_memory(EngineConfig(limit_mm_per_prompt=limit, device="cpu"), spec, 2**20, hardware)
+        limit: plan_memory(
+            EngineConfig(limit_mm_per_prompt=f"image={limit},audio=0", device="cpu"), spec, 2**20, hardware
+        )
         for limit in (0, 4)
     }
     sizes = plans[4].pictures

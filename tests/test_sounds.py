@@ -18,58 +18,20 @@ from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.fit.pictures import sound_encode_bytes, with_tower
 from localllm.models.read_spec import read_spec
-from localllm.models.vision.sound import ProcessedSound
 from localllm.models.vision.tower import load_sound_tower, sound_tower_bytes
-from tests.golden_engine import Engine
+from tests.golden_engine import NUM_MEDIA_TOKENS, Engine, MediaCase
 from tests.models.hearing import HEARING, make_hearing, noise, opened, prompt_of, reference_with_sounds, spans
 from tests.models.peak_bytes import PeakBytes
 
-NUM_TOKENS = 4
 SECONDS = (5.3, 0.7, 3.0)
 
 
-class Case:
-    """A tiny model with three sounds, and what transformers computes of prompts with them."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.model = path, make_hearing(path, name)
-        self.spec = read_spec(path)
-        processor = opened(self.spec)
-        self.processed = [processor.process(noise(seconds, seed)) for seed, seconds in enumerate(SECONDS)]
-        self.rows = max(each.rows for each in self.processed)
-
-    def engine(self, **sizes: Any) -> Engine:
-        return Engine(self.path, encoder_rows=self.rows, **sizes)
-
-    def sounds(self, which: tuple[int, ...]) -> list[ProcessedSound]:
-        return [self.processed[place] for place in which]
-
-    @cache  # noqa: B019
-    def prompt(self, which: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Return a prompt with these sounds, and the greedy tokens of transformers, none of them a near tie."""
-        sounds = self.sounds(which)
-        for seed in range(9):
-            ids = prompt_of(sounds, seed)
-            tokens: list[int] = []
-            for _ in range(NUM_TOKENS):
-                logits = reference_with_sounds(self.model, [*ids, *tokens], sounds)[-1]
-                best = torch.topk(logits, 2).values
-                if best[0] - best[1] < 1e-3 * logits.abs().max():
-                    break
-                tokens.append(int(logits.argmax()))
-            else:
-                return ids, tokens
-        raise AssertionError("near ties with every seed")
-
-    def check(self, engine: Engine, which: tuple[int, ...]) -> None:
-        ids, expected = self.prompt(which)
-        assert engine.generate([ids], NUM_TOKENS, media=[spans(ids, self.sounds(which))])[0] == expected
-        engine.scheduler.table.encoded.check_invariants([])
-
-
 @cache
-def case_of(folder: Path, name: str) -> Case:
-    return Case(folder / name, name)
+def case_of(folder: Path, name: str) -> MediaCase:
+    path = folder / name
+    model, process = make_hearing(path, name), opened(read_spec(path)).process
+    processed = [process(noise(seconds, seed)) for seed, seconds in enumerate(SECONDS)]
+    return MediaCase(path, model, processed, prompt_of=prompt_of, spans=spans, reference=reference_with_sounds)
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +56,18 @@ def test_log_probabilities_of_a_batch_are_those_of_transformers(name: str, folde
     case = case_of(folder, name)
     asked = [(0, 1), (2,), (), (1,)]
     prompts = [case.prompt(which)[0] for which in asked]
-    media = [spans(ids, case.sounds(which)) for ids, which in zip(prompts, asked, strict=True)]
+    media = [spans(ids, case.media(which)) for ids, which in zip(prompts, asked, strict=True)]
     engine = case.engine(max_num_batched_tokens=40)
-    found = engine.generate(prompts, NUM_TOKENS, media=media, logprobs=5)
+    found = engine.generate(prompts, NUM_MEDIA_TOKENS, media=media, logprobs=5)
     batched = engine.logprobs
     for i, which in enumerate(asked):
         assert found[i] == case.prompt(which)[1]
-        logits = reference_with_sounds(case.model, [*prompts[i], *found[i]], case.sounds(which))
+        logits = reference_with_sounds(case.model, [*prompts[i], *found[i]], case.media(which))
         expected = torch.log_softmax(logits[len(prompts[i]) - 1 :], -1)
         for step, token in enumerate(found[i]):
             assert abs(batched[i][step].logprobs[0] - float(expected[step, token])) < 2e-5
     alone = case.engine(max_num_batched_tokens=40)
-    assert alone.generate(prompts[:1], NUM_TOKENS, media=media[:1], logprobs=5)[0] == found[0]
+    assert alone.generate(prompts[:1], NUM_MEDIA_TOKENS, media=media[:1], logprobs=5)[0] == found[0]
     assert [each.logprobs[0] for each in alone.logprobs[0]] == pytest.approx(
         [each.logprobs[0] for each in batched[0]], abs=1e-5
     )
@@ -115,7 +77,7 @@ def test_log_probabilities_of_a_batch_are_those_of_transformers(name: str, folde
 def test_a_preempted_prompt_is_computed_again(name: str, folder: Path) -> None:
     case = case_of(folder, name)
     ids, _ = case.prompt((2,))
-    media = spans(ids, case.sounds((2,)))
+    media = spans(ids, case.media((2,)))
     alone = case.engine().generate([ids], 24, media=[media])[0]
     engine = case.engine(num_blocks=1 + 2 * -(-len(ids) // 8) + 3, caching=False)
     encoded = []
@@ -267,11 +229,14 @@ def test_prompts_of_text_are_the_same_with_and_without_the_tower(name: str, fold
     case = case_of(folder, name)
     prompts = [prompt_of([], seed) * 3 for seed in (1, 2)]
     seen = []
+    silent = plan_memory(dataclasses.replace(config, limit_mm_per_prompt="image=4,audio=0"), spec, 2**20, hardware)
+    assert silent.sounds is None
+    assert "Without sound: --limit-mm-per-prompt audio=0." in silent.notes
     for rows in (case.rows, 0):
         engine = case.engine(max_num_batched_tokens=16) if rows else Engine(case.path, max_num_batched_tokens=16)
         if not rows:
             engine.runner._encoder = None
-        tokens = engine.generate(prompts, NUM_TOKENS, logprobs=3)
+        tokens = engine.generate(prompts, NUM_MEDIA_TOKENS, logprobs=3)
         names = [sorted(pool.names()) for pool in engine.scheduler.ledger.pools]
         seen.append((tokens, engine.logprobs, names))
     assert seen[0] == seen[1]

@@ -8,12 +8,19 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from localllm.config.flags import ADAPTER_FLAGS, add_engine_flags, settings_from
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.text.transcript import FORMATS
+
+THRESHOLDS = {
+    "no_speech_threshold": "probability of no speech from which on an unlikely text is dropped; default: 0.6",
+    "logprob_threshold": "mean log probability below which a window is written again; default: -1",
+    "compression_ratio_threshold": "compression ratio above which a window is written again; default: 2.4",
+}
 
 
 def transcribe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +31,21 @@ def transcribe_arguments(parser: argparse.ArgumentParser) -> None:
     help = "ISO 639-1 code or English name; default: the model finds it"
     parser.add_argument("--language", metavar="NAME", help=help)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="a text before the sound: its names, its style")
+    parser.add_argument("--hotwords", default="", metavar="TEXT", help="more of the prompt: words to spell")
     parser.add_argument("--translate", action="store_true", help="write the text in English")
+    help = "of the first attempt at a window, 0 to 1; default: 0. --seed is the seed of attempts above 0"
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help=help)
+    help = "partial texts of a search at temperature 0; default: 1"
+    parser.add_argument("--beam-size", type=int, default=1, metavar="N", help=help)
+    help = "write windows one after the other, each with the texts before as its prompt"
+    parser.add_argument("--condition-on-previous-text", action="store_true", help=help)
+    for name, text in THRESHOLDS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=text)
+    parser.add_argument("--max-completion-tokens", type=int, metavar="N", help="most tokens of a window's text")
+    parser.add_argument("--logprobs", action="store_true", help="with json: the log probability of each token")
     help = "write to this file, or into this folder a file for each sound; default: standard output"
     parser.add_argument("-o", "--output", type=Path, metavar="PATH", help=help)
+    parser.add_argument("--chunking-strategy", metavar="JSON", help="how speech is found: auto, or as in the API")
     help = "read everything, instead of leaving out parts without speech"
     parser.add_argument("--no-vad-filter", dest="vad_filter", action="store_false", help=help)
     help = "transcribe a damaged file as far as it can be read"
@@ -39,11 +58,17 @@ def transcribe(options: argparse.Namespace) -> int:
     from localllm.cli import report_error
     from localllm.cli.hub import fetch_if_missing
     from localllm.llm import LLM
-    from localllm.web.api.openai.audio import written
+    from localllm.serving.transcription import spelled
+    from localllm.web.api.openai.audio import vad_options, written
 
     if options.words and options.format != "verbose_json":
         what, why = f"--words does not apply to {options.format}.", "Only verbose_json has the times of words."
         raise ConfigError(what, why, "--format verbose_json --words", param="words")
+    if options.logprobs and options.format != "json":
+        what, why = f"--logprobs does not apply to {options.format}.", "Only json has log probabilities."
+        raise ConfigError(what, why, "--format json --logprobs", param="logprobs")
+    vad = vad_options(options.chunking_strategy) if options.vad_filter else False
+    prompt = " ".join(text for text in (options.prompt, options.hotwords) if text)
     targets = _targets(options.files, options.output, options.format)
     settings = settings_from(options)
     fetch_if_missing(settings.engine)
@@ -52,8 +77,12 @@ def transcribe(options: argparse.Namespace) -> int:
         for name, target in targets:
             try:
                 found = llm.transcribe(
-                    name, language=options.language, prompt=options.prompt, translate=options.translate,
-                    words=options.words, vad_filter=options.vad_filter, allow_damaged=options.allow_damaged,
+                    name, language=options.language, prompt=prompt, translate=options.translate, words=options.words,
+                    vad_filter=vad, allow_damaged=options.allow_damaged, temperature=options.temperature,
+                    seed=settings.engine.seed or 0, beam_size=options.beam_size,
+                    condition_on_previous_text=options.condition_on_previous_text,
+                    max_completion_tokens=options.max_completion_tokens,
+                    **{name: getattr(options, name) for name in THRESHOLDS},
                 )  # fmt: skip
             except (LocalLLMError, OSError) as error:
                 if len(targets) == 1:
@@ -62,7 +91,9 @@ def transcribe(options: argparse.Namespace) -> int:
                 continue
             for warning in found.warnings:
                 print(f"{name}: {warning}", file=sys.stderr)
-            data = written(found, options.format, ("segment", "word") if options.words else ("segment",))
+            granularities = ("segment", "word") if options.words else ("segment",)
+            spell = partial(spelled, llm.get_tokenizer()) if options.logprobs else None
+            data = written(found, options.format, granularities, spell)
             if target is None:
                 sys.stdout.write(data.decode() if data.endswith(b"\n") else f"{data.decode()}\n")
                 sys.stdout.flush()

@@ -110,7 +110,8 @@ class SettingSpec:
         try:
             return (self.parser or kind.parse)(raw)
         except (KeyError, ValueError, TypeError, AttributeError):
-            what, why = f"{said or f'{self.flag} {raw!r}'} is not valid.", f"It must be {kind.expected}."
+            expected = self.allowed_text if self.parser and self.allowed_text else kind.expected
+            what, why = f"{said or f'{self.flag} {raw!r}'} is not valid.", f"It must be {expected}."
             raise ConfigError(what, why, param=self.name) from None
 
     def check(self, value: Any, said: str = "") -> None:

@@ -80,16 +80,20 @@ def _parse_devices(raw: Any) -> tuple[str, ...]:
     return tuple(text for part in _parts(raw) if (text := str(part).strip()))
 
 
-def _parse_picture_limit(raw: Any) -> int:
-    """Return the number of pictures from `image=4`, vLLM's `{"image": 4}` or `4`. Other media are not supported."""
-    limits = raw if isinstance(raw, dict) else None
-    if isinstance(raw, str):
+MEDIA_LIMITS = {"image": 100, "audio": 32}
+"""Most pictures and sounds of a request, unless the setting says otherwise."""
+
+
+def _parse_media_limits(raw: Any) -> str:
+    """Return `image=4,audio=2` from the same, one of both, vLLM's `{"image": 4}`, or `4` pictures. Other media are not
+    supported."""
+    limits = raw if isinstance(raw, dict) else {"image": raw}
+    if isinstance(raw, str) and not raw.strip().isdecimal():
         limits = json.loads(raw) if raw.lstrip().startswith("{") else dict(part.split("=") for part in raw.split(","))
-    if limits is None:
-        return parse_count(raw)
-    if any(int(count) for name, count in limits.items() if name != "image") or "image" not in limits:
+    counts = {str(name).strip(): parse_count(count) for name, count in limits.items()}
+    if any(count for name, count in counts.items() if name not in MEDIA_LIMITS) or min(counts.values(), default=0) < 0:
         raise ValueError(raw)
-    return parse_count(limits["image"])
+    return ",".join(f"{name}={counts.get(name, most)}" for name, most in MEDIA_LIMITS.items())
 
 
 def _parse_object(raw: Any) -> str | None:
@@ -176,9 +180,10 @@ class EngineConfig:
         20, REQUESTS, "most logprobs per position that a request may ask for", unit="per token", low=-1,
         allowed_text="at least 0, or -1 for the whole vocabulary")
 
-    limit_mm_per_prompt: int = setting(
-        100, PICTURES, "most pictures of a request", unit="pictures", low=0, parser=_parse_picture_limit,
-        metavar_text="image=N", note="vLLM's JSON is read, too. 0: the part of the model that sees is not loaded")
+    limit_mm_per_prompt: str = setting(
+        _parse_media_limits({}), PICTURES, "most pictures and sounds of a request", parser=_parse_media_limits,
+        metavar_text="image=N,audio=N", allowed_text="image=N, audio=N or both",
+        note="vLLM's JSON is read, too. 0: the part of the model that sees or hears is not loaded")
     image_max_tokens: int | None = setting(
         None, PICTURES, "most tokens of a picture", unit="tokens", low=1,
         unset="4096, or less if the checkpoint, the context or the memory allow less",
@@ -414,6 +419,10 @@ class EngineConfig:
     @property
     def takes_adapters(self) -> bool:
         return self.enable_lora or bool(self.lora_modules)
+
+    def most_media(self, kind: str) -> int:
+        """Return the most pictures (image) or sounds (audio) of a request."""
+        return int(dict(part.split("=") for part in self.limit_mm_per_prompt.split(","))[kind])
 
     @property
     def keeps_half_weights(self) -> bool:

@@ -110,7 +110,7 @@ def quantize_int8(weight: Tensor, *, symmetric: bool = True, activations: Activa
     zeros = None if symmetric else torch.empty(n, dtype=torch.int8, device=weight.device)
     for first in range(0, n, ROW_BLOCK):
         rows = slice(first, first + ROW_BLOCK)
-        wide = weight[rows].float()
+        wide = weight[rows].to(torch.float32, copy=True)
         if zeros is None:
             scales[rows] = wide.abs().amax(dim=1).clamp_(min=SMALLEST) / 127
             offset = torch.zeros((), device=weight.device)

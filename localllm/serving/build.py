@@ -521,7 +521,7 @@ def _sight(settings: Settings, path: Path, spec: ModelSpec, plan: MemoryPlan) ->
     processor = PictureProcessor(path, spec.vision, rgb, plan.pictures.limits)
     options = json.loads(config.mm_processor_kwargs or "{}")
     fetcher = Fetcher(settings.server.allowed_media_domains)
-    return Sight(processor, fetcher, config.limit_mm_per_prompt, config.max_image_pixels, options)
+    return Sight(processor, fetcher, config.most_media("image"), config.max_image_pixels, options)
 
 
 def _hearing(settings: Settings, spec: ModelSpec, plan: MemoryPlan) -> Hearing | None:
@@ -539,7 +539,7 @@ def _hearing(settings: Settings, spec: ModelSpec, plan: MemoryPlan) -> Hearing |
         advice="Cut it, send it to /v1/audio/transcriptions, or start with a larger --max-model-len.",
     )  # fmt: skip
     fetcher = Fetcher(server.allowed_media_domains, kind="audio", most_bytes=limits.num_bytes)
-    return Hearing(processor, fetcher, limits)
+    return Hearing(processor, fetcher, limits, settings.engine.most_media("audio"))
 
 
 def engine_parts(

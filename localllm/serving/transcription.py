@@ -222,7 +222,7 @@ class TranscriptionClient(BatchClient):
 
     def spelled(self, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
         """Return each token of some segments with its log probability."""
-        return _spelled(self._tokenizer, segments)
+        return spelled(self._tokenizer, segments)
 
     def _words(self, tokens: Iterable[tuple[int, Any]], start_s: float, language: str = "") -> list[Word]:
         """Return the words of tokens, (id, its times), of a window that starts at `start_s`; none without times. A word
@@ -238,7 +238,8 @@ class TranscriptionClient(BatchClient):
         return first not in _CONTINUED if language in UNSPACED else first == b" "
 
 
-def _spelled(tokenizer: Tokenizer, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
+def spelled(tokenizer: Tokenizer, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
+    """Return each token of some segments with its log probability."""
     return [
         (tokenizer.token_bytes(token), logprob)
         for each in segments
@@ -330,7 +331,7 @@ class ChatTranscriber:
 
     def spelled(self, segments: Iterable[TranscriptSegment]) -> list[tuple[bytes, float]]:
         """Return each token of some segments with its log probability."""
-        return _spelled(self._model.tokenizer, segments)
+        return spelled(self._model.tokenizer, segments)
 
     async def transcribe(
         self, samples: Samples, vad: VadOptions | None, decoding: ChatDecoding, *, is_background: bool = False
@@ -470,20 +471,22 @@ def build_transcriber(
     with report_phase("fit", on_phase) as report:
         import torch
 
+        from localllm.models.encoders.source import HeldAs
         from localllm.models.encoders.speech_rows import SpeechRows
         from localllm.models.encoders.transcriber import Transcriber, load_transcriber, transcriber_sizes
         from localllm.models.encoders.whisper import WhisperModel
 
         spec = spec_of_any(found.path, task="transcribe")
-        sizes = transcriber_sizes(found.path, half_weights=config.keeps_half_weights)
+        sizes = transcriber_sizes(found.path, HeldAs.asked(config))
         plan = plan_transcriber(config, spec, sizes, hardware)
-        report(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
+        stored = f" ({plan.quantization})" if plan.quantization else ""
+        report(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}{stored}")
     with report_phase("tokenizer", on_phase) as report:
         tokenizer = load_tokenizer(found.path)
         report(f"{tokenizer.vocab_size} tokens")
     with report_phase("weights", on_phase) as report:
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-        model = load_transcriber(found.path, device, dtype, half_weights=config.keeps_half_weights)
+        model = load_transcriber(found.path, device, dtype, HeldAs.asked(config))
         report(f"{spec.num_layers} layers, {model.kind}")
     served = PoolingLimits(plan.max_model_len, plan.max_num_seqs, spec.vocab_size)
     most_queued = config.max_num_queued_reqs

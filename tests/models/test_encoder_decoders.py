@@ -17,6 +17,8 @@ from localllm import LLM, SamplingParams
 from localllm.engine.beam_search import BeamSearchParams
 from localllm.engine.media import Encode, EncoderPrompt
 from localllm.errors import ContextTooLong, CorruptModel, InvalidParameter, UnsupportedOption, UnsupportedParameter
+from localllm.kernels.cpu import pack
+from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
@@ -280,6 +282,32 @@ def test_sizes_are_predicted(path_of: PathOf) -> None:
         encoder = load_encoder(path_of(family), CPU, torch.float32)
         assert spec.source is not None
         assert spec.source.encoder_bytes == encoder.bytes_held
+
+
+@pytest.mark.skipif(not has_int8() or native() is None, reason="this torch on this processor has no such product")
+@pytest.mark.parametrize(("family", "within"), [("bart", 0.05), ("marian", 0.05), ("t5", 0.2)])
+@torch.inference_mode()
+def test_eight_bits_take_the_layers_and_the_head(
+    family: str, within: float, path_of: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits stay as near as those of a causal model's eight bits (test_cpu_weights.py). T5 is further off: its scores
+    are not scaled, so that a random model attends to few tokens."""
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
+    path, eight = path_of(family), {"quantization": "int8"}
+    spec, harnesses = read_spec(path), [SourcedHarness(path) for _ in range(2)]
+    harnesses[1].model = load_model(path, spec, CPU, torch.float32, **eight)
+    layer: Any = harnesses[1].model.layers[0]
+    linears = (layer.attention.qkv, layer.cross.states, layer.cross.out, layer.mlp.down, harnesses[1].model.lm_head)
+    assert {type(linear.weight) for linear in linears} == {CpuInt8Weight}
+    assert held_bytes(harnesses[1].model) == resident_bytes(path, spec, CPU, torch.float32, **eight)
+    logits = []
+    for harness in harnesses:
+        harness.pool._model = harness.model
+        [digest] = harness.read([prompt(19)])
+        row = Sequence(prompt(12, seed=2))
+        harness.digests = {id(row): digest}
+        logits.append(harness.step([(row, 12)], all_logits=True)[0])
+    assert 0 < float((logits[1] - logits[0]).norm() / logits[0].norm()) < within
 
 
 def test_buckets_of_distances_are_those_of_t5() -> None:

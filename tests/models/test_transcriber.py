@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.errors import CorruptModel, UnsupportedModel, UnsupportedOption
+from localllm.kernels.cpu import pack
+from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8
+from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native_product import product_speeds
+from localllm.kernels.launch import INTERPRETED
 from localllm.machine.bandwidth import measure
 from localllm.machine.hardware import Hardware, Speeds, read_hardware
+from localllm.models.decoder.native_program import NativeProgram
 from localllm.models.encoders.recipe import NOT_TRANSCRIBING, spec_of_any, task_of
-from localllm.models.encoders.speech_rows import SpeechRows
+from localllm.models.encoders.source import HeldAs
+from localllm.models.encoders.speech_rows import Read, SpeechRows
 from localllm.models.encoders.transcriber import Transcriber, load_transcriber, transcriber_sizes
 from localllm.models.encoders.whisper import Decoding
 from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.estimate import fit_rows
 from localllm.models.fit.pooling import WINDOW_FRAMES, plan_transcriber
-from localllm.models.fit.speed import SPOKEN_TOKENS, SpeechSpeeds, predict_speech, speech_work
+from localllm.models.fit.speed import SPOKEN_TOKENS, SpeechSpeeds, has_byte_products, predict_speech, speech_work
+from localllm.models.formats.registry import quantization_in_words
+from localllm.models.weights.parameters import held_bytes
 from tests.media.sounds import sounds
 from tests.models.harness import NO_GPU
 from tests.models.peak_bytes import PeakBytes
-from tests.models.speech_models import save_parakeet
+from tests.models.speech_models import save_moonshine, save_parakeet, save_whisper
 
 KINDS = ("ctc", "tdt")
 
@@ -157,7 +167,7 @@ def test_the_peak_of_windows_is_predicted(tmp_path: Path, kind: str, halves: boo
     path = save_wide(tmp_path, kind)
     model: Any = load_transcriber(path, torch.device("cpu"), torch.float32)
     plan = plan_transcriber(
-        EngineConfig(device="cpu"), spec_of_any(path), transcriber_sizes(path, half_weights=halves), NO_GPU
+        EngineConfig(device="cpu"), spec_of_any(path), transcriber_sizes(path, HeldAs(half_weights=halves)), NO_GPU
     )
     windows = sounds(*[30] * 4)
     with PeakBytes() as meter, torch.inference_mode():
@@ -166,6 +176,116 @@ def test_the_peak_of_windows_is_predicted(tmp_path: Path, kind: str, halves: boo
             rows.join(key, window, model.write(window, Decoding(temperatures=(0.0,)), lambda ids: 1.0))
             rows.step()
     assert meter.peak <= plan.activation_bytes <= 1.3 * meter.peak
+
+
+def forced(model: Any, window: Any, ids: Sequence[int], *, one_by_one: bool) -> torch.Tensor:
+    """Return the logits [n, vocab] behind each of some tokens, read at once or, in the native library, one by one."""
+
+    def writing() -> Any:
+        if not one_by_one:
+            return (yield Read([ids], 0, range(len(ids))))[0]
+        parts = [(yield Read([ids[:1]], 0))[0]]
+        for at, token in enumerate(ids[1:], 1):
+            parts.append((yield Read([[token]], at))[0])
+        return torch.cat(parts)
+
+    rows = SpeechRows(model, 1)
+    rows.join(0, window, writing())
+    found: list[Any] = []
+    while rows.keys:
+        found = rows.step()
+    [(_, result)] = found
+    assert isinstance(result, torch.Tensor), result
+    return result
+
+
+BYTES = pytest.mark.skipif(
+    INTERPRETED or not has_int8() or native() is None, reason="this torch on this processor has no such product"
+)
+WRITING = {"whisper": save_whisper, "moonshine": save_moonshine,
+           "moonshine_streaming": lambda path: save_moonshine(path, streaming=True)}  # fmt: skip
+
+
+@BYTES
+@pytest.mark.parametrize("kind", WRITING)
+def test_eight_bits_change_logits_as_little_as_in_causal_models(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder, the decoder with its cross-attention, and the head. The bound is that of test_cpu_weights.py; of the
+    likeliest tokens nine in ten are the same."""
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
+    path = WRITING[kind](tmp_path)
+    [window] = sounds(3)
+    models: dict[str | None, Any] = {
+        name: load_transcriber(path, torch.device("cpu"), torch.float32, HeldAs(quantization=name))
+        for name in (None, "int8")
+    }
+    small, wide = models["int8"], models[None]
+    layer = small.decoder.layers[1]
+    inner = [part.linear for part in small.encoder.module.modules() if type(part).__name__ == "_DeviceLinear"]
+    linears = [layer.attention.qkv, layer.cross.states, layer.cross.query, layer.cross.out, layer.mlp.down, *inner]
+    assert {type(each.weight) for each in (*linears, small.decoder.lm_head)} == {CpuInt8Weight}
+    assert len(inner) > 8
+    assert isinstance(small.decoder.embedding.weight, torch.Tensor)
+    sizes = transcriber_sizes(path, HeldAs(quantization="int8"))
+    held = held_bytes(small.decoder) + held_bytes(small.encoder.module)
+    assert sizes.weights_bytes("cpu", "float32") == held
+    states, exact = small.encode(window), wide.encode(window)
+    assert float((states - exact).norm() / exact.norm()) < 0.05
+    ids = np.random.default_rng(0).integers(20, 400, 30).tolist()
+    wanted = forced(wide, window, ids, one_by_one=False)
+    for one_by_one in (False, True):
+        found = forced(small, window, ids, one_by_one=one_by_one)
+        assert float((found - wanted).norm() / wanted.norm()) < 0.05
+        assert float((found.argmax(-1) == wanted.argmax(-1)).float().mean()) >= 0.9
+
+
+@BYTES
+def test_steps_of_eight_bits_run_in_the_native_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the width is not a multiple of 64, as Moonshine's: oneDNN pads its matrices."""
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
+    path = save_moonshine(tmp_path)
+    model: Any = load_transcriber(path, torch.device("cpu"), torch.float32, HeldAs(quantization="int8"))
+    assert model.decoder.spec.hidden_size % 64
+    steps = Mock(side_effect=NativeProgram.forward, autospec=True)
+    monkeypatch.setattr(NativeProgram, "forward", lambda *call: steps(*call))
+    forced(model, sounds(2)[0], [30, 31, 32, 33], one_by_one=True)
+    assert steps.call_count == 3
+
+
+@BYTES
+@pytest.mark.parametrize("kind", ["ctc", "tdt"])
+def test_eight_bits_of_an_encoder_alone(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
+    path, cpu, eight = save_parakeet(tmp_path, kind), torch.device("cpu"), HeldAs(quantization="int8")
+    small: Any = load_transcriber(path, cpu, torch.float32, eight)
+    wide: Any = load_transcriber(path, cpu, torch.float32)
+    assert transcriber_sizes(path, eight).weights_bytes("cpu", "float32") == held_bytes(small.module)
+    states = [
+        each.module.encoder(features, attention_mask=mask).last_hidden_state
+        for each in (small, wide) for features, mask in [each.features(sounds(3))]
+    ]  # fmt: skip
+    assert 0 < float((states[0] - states[1]).norm() / states[1].norm()) < 0.05
+    for refused, device in (("int4", "cpu"), ("int8", "cuda:0")):
+        with pytest.raises(UnsupportedOption, match=f"--quantization {refused} does not apply to Parakeet"):
+            transcriber_sizes(path, HeldAs(quantization=refused)).weights_bytes(device, "float32")
+
+
+@BYTES
+def test_the_plan_of_eight_bits(tmp_path: Path) -> None:
+    path, plans = save_wide(tmp_path, "whisper"), {}
+    for name in (None, "int8", "int4"):
+        config = EngineConfig(device="cpu", quantization=name)
+        plans[name] = plan_transcriber(config, spec_of_any(path), transcriber_sizes(path, HeldAs.asked(config)), NO_GPU)
+    assert plans["int8"].weights_bytes < plans["int4"].weights_bytes < plans[None].weights_bytes
+    assert [plan.quantization for plan in plans.values()] == [
+        "", quantization_in_words(None, "int8", "cpu"), quantization_in_words(None, "int4", "cpu")
+    ]  # fmt: skip
+    works: Any = [plan.speech for plan in plans.values()]
+    assert [work.is_narrow for work in works] == [False, has_byte_products(), False]
+    assert works[1].token_bytes < works[0].token_bytes / 2
+    with pytest.raises(UnsupportedOption, match="awq"):
+        transcriber_sizes(path, HeldAs(quantization="awq")).weights_bytes("cpu", "float32")
 
 
 SPEECH = {
@@ -286,7 +406,7 @@ def test_the_speed_of_a_random_whisper_base_is_predicted_within_a_factor_of_two(
         machine = replace(NO_GPU, speeds=Speeds(read, None, *map(max, *(each[:2] for each in products))))
         _, [found] = estimate_checkpoint(tmp_path, EngineConfig(device="cpu"), machine)
         assert found.speech is not None
-        model: Any = load_transcriber(tmp_path, torch.device("cpu"), torch.float32, half_weights=True)
+        model: Any = load_transcriber(tmp_path, torch.device("cpu"), torch.float32, HeldAs(half_weights=True))
         rows, taken = SpeechRows(model, 1, halves=True), []
         for _ in range(3):
             begun_s = time.process_time()

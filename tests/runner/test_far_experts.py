@@ -149,7 +149,7 @@ def test_a_step_of_one_token_less_than_the_threshold_is_the_cpus_and_answers_ali
 
 
 @pytest.mark.skipif(native() is None, reason="no native library")
-@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
 def test_a_rows_sum_is_in_the_order_of_its_choices(
     rows: int, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
 ) -> None:
@@ -176,12 +176,12 @@ def test_rows_of_padding_count_neither_as_rows_nor_as_reads(
     far = FarExperts(experts_of(), crossing, model_of("qwen3_moe")[1])
     few = far._few_rows(3)
     assert few is not None
-    for real in (0, 1, MAX_ROWS, MAX_ROWS + 1):
-        x, ids, weights = chosen(4 * MAX_ROWS)
+    for real in (0, 1, FEW_ROWS, FEW_ROWS + 1):
+        x, ids, weights = chosen(4 * FEW_ROWS)
         ids[:] = -1
         ids[1 : 1 + 3 * real : 3] = torch.tensor([4, 2, 1], dtype=torch.int32)
         assert int((ids[:, 0] >= 0).sum()) == real
-        assert few.write(x, ids, weights, torch.empty(len(x), 32)) == (real <= MAX_ROWS)
+        assert few.write(x, ids, weights, torch.empty(len(x), 32)) == (real <= FEW_ROWS)
         crossing.read_bytes = 0
         far(x, ids, weights)
         one = 3 * 32 * 24 * 4

@@ -107,7 +107,7 @@ def stub_hearing() -> Hearing:
     spec = HearingSpec("granite_speech", ord(SOUND), 16, 8, 8, 1, 1, chunk=30, piece=0, chunk_rows=3)
     processor = SoundProcessor(spec, 900)
     processor.family = replace(processor.family, mark=SOUND, marks=(SOUND,))
-    return Hearing(processor, Fetcher(kind="audio"), SoundLimits(most_s=60))
+    return Hearing(processor, Fetcher(kind="audio"), SoundLimits(most_s=60), 32)
 
 
 class StubTokenizer:

@@ -208,6 +208,8 @@ def test_the_command_line_writes_the_formats_of_the_api(
     [
         (["none.wav"], "none.wav is not a file."),
         (["a.wav", "--words"], "--words does not apply to text."),
+        (["a.wav", "--logprobs"], "--logprobs does not apply to text."),
+        (["a.wav", "--chunking-strategy", "{}"], "chunking_strategy is not valid."),
         (["a.wav", "b/a.wav", "-o", "b"], "One text would overwrite another."),
         (["a.wav", "b/a.wav", "-o", "c"], "c is not a folder."),
         (["a.wav", "-o", "c/d.txt"], "c/d.txt cannot be written."),
@@ -345,6 +347,30 @@ def test_whisper_searches_and_reads_what_was_said_before(whisper: LiveServer) ->
     assert (first[0] == first[1], last[0] == last[1]) == (True, False)
 
 
+def test_the_command_line_takes_whispers_fields(whisper: LiveServer, tmp_path: Path, capfd: Any) -> None:
+    """Its texts are those of the API, with log probabilities and with the temperature of the first attempt."""
+    assert whisper.model is not None
+    (tmp_path / "a.wav").write_bytes(noise(33))
+    vad = '{"type": "server_vad", "threshold": 0.001}'
+    searched: dict[str, Any] = {
+        "language": "de", "prompt": "names", "hotwords": "and words", "beam_size": 3, "max_completion_tokens": 9,
+        "logprob_threshold": -99, "compression_ratio_threshold": 99, "no_speech_threshold": 0.9,
+        "chunking_strategy": vad,
+    }  # fmt: skip
+    drawn: dict[str, Any] = {"language": "de", "temperature": 0.4, "seed": 5, "max_completion_tokens": 9}
+    command = ["transcribe", str(tmp_path / "a.wav"), "--model", str(whisper.model.path), "--device", "cpu"]
+    for fields, kind, more, on in (
+        (searched, "json", {"include[]": "logprobs", "condition_on_previous_text": "true", "vad_filter": "true"},
+         ["--logprobs", "--condition-on-previous-text"]),
+        (drawn, "verbose_json", {"vad_filter": "false"}, ["--no-vad-filter"]),
+    ):  # fmt: skip
+        flags = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        assert main([*command, *flags, *on, "--format", kind]) == 0
+        answer = post(whisper, noise(33), response_format=kind, **more, **fields, model="whisper")
+        assert json.loads(capfd.readouterr().out) == answer.json()
+        assert answer.json()["text"]
+
+
 def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
     fields: Any = {"model": "whisper", "file": ("a.wav", noise(33)), "language": "de"}
     extra = {"vad_filter": False}
@@ -367,6 +393,13 @@ def test_whisper_streams_the_text_of_its_windows(whisper: LiveServer) -> None:
 def test_what_whisper_cannot_do_is_refused_by_name(whisper: LiveServer, fields: dict[str, Any], what: str) -> None:
     answer = post(whisper, **fields)
     assert (answer.status_code, what in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_whisper_is_served_in_eight_bits(tmp_path: Path) -> None:
+    path = save_whisper(tmp_path)
+    with LLM(str(path), device="cpu", quantization="int8") as llm:
+        assert "int8 made at load" in llm._engine.plan.quantization
+        assert llm.transcribe(noise(), language="de", vad_filter=False).segments
 
 
 def test_a_distilled_or_english_whisper_does_not_translate(tmp_path: Path) -> None:

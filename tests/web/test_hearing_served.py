@@ -249,6 +249,22 @@ def test_granites_adapter_answers_prompts_with_sound_alone(tmp_path: Path) -> No
     """As transformers' generate: the adapter of the checkpoint is on if there is sound."""
     from safetensors.torch import save_file
 
+
+def test_a_request_has_as_many_sounds_as_the_setting_allows(served: Served) -> None:
+    answer = served.live.post("/v1/chat/completions", chat(*[sound_part()] * 33))
+    assert answer.status_code == 400
+    told = answer.json()["error"]["message"]
+    assert "The request has 33 sounds; at most 32 are taken. --limit-mm-per-prompt audio=33" in told
+
+
+def test_a_model_can_be_loaded_without_the_part_that_hears(tmp_path: Path) -> None:
+    make_hearing(tmp_path, "voxtral")
+    sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20}
+    with ManagedServer(settings_for(tmp_path, limit_mm_per_prompt="image=1,audio=0", **sizes)) as live:
+        answer = live.post("/v1/chat/completions", chat(sound_part()))
+    assert answer.status_code == 400
+    assert "was not loaded: start without --limit-mm-per-prompt audio=0" in answer.json()["error"]["message"]
+
     model = make_hearing(tmp_path, "granite_speech")
     draws, tensors = torch.Generator().manual_seed(1), {}
     merged = copy.deepcopy(model)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.blocks import memory_of
+from localllm.kernels.cpu.blocks import BLOCK, memory_of
 from localllm.kernels.cpu.half import CpuHalfWeight, HalfRows
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
 from localllm.kernels.cpu.native.structures import (
@@ -66,7 +66,7 @@ def parts_of(matrix: NativeMatrix) -> list[MatrixPart]:
         weights = blocks_nbytes(outputs, inputs, Kind(kind))
     else:
         halves = (inputs + 1) // 2 * 4
-        each = {Kind.F32: 4 * inputs, Kind.BF16: halves, Kind.F16: halves, Kind.I8: inputs}
+        each = {Kind.F32: 4 * inputs, Kind.BF16: halves, Kind.F16: halves, Kind.I8: matrix.stored_inputs or inputs}
         weights = blocks * OUTPUTS * each[Kind(kind)]
     parts = [MatrixPart("weights", weights)]
     parts += [MatrixPart("scales", blocks * OUTPUTS * 4)] if matrix.scales else []
@@ -140,10 +140,10 @@ def padded_outputs(per_output: Tensor) -> Tensor:
 
 def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
     outputs, inputs = weight.shape
-    memory, padded = memory_of(weight.packed), -(-outputs // OUTPUTS) * OUTPUTS
-    if inputs % _CODES or inputs > MAX_INT8_INPUTS or memory.numel() != padded * (inputs + 4):
+    memory, padded, stored_inputs = memory_of(weight.packed), -(-outputs // BLOCK) * BLOCK, -(-inputs // BLOCK) * BLOCK
+    if inputs % _CODES or inputs > MAX_INT8_INPUTS or memory.numel() != padded * (stored_inputs + 4):
         return None
-    codes = memory[: padded * inputs].view(torch.int8).view(-1, inputs // _CODES, OUTPUTS, _CODES)
+    codes = memory[: padded * stored_inputs].view(torch.int8).view(-1, stored_inputs // _CODES, OUTPUTS, _CODES)
     columns = _columns(inputs)
     stored = torch.stack([codes[:, k // _CODES, :, k % _CODES].reshape(-1)[:outputs] for k in columns])
     if not torch.equal(stored.float(), int8_columns(weight, columns)):
@@ -151,6 +151,7 @@ def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
     scales = padded_outputs(weight.scales)
     matrix = NativeMatrix(
         kind=Kind.I8, outputs=outputs, inputs=inputs, weights=memory.data_ptr(), scales=scales.data_ptr(),
+        stored_inputs=stored_inputs,
     )  # fmt: skip
     return _held(matrix, bias, weight, scales)
 

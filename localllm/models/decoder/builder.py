@@ -133,7 +133,8 @@ class DecoderBuilder:
         A tied head in float32 that is packed for the CPU cannot be read by rows, so the embedding gets its own copy.
         The packed head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a
         small model. (Reading rows from the memory map would be free, but a checkpoint rewritten in place would then
-        change or kill a running server.) One that stays 16 bits wide is read by rows too: there is one copy.
+        change or kill a running server.) One that stays 16 bits wide is read by rows too: there is one copy. The head
+        of an encoder-decoder may be quantised while its embedding is not.
         """
         spec, shard, shape = self.spec, self.shard, (self.spec.vocab_size, self.spec.hidden_size)
         is_first, is_last = shard.layers.start == 0, shard.layers.stop == spec.num_layers
@@ -147,6 +148,9 @@ class DecoderBuilder:
         if looks_up or is_tied:
             if is_tied:
                 table = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+                plain = table if spec.source is not None and isinstance(table, Tensor) else None
+                if plain is not None and (quantized := self.weights.head(plain)) is not None:
+                    return self.embedding(table), Linear(quantized, self._logits_bias(), packer=self.weights.packer)
                 rows = self._shared_table(table)
                 embedding = self.embedding(rows) if looks_up else None
                 head = self._tied_head(rows, separate)
@@ -176,7 +180,9 @@ class DecoderBuilder:
 
     def _lm_head(self, shape: tuple[int, int]) -> Linear:
         if self.spec.source is not None:
-            return Linear(self.weights.take(["lm_head.weight"], shape), self._logits_bias())
+            rows = self.weights.take(["lm_head.weight"], shape)
+            quantized = self.weights.head(rows)
+            return Linear(rows if quantized is None else quantized, self._logits_bias(), packer=self.weights.packer)
         if not self.spec.lm_head_normalized:
             order = stacked_rows(self.shard.vocab, shape[0])
             return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias, order=order)

@@ -20,7 +20,7 @@ from torch import Tensor
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.encoders.source import SourceEncoder, load_encoder
+from localllm.models.encoders.source import HeldAs, SourceEncoder, load_encoder
 from localllm.models.encoders.speech_rows import LOOP_TIMES, Read, draw_text, looped_tokens, search_text
 from localllm.models.encoders.whisper import Decoding, SpokenSegment, SpokenText
 from localllm.models.loader import load_model
@@ -125,10 +125,8 @@ def encoded_numbers(config: Any) -> int:
     return numbers
 
 
-def load_moonshine(
-    path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False
-) -> MoonshineModel:
-    """Load the model of folder `path`. half_weights: see `load_model`. Raises `CorruptModel`, `UnsupportedModel`."""
+def load_moonshine(path: Path, device: torch.device, dtype: torch.dtype, held: HeldAs = HeldAs()) -> MoonshineModel:  # noqa: B008
+    """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
     file = path / "preprocessor_config.json"
     given = read_json_object(file) if file.is_file() else {"do_normalize": False}
     if (rate := given.get("sampling_rate", RATE)) != RATE:
@@ -136,7 +134,8 @@ def load_moonshine(
     spec: ModelSpec = read_spec(path)
     if not spec.eos_token_ids:
         raise CorruptModel(f"{path.name} does not say which token ends a text.", "Its files have no eos_token_id.")
-    decoder = load_model(path, spec, device, dtype, half_weights=half_weights)
+    decoder = load_model(path, spec, device, dtype, **held._asdict())
     assert isinstance(decoder, DecoderModel), "the decoder is localllm's own"
     normalizes = bool(given.get("do_normalize", True))
-    return MoonshineModel(load_encoder(path, device, dtype), decoder, device, normalizes=normalizes)
+    encoder = load_encoder(path, device, dtype, held.of_sound(device))
+    return MoonshineModel(encoder, decoder, device, normalizes=normalizes)

@@ -10,18 +10,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from localllm.config.settings import EngineConfig
 from localllm.kernels.layer_cache import LayerKV
 from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.formats.at_load import AtLoad, of_sound
 from localllm.models.inputs import SourceInputs
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.transformers_backend.config_class import load_config
 from localllm.models.transformers_backend.module import read_module, use_device_layouts
 from localllm.models.weights.parameters import held_bytes
+
+
+class HeldAs(NamedTuple):
+    """The form of the weights of a model that transcribes: arguments of `load_model`."""
+
+    half_weights: bool = False
+    quantization: str | None = None
+    cpu_weights: str = "fast"
+
+    @staticmethod
+    def asked(config: EngineConfig) -> HeldAs:
+        """Return the form that the settings ask for."""
+        return HeldAs(config.keeps_half_weights, config.quantization, config.cpu_weights)
+
+    def of_sound(self, device: torch.device) -> AtLoad | None:
+        """Return how the encoder's matrices are quantised; None: they are not. Raises `UnsupportedOption`."""
+        return of_sound(self.quantization, device, self.cpu_weights)
 
 
 class SourceEncoder:
@@ -42,8 +61,9 @@ class SourceEncoder:
         return states
 
 
-def load_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> SourceEncoder:
-    """Load the encoder of the model in folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
+def load_encoder(path: Path, device: torch.device, dtype: torch.dtype, quantize: AtLoad | None = None) -> SourceEncoder:
+    """Load the encoder of the model in folder `path`. quantize: see `use_device_layouts`. Raises `CorruptModel`,
+    `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=False)
     attention = "eager" if hasattr(config, "relative_attention_num_buckets") else "sdpa"
     # Sinusoids, which are seldom stored.
@@ -51,7 +71,7 @@ def load_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> Source
     module = read_module(
         _without_decoder(config), path, config, dtype, attention=attention, trust_remote_code=False, unused=computed
     )
-    use_device_layouts(module)
+    use_device_layouts(module, quantize=quantize)
     return SourceEncoder(module.to(device), device)
 
 
@@ -59,10 +79,17 @@ def with_encoder_bytes(path: Path, spec: ModelSpec) -> ModelSpec:
     """Return the spec of an encoder-decoder with the bytes of its encoder, without reading a weight."""
     if spec.source is None or spec.source.encoder_bytes:
         return spec
+    return replace(spec, source=spec.source._replace(encoder_bytes=encoder_bytes(path, torch.float32)))
+
+
+def encoder_bytes(path: Path, dtype: torch.dtype, quantize: AtLoad | None = None) -> int:
+    """Return the bytes that `load_encoder` will hold, without reading a weight."""
     config = load_config(path, trust_remote_code=False)
     with torch.device("meta"):
-        encoder = SourceEncoder(_without_decoder(config)(config).float(), torch.device("meta"))
-    return replace(spec, source=spec.source._replace(encoder_bytes=encoder.bytes_held))
+        module = _without_decoder(config)(config).to(dtype)
+        if quantize is not None:
+            use_device_layouts(module, quantize=quantize)
+    return held_bytes(module)
 
 
 def _without_decoder(config: Any) -> type[Any]:

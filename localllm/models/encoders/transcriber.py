@@ -22,13 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.errors import CorruptModel, UnsupportedModel, UnsupportedOption
 from localllm.files.json_file import read_json_object
 from localllm.kernels.cpu.native.library import native
 from localllm.models.encoders import moonshine
 from localllm.models.encoders.moonshine import MoonshineModel, load_moonshine
 from localllm.models.encoders.recipe import MOONSHINES, TRANSCRIBERS, WHISPER, TranscriberSizes
-from localllm.models.encoders.source import with_encoder_bytes
+from localllm.models.encoders.source import HeldAs, encoder_bytes
 from localllm.models.encoders.whisper import WhisperModel, load_whisper
 from localllm.models.loader import resident_bytes
 from localllm.models.read_spec import read_spec
@@ -144,46 +144,57 @@ class Transcriber:
 
 
 def load_transcriber(
-    path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    held: HeldAs = HeldAs(),  # noqa: B008
 ) -> Transcriber | WhisperModel | MoonshineModel:
-    """Load the model of folder `path`. half_weights: of a decoder, see `load_model`. Raises
-    `CorruptModel`, `UnsupportedModel`."""
+    """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
     import transformers
 
     config = load_config(path, trust_remote_code=False)
     architecture = str((config.architectures or [""])[0])
     if architecture == WHISPER:
-        return load_whisper(path, device, dtype, half_weights=half_weights)
+        return load_whisper(path, device, dtype, held)
     if architecture in MOONSHINES:
-        return load_moonshine(path, device, dtype, half_weights=half_weights)
+        return load_moonshine(path, device, dtype, held)
     recipe = _recipe(path, config)
     module = read_module(
         getattr(transformers, architecture), path, config, dtype, attention="eager", trust_remote_code=False
     )
     with torch.inference_mode():
         module = module.to(device)
-        use_device_layouts(module)
+        use_device_layouts(module.encoder, quantize=held.of_sound(device))
+        use_device_layouts(module, unchanged=[module.encoder])
     return Transcriber(module, architecture, recipe, device)
 
 
-def transcriber_sizes(path: Path, *, half_weights: bool = False) -> TranscriberSizes:
-    """Return the sizes of the model in folder `path`, from shapes and headers alone. half_weights: see `load_model`."""
+def transcriber_sizes(path: Path, held: HeldAs = HeldAs()) -> TranscriberSizes:  # noqa: B008
+    """Return the sizes of the model in folder `path`, from shapes and headers alone. Raises `UnsupportedOption`."""
     import transformers
 
     config = load_config(path, trust_remote_code=False)
     architecture, sizes = str(config.architectures[0]), config.to_dict()
 
     def weights_bytes(device: str, dtype: str) -> int:
-        kind = getattr(torch, dtype)
+        kind, where = getattr(torch, dtype), torch.device(device)
+        quantize = held.of_sound(where)
+        if architecture == WHISPER or architecture in MOONSHINES:
+            own = resident_bytes(path, read_spec(path), where, kind, **held._asdict())
+            return own + encoder_bytes(path, kind, quantize)
         with torch.device("meta"):
-            if architecture != WHISPER and architecture not in MOONSHINES:
-                return held_bytes(getattr(transformers, architecture)(config).to(kind))
-            spec = with_encoder_bytes(path, read_spec(path))
-        assert spec.source is not None, "it is an encoder-decoder"
-        own = resident_bytes(path, spec, torch.device(device), kind, half_weights=half_weights)
-        return own + spec.source.encoder_bytes * int(kind.itemsize) // 4
+            module = getattr(transformers, architecture)(config).to(kind)
+            if held.quantization is not None and quantize is None:
+                raise UnsupportedOption(
+                    f"--quantization {held.quantization} does not apply to {architecture} on {where.type}.",
+                    "It has an encoder alone, of which int8 takes the matrices on a CPU that multiplies bytes.",
+                    "Leave the flag out.", param="quantization",
+                )  # fmt: skip
+            if quantize is not None:
+                use_device_layouts(module.encoder, quantize=quantize)
+            return held_bytes(module)
 
-    halves = half_weights and native() is not None
+    halves = held.half_weights and native() is not None
     if architecture == WHISPER:
         # While a window is encoded: a layer's stream, its sum and the wide part before and after the activation.
         width, source_len, text_len = config.d_model, config.max_source_positions, config.max_target_positions

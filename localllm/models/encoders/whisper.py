@@ -26,7 +26,7 @@ from torch import Tensor
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.decoder.decoder import DecoderModel
-from localllm.models.encoders.source import SourceEncoder, load_encoder
+from localllm.models.encoders.source import HeldAs, SourceEncoder, load_encoder
 from localllm.models.encoders.speech_rows import Read, WrittenText, draw_text, search_text
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
@@ -380,8 +380,8 @@ def _median(x: Tensor, width: int) -> Tensor:
     return padded.unfold(-1, width, 1).sort().values[..., width // 2]
 
 
-def load_whisper(path: Path, device: torch.device, dtype: torch.dtype, *, half_weights: bool = False) -> WhisperModel:
-    """Load the model of folder `path`. half_weights: see `load_model`. Raises `CorruptModel`, `UnsupportedModel`."""
+def load_whisper(path: Path, device: torch.device, dtype: torch.dtype, held: HeldAs = HeldAs()) -> WhisperModel:  # noqa: B008
+    """Load the model of folder `path`. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=False)
     file = path / "generation_config.json"
     generation = read_json_object(file) if file.is_file() else {}
@@ -392,6 +392,6 @@ def load_whisper(path: Path, device: torch.device, dtype: torch.dtype, *, half_w
     mels = (read_json_object(file) if file.is_file() else {}).get("feature_size", config.num_mel_bins)
     if mels != config.num_mel_bins:
         raise CorruptModel(f"{file} has {mels} features.", f"The encoder reads {config.num_mel_bins}.")
-    decoder = load_model(path, read_spec(path), device, dtype, half_weights=half_weights)
+    decoder = load_model(path, read_spec(path), device, dtype, **held._asdict())
     assert isinstance(decoder, DecoderModel), "the decoder is localllm's own"
-    return WhisperModel(load_encoder(path, device, dtype), decoder, special, device)
+    return WhisperModel(load_encoder(path, device, dtype, held.of_sound(device)), decoder, special, device)

@@ -142,9 +142,10 @@ def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardwar
 
     assert spec.task != "generate"
     if spec.task == "transcribe":
+        from localllm.models.encoders.source import HeldAs
         from localllm.models.encoders.transcriber import transcriber_sizes
 
-        sizes = transcriber_sizes(path, half_weights=config.keeps_half_weights)
+        sizes = transcriber_sizes(path, HeldAs.asked(config))
         plan = plan_transcriber(config, spec, sizes, hardware)
     else:
         from localllm.models.encoders.model import count_parameters

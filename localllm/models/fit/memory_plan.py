@@ -49,6 +49,7 @@ class SpeechWork:
     token_bytes: float  # of weights; 0: the text is read off the states
     sound_bytes: float = 0.0  # keys and values of a second of sound, which every token reads
     passes: int = 0  # of the decoder before the first token
+    is_narrow: bool = False  # the encoder multiplies bytes
 
     def multiplies(self, seconds: float) -> float:
         read_s = max(seconds, self.padded_s)

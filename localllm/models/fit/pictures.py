@@ -123,6 +123,9 @@ def why_deaf(spec: ModelSpec, config: EngineConfig, *, on_gpu: bool) -> str:
 class EncoderSizes(NamedTuple):
     """The memory of all encoders of a model: towers take turns."""
 
+    if spec.hearing is not None and not config.most_media("audio"):
+        return "Without sound: --limit-mm-per-prompt audio=0."
+
     rows: int  # of the largest input
     kept_rows: int
     tower_bytes: int
@@ -187,7 +190,7 @@ def why_text_only(spec: ModelSpec, config: EngineConfig, *, first_layers: int, o
     """
     if spec.vision is None:
         return f"Text only: {spec.why_unseeing}" if spec.why_unseeing else ""
-    if not config.limit_mm_per_prompt:
+    if not config.most_media("image"):
         return "Text only: --limit-mm-per-prompt image=0."
     if first_layers < spec.vision.deep:
         why = f"its pictures are read by the first {spec.vision.deep} layers, and the first stage has {first_layers}"

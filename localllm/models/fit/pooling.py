@@ -5,6 +5,7 @@ Does not know: torch; how batches are made (engine/pooling.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from localllm.config.settings import EngineConfig
@@ -14,11 +15,14 @@ from localllm.models.encoders.recipe import MOST_BEAMS, PoolingRecipe, Transcrib
 from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.fit.devices import asked_division, choose_gpu, free_and_reserve, several_ranks_refused
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.speed import speech_work
+from localllm.models.fit.speed import has_byte_products, speech_work
+from localllm.models.formats.registry import quantization_in_words
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 16_384  # padded tokens of one batch
+QUANTIZED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}
+"""Bytes of a weight that is quantised at load."""
 WINDOW_FRAMES = 3000
 """Frames of features in the longest window of sound, 30 s."""
 
@@ -27,7 +31,7 @@ def plan_pooling(
     config: EngineConfig, spec: ModelSpec, recipe: PoolingRecipe, num_parameters: int, hardware: Hardware
 ) -> MemoryPlan:
     """Return the plan. Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers."""
-    _refuse_options(config, spec, "A model that embeds or scores")
+    _refuse_options(config, spec, "A model that embeds or scores", ("quantization", "kv_cache_memory_bytes"))
     length = _length(config, recipe)
     gpu = choose_gpu(config, hardware)
     size = DTYPE_BYTES[_dtype(config, spec, gpu)]
@@ -43,7 +47,7 @@ def plan_pooling(
 def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSizes, hardware: Hardware) -> MemoryPlan:
     """Return the plan of a model that transcribes. Its lengths are frames of features, of 10 ms. Raises like
     `plan_pooling`."""
-    _refuse_options(config, spec, "A model that transcribes")
+    _refuse_options(config, spec, "A model that transcribes", ("kv_cache_memory_bytes",))
     if config.max_model_len is not None:
         what, why = f"--max-model-len does not apply to {spec.architecture}.", "Sound is cut into windows of 30 s."
         raise UnsupportedOption(what, why, "Leave the flag out.", param="max_model_len")
@@ -66,15 +70,20 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSi
         width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
         layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
         activations = 2 * (frames // 2) * 40 * 256 * size + layers
-    # On a CPU a decoder keeps the 16 bits of its checkpoint.
-    work = speech_work(sizes.config, 2 if halves and spec.dtype != "float32" else size, 2 if halves else size)
-    weights = sizes.weights_bytes("cpu" if gpu is None else f"cuda:{gpu.index}", dtype)
+    device = "cpu" if gpu is None else f"cuda:{gpu.index}"
+    # On a CPU a decoder keeps the 16 bits of its checkpoint. int8 takes its head and the encoder, too.
+    stored = 2 if halves and spec.dtype != "float32" else size
+    is_narrow = config.quantization == "int8" and gpu is None and has_byte_products()
+    read = QUANTIZED_BYTES.get(config.quantization or "", stored) if sizes.per_position else stored
+    work = speech_work(sizes.config, read, 2 if halves else size, head_bytes=read if is_narrow else stored)
+    weights = sizes.weights_bytes(device, dtype)
     plan = _plan(config, spec, weights, hardware, WINDOW_FRAMES, frames, activations, ())
-    return replace(plan, speech=work)
+    quantization = quantization_in_words(None, config.quantization, device, config.cpu_weights)
+    return replace(plan, speech=work and replace(work, is_narrow=is_narrow), quantization=quantization)
 
 
-def _refuse_options(config: EngineConfig, spec: ModelSpec, kind: str) -> None:
-    for name in ("quantization", "kv_cache_memory_bytes"):
+def _refuse_options(config: EngineConfig, spec: ModelSpec, kind: str, names: Iterable[str]) -> None:
+    for name in names:
         if getattr(config, name) is not None:
             raise UnsupportedOption(
                 f"--{name.replace('_', '-')} does not apply to {spec.architecture}.",

@@ -306,11 +306,13 @@ class SpeechSpeeds:
         return f"about {round_speed(self.times_real_time):,g} times real time; {dictation}"
 
 
-def speech_work(config: Mapping[str, Any], weight_bytes: int, sound_bytes: int) -> SpeechWork | None:
+def speech_work(
+    config: Mapping[str, Any], weight_bytes: float, sound_bytes: int, *, head_bytes: float | None = None
+) -> SpeechWork | None:
     """Return the work of a model that transcribes, by the sizes in its config.json: Whisper, Moonshine or Parakeet.
 
-    weight_bytes, sound_bytes: of a number of the weights, and of keys and values of the sound. None: another model, or
-    a size is missing.
+    weight_bytes, sound_bytes: of a number of the weights, and of keys and values of the sound. head_bytes: of a number
+    of the decoder's head; None: of any weight. None: another model, or a size is missing.
     """
     architecture = str((config.get("architectures") or [""])[0])
     sound = config.get("encoder_config") or config
@@ -338,20 +340,21 @@ def speech_work(config: Mapping[str, Any], weight_bytes: int, sound_bytes: int) 
             return None
         sources = 2 * width * own * decoders  # keys and values of a state, for every layer of the decoder
         each = layers * (4 * width**2 + 2 * width * wide) + front + sources
-        read = decoders * (6 * own**2 + own * own_wide) + config["vocab_size"] * own
+        head = config["vocab_size"] * own * (weight_bytes if head_bytes is None else head_bytes)
+        token_bytes = decoders * (6 * own**2 + own * own_wide) * weight_bytes + head
     except (KeyError, TypeError):
         return None
     return SpeechWork(
         padded_s=padded_s,
         multiplies_per_s=rate * each,
         attention=2 * layers * width * rate**2,
-        token_bytes=read * weight_bytes,
+        token_bytes=token_bytes,
         sound_bytes=2 * decoders * own * rate * sound_bytes,
         passes=passes,
     )
 
 
-def _parakeet_work(config: Mapping[str, Any], sound: Mapping[str, Any], weight_bytes: int) -> SpeechWork:
+def _parakeet_work(config: Mapping[str, Any], sound: Mapping[str, Any], weight_bytes: float) -> SpeechWork:
     width, layers, channels = sound["hidden_size"], sound["num_hidden_layers"], sound["subsampling_conv_channels"]
     rate = 100 / sound["subsampling_factor"]
     # Two feed-forward parts, attention with projected positions (two for each state), and a convolution with its gate.
@@ -383,6 +386,7 @@ def predict_speech(work: SpeechWork | None, device: str, hardware: Hardware) -> 
     gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == device), None)
     speeds = hardware.speeds
     rate, bandwidth = (speeds.wide, speeds.ram) if gpu is None else (gpu.place.multiplies, gpu.place.bandwidth)
+    rate = speeds.narrow if gpu is None and work is not None and work.is_narrow else rate
     if work is None or rate is None or bandwidth is None:
         return None
     products, steps = (CPU_ENCODER, RAM_SHARE) if gpu is None else (GPU_PRODUCTS, GPU_SHARE)

@@ -5,7 +5,8 @@
     fp8     e4m3 with a scale for each output; activations too if the GPU multiplies in fp8
 
 One matrix at a time, so peak memory is the quantised model so far plus one matrix. Embeddings, norms, routers and the
-head are not quantised: they are a small and the most sensitive part of the weights.
+head are not quantised: they are a small and the most sensitive part of the weights. In small encoder-decoders, of which
+the head is half, int8 takes it too where a CPU multiplies bytes (`takes_head`).
 Does not know: how a matrix is read (weights/weights.py), whether a checkpoint may be quantised (registry.py).
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.int8 import has_int8
 from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.int4_linear import meta_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
@@ -39,6 +41,11 @@ class AtLoad:
         """Return whether the matrices of these names (Llama's) are quantised. The small ones that give a recurrent
         layer its rates, in_proj_a and in_proj_b, are not: their errors would add up over all tokens."""
         return stems[0].startswith("model.layers.") and stems[0].endswith(_QUANTIZED)
+
+    def takes_head(self, device: torch.device, cpu_weights: str) -> bool:
+        """Return whether the head of an encoder-decoder is quantised, and an encoder of sound before it: by int8, on a
+        CPU with a fast product of bytes."""
+        return self is AT_LOAD["int8"] and device.type == "cpu" and cpu_weights != "exact" and has_int8()
 
     def widened(self, columns: range, total: int) -> range:
         """Return the columns of a plain matrix with `total` that have to be read so that those in `columns` keep their
@@ -75,6 +82,12 @@ AT_LOAD: Mapping[str, AtLoad] = {
     "fp8": AtLoad(lambda weight: quantize_fp8(weight, "channel"), _meta_fp8),
 }
 """By the names in registry.py."""
+
+
+def of_sound(asked: str | None, device: torch.device, cpu_weights: str) -> AtLoad | None:
+    """Return what `--quantization asked` does to the encoder of a model that transcribes; None: nothing."""
+    method = at_load(asked, None)
+    return method if method is not None and method.takes_head(device, cpu_weights) else None
 
 
 def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | None:

@@ -17,10 +17,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.quantized_weight import MetaWeight
 from localllm.models.families.bamba import time_step_limits
 from localllm.models.families.text_part import WITHIN
+from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.registry import open_checkpoint
-from localllm.models.layers.linear import Linear
+from localllm.models.layers.linear import Linear, Weight, device_layout_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.transformers_backend.config_class import (
     causal_classes,
@@ -30,6 +32,7 @@ from localllm.models.transformers_backend.config_class import (
     whole_names,
 )
 
+CPU = torch.device("cpu")
 _TEXT_PART = re.compile(rf"{WITHIN}(?:model\.)?(.*)")
 """Names of tensors of a text part."""
 
@@ -184,9 +187,14 @@ def keep_decoder(module: Any) -> Any:
 
 
 class _DeviceLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, quantize: AtLoad | None = None) -> None:
         super().__init__()
-        self.linear = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        weight: Weight = linear.weight.detach()
+        if quantize is not None:
+            is_meta, weight = linear.weight.is_meta, quantize(linear.weight.detach())
+            if is_meta:
+                weight = MetaWeight((weight.shape[0], weight.shape[1]), device_layout_bytes(weight, CPU, "fast"))
+        self.linear = Linear(weight, None if linear.bias is None else linear.bias.detach())
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,10 +207,11 @@ def code_names(module: nn.Module) -> set[str]:
     return set() if code is None else {*code.co_names, *code.co_varnames}
 
 
-def use_device_layouts(module: nn.Module, unchanged: Sequence[nn.Module] = ()) -> None:
+def use_device_layouts(module: nn.Module, unchanged: Sequence[nn.Module] = (), quantize: AtLoad | None = None) -> None:
     """Replace every plain Linear by one in the layout that the device reads fastest.
 
-    unchanged: modules that keep theirs. So do modules whose own code reads a weight by name.
+    unchanged: modules that keep theirs. So do modules whose own code reads a weight by name. quantize: how the matrices
+    of a module on the CPU are quantised before; None: they are not. On `meta`, their sizes on the CPU are kept.
     """
     kept = {id(part) for each in unchanged for part in each.modules()}
     for parent in list(module.modules()):
@@ -210,4 +219,4 @@ def use_device_layouts(module: nn.Module, unchanged: Sequence[nn.Module] = ()) -
             continue
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, _DeviceLinear(child))
+                setattr(parent, name, _DeviceLinear(child, quantize))

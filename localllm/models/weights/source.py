@@ -93,6 +93,10 @@ class TensorSource(Protocol):
         """
         ...
 
+    def head(self, rows: Tensor) -> Weight | None:
+        """Return the head of an encoder-decoder, quantised, of its rows [vocab, hidden]; None: it is not quantised."""
+        ...
+
     def widened(self, stem: str, columns: range, total: int) -> range | None:
         """Return the smallest range of a matrix's `total` inputs that holds `columns` and that it can be cut to.
         None: it can only be cut by rows."""

@@ -180,6 +180,12 @@ class Weights:
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
         return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, packer=self.packer)
 
+    def head(self, rows: Tensor) -> Weight | None:
+        quantize = self._quantize
+        if quantize is None or not quantize.takes_head(self._target, self.packer.mode):
+            return None
+        return self._finished(rows, quantize)
+
     def _biases(self, parts: Sequence[StoredPart], shape: tuple[int, ...]) -> Tensor:
         missing = self.layout.storage.without_bias
         if not any(part.stem.endswith(missing) for part in parts):

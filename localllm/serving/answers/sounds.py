@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 SOUND_PARTS = ("input_audio", "audio_url", "audio")
 """Types of parts that are sound, in the words of clients."""
-MOST_SOUNDS = 32
-"""Sounds of a request."""
 KEPT_BYTES = 128 * 2**20
 """Features that are kept for later requests."""
 KEPT_LENGTHS = 10_000
@@ -85,6 +83,7 @@ class Hearing:
     processor: SoundProcessor
     fetcher: Fetcher
     limits: SoundLimits  # of files, and of what the model reads at once
+    most_sounds: int  # of a request
     adapter: Adapter | None = None  # that prompts with sound use; None: there is none
     _kept: OrderedDict[bytes, ProcessedSound] = field(default_factory=OrderedDict)
     _lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # samples, by content
@@ -126,9 +125,10 @@ class Hearing:
         return await on_threads(_decoding, self.listen, given)
 
     def _require_few(self, parts: Sequence[SoundPart]) -> None:
-        if len(parts) > MOST_SOUNDS:
-            what = f"The request has {len(parts)} sounds; at most {MOST_SOUNDS} are taken."
-            raise InvalidParameter(what, "Join some of them into one file.", param=parts[MOST_SOUNDS].where)
+        if len(parts) > self.most_sounds:
+            what = f"The request has {len(parts)} sounds; at most {self.most_sounds} are taken."
+            hint = f"--limit-mm-per-prompt audio={len(parts)}, or join some of them into one file."
+            raise InvalidParameter(what, hint=hint, param=parts[self.most_sounds].where)
 
     def listen(self, given: tuple[SoundPart, bytes]) -> Listened:
         """Do `look` for one sound whose bytes are here. Blocks."""

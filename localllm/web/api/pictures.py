@@ -29,6 +29,7 @@ UNREAD = "unread"
 NOT_THE_USERS = ("system", "developer")
 LEAVE_OUT = "Leave the picture out, or describe it."
 NOT_LOADED = "The part of the model that sees was not loaded: start without --limit-mm-per-prompt image=0."
+NOT_HEARING = "The part of the model that hears was not loaded: start without --limit-mm-per-prompt audio=0."
 HEAD_CHARS = 350_000
 """Characters of a picture in base64 that are decoded to find its size, which may be behind a thumbnail."""
 
@@ -100,10 +101,11 @@ def _blind(model: ServedModel, where: str) -> UnsupportedParameter:
 
 def _deaf(model: ServedModel, where: str) -> UnsupportedParameter:
     hearing = f"Loaded models that hear: {', '.join(model.hearing_models)}." if model.hearing_models else ""
+    hint = "Send it to one of them." if hearing else "Transcribe it first: POST /v1/audio/transcriptions."
     return UnsupportedParameter(
         f"{where} is sound, and {model.shown_name} does not hear.",
         hearing or "No loaded model hears.",
-        "Send it to one of them." if hearing else "Transcribe it first: POST /v1/audio/transcriptions.",
+        hint if model.spec.hearing is None else NOT_HEARING,
         param=where,
     )
 

@@ -33,24 +33,30 @@ class Packed:
 
 def draw(kind: Kind, outputs: int, inputs: int, *, bias: bool = False, order: bool = False, extreme: bool = False,
          seed: int = 0) -> Packed:  # fmt: skip
-    """Return a random weight. extreme: every code is the least or the greatest that the layout can hold."""
+    """Return a random weight. extreme: every code is the least or the greatest that the layout can hold. With an odd
+    seed, int8 has further inputs in memory, which are not read."""
     rng = torch.Generator().manual_seed(seed)
     padded = -(-outputs // OUTPUTS) * OUTPUTS
-    scales = None
+    scales, stored_inputs = None, 0
     if kind in (Kind.F32, Kind.BF16, Kind.F16):
         weights, values = _floats(kind, torch.randn(padded, inputs, generator=rng))
     else:
         codes = _codes(kind, (padded, inputs), extreme, rng)
         if kind == Kind.I8:
             scales = torch.rand(padded, generator=rng) + 0.1
-            weights, values = _fours(codes.to(torch.int8)), codes.double() * scales.double()[:, None]
+            stored_inputs = -(-inputs // OUTPUTS) * OUTPUTS if seed % 2 else 0
+            unread = _codes(kind, (padded, max(0, stored_inputs - inputs)), extreme, rng)
+            stored = torch.cat((codes, unread), dim=1)
+            weights, values = _fours(stored.to(torch.int8)), codes.double() * scales.double()[:, None]
         else:
             weights, values = _groups(kind, codes, rng)
     biases = torch.randn(padded, generator=rng) if bias else None
     permutation = torch.randperm(inputs, generator=rng) if order else None
     if permutation is not None:
         values = torch.empty_like(values).index_copy_(1, permutation, values)
-    return _packed(kind, outputs, values, weights, scales, biases, permutation)
+    packed = _packed(kind, outputs, values, weights, scales, biases, permutation)
+    packed.native.stored_inputs = stored_inputs
+    return packed
 
 
 def _packed(kind: Kind, outputs: int, values: Tensor, weights: Tensor, scales: Tensor | None, bias: Tensor | None,

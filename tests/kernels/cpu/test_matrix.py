@@ -28,10 +28,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def int8() -> Weight:
+def int8(*shape: int) -> Weight:
     if not has_int8():
         pytest.skip("this torch on this processor has no int8 product")
-    return pack_int8(*int8_codes(quantize_int8(normal(*SHAPE))))
+    return pack_int8(*int8_codes(quantize_int8(normal(*(shape or SHAPE)))))
 
 
 WEIGHTS: dict[str, Callable[[], Weight]] = {
@@ -39,6 +39,7 @@ WEIGHTS: dict[str, Callable[[], Weight]] = {
     "BF16": lambda: pack_half(normal(*SHAPE).bfloat16()),
     "F16": lambda: pack_half(normal(*SHAPE).half()),
     "I8": int8,
+    "I8 padded": lambda: int8(130, 416),
     "Q4_MIN": lambda: pack_q4(quantize_int4(normal(*SHAPE), 128)),
     "F32 copied": lambda: normal(100, 48),
     "F32 of int8": lambda: quantize_int8(normal(100, 48)),

@@ -49,6 +49,14 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
+def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of its own for the chats and files of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
+@pytest.fixture(scope="module")
 def model() -> StubModel:
     return StubModel()
 

@@ -30,6 +30,20 @@ def long_chat(server: LiveServer, count: int = 500) -> str:
         return browser.post("/chats/import", files={"file": body}).url.path
 
 
+def delete_and_import(page: Page, tmp_path: Path) -> None:
+    """Export the chat of one message, delete the message with its files, and import the chat again."""
+    exported = tmp_path / "chat.json"
+    exported.write_bytes(page.request.get(f"{page.url}/export/json").body())
+    page.locator(".message--user").first.hover()
+    page.locator(".message--user [aria-label=More]").first.click()
+    page.locator(".more:popover-open .action--delete").click()
+    page.get_by_text("The message and what followed it are deleted.").wait_for()
+    assert page.locator(".message--user").count() == 0
+    page.goto(f"{page.url.split('/c/')[0]}/chats/manage")
+    page.set_input_files("#import-file", exported)
+    page.get_by_role("button", name="Import", exact=True).click()
+
+
 @contextmanager
 def finishing(page: Page) -> Iterator[None]:
     """Wait for the end of the reply to what the block sends. Until then the page tells of the end of the last one."""

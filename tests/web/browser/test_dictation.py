@@ -13,7 +13,7 @@ import pytest
 from localllm.config.settings import Settings
 from localllm.errors import QueueFull
 from localllm.media import speech
-from localllm.web.pages.chat.files import handlers
+from localllm.web.pages.chat.files import attachments, handlers
 from tests.media.sounds import sounds, wav
 from tests.models.speech_models import save_parakeet, save_whisper
 from tests.web.browser.conftest import CHROMIUM
@@ -58,12 +58,16 @@ def opened(chromium: Browser, server: LiveServer, tmp_path: Path) -> Iterator[Ca
     """Opens the chat in a browser with these arguments; the test fails when the page complained in the console."""
     browsers, complaints = list[Any](), list[str]()
 
-    def open_chat(*arguments: str, width: int = 1280, allows: bool = True, host: str = "") -> Page:
+    def open_chat(
+        *arguments: str, width: int = 1280, allows: bool = True, host: str = "", touches: bool = False
+    ) -> Page:
         browser = chromium.browser_type.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--no-first-run", *arguments]
         )
         browsers.append(browser)
-        context = browser.new_context(viewport={"width": width, "height": 740})
+        context = browser.new_context(
+            viewport={"width": width, "height": 740}, has_touch=touches, is_mobile=touches
+        )  # fmt: skip
         page = context.new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
@@ -148,6 +152,44 @@ def test_a_button_that_is_held_records_until_it_is_released(
     page.locator("#dictate[data-dictate=recording]").wait_for()
     page.locator("#dictate").press("Enter")
     idle(page)
+
+
+def test_a_finger_that_holds_the_button_records_until_it_is_lifted(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
+    page = opened(FAKE, microphone(tmp_path, sounds(20)[0] / 32767), width=360, touches=True)
+    box = page.locator("#dictate").bounding_box()
+    assert box is not None
+    finger, x, y = page.context.new_cdp_session(page), box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def touch(kind: str, *points: tuple[float, float]) -> None:
+        finger.send(
+            "Input.dispatchTouchEvent", {"type": kind, "touchPoints": [{"x": at[0], "y": at[1]} for at in points]}
+        )
+
+    touch("touchStart", (x, y))
+    page.locator("#dictate[data-dictate=recording]:has-text('0:01')").wait_for()
+    for step in range(1, 6):  # slides off the button, which neither scrolls the page nor ends the recording
+        touch("touchMove", (x, y - 40 * step))
+    page.locator("#dictate[data-dictate=recording]:has-text('0:02')").wait_for()
+    assert page.evaluate("scrollY") == 0
+    touch("touchEnd")
+    idle(page)
+    assert page.locator("#composer-message").input_value()
+    page.locator("#dictate").tap()  # a tap starts, a tap ends
+    page.locator("#dictate[data-dictate=recording]:has-text('0:01')").wait_for()
+    page.locator("#dictate").tap()
+    idle(page)
+    said = page.locator("#composer-message").input_value()
+    touch("touchStart", (x, y))
+    page.locator("#dictate[data-dictate=recording]").wait_for()
+    touch("touchCancel")  # a short touch that the system takes away has started, as a tap has
+    page.wait_for_timeout(200)
+    assert page.locator("#dictate").get_attribute("data-dictate") == "recording"
+    page.keyboard.press("Escape")
+    idle(page)
+    assert page.locator("#composer-message").input_value() == said
 
 
 @pytest.mark.parametrize(("loudness", "low", "high"), [(1.0, 0.5, 1.0), (0.0, 0.0, 0.05)])
@@ -273,6 +315,23 @@ def test_a_sound_file_is_read_again_with_another_speech_model(
     assert page.locator(".attachments .file").count() == 1
     chosen.select_option("parakeet")
     page.get_by_text("8.0 s of speech by parakeet").wait_for(timeout=60_000)
+
+
+def test_a_transcript_on_the_tray_counts_with_its_sound(
+    opened: Callable[..., Page], installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sound is kept to be read again: the tray holds two of them, and a third pushes out the first."""
+    monkeypatch.setattr(speech, "VadOptions", lambda: None)
+    data = wav(sounds(3)[0] / 32767)
+    monkeypatch.setattr(attachments, "MAX_TRAY_BYTES", int(2.5 * len(data)))
+    page = opened()
+    for count, name in enumerate(("a.wav", "b.wav", "c.wav"), 1):
+        (tmp_path / name).write_bytes(data)
+        page.set_input_files("#composer-file", tmp_path / name)
+        page.locator(f".attachments .file >> nth={count - 1}").wait_for(timeout=60_000)
+    page.get_by_label("Message", exact=True).fill("What is said?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.get_by_text("An attached file is no longer on the server.").wait_for()
 
 
 @pytest.mark.parametrize("width", [360, 1280])

@@ -17,17 +17,13 @@ from tests.web.pages_stub import StubModel, stub_plan
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.usefixtures("own_data")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> StubModel:
     """A model whose context holds some passages: its tokens are characters."""
     return StubModel(plan=replace(stub_plan(), max_model_len=16_384))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_data(tmp_path_factory: pytest.TempPathFactory) -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
 
 
 def test_a_long_pdf_is_asked_about_chats_are_imported_and_one_is_saved(

@@ -11,11 +11,14 @@ import pytest
 from PIL import Image
 
 from tests.media.pictures import picture, sight
+from tests.web.browser.harness import delete_and_import
 from tests.web.browser.looks import overflow, small_targets
 from tests.web.pages_stub import PICTURE, StubModel
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+pytestmark = pytest.mark.usefixtures("own_data")
 
 TRANSFER = """([kind, selector, data]) => {
   const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0)), transfer = new DataTransfer();
@@ -30,12 +33,6 @@ TRANSFER = """([kind, selector, data]) => {
 @pytest.fixture(scope="module")
 def model() -> StubModel:
     return StubModel(sight=sight(ord(PICTURE), mark=PICTURE))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_data(tmp_path_factory: pytest.TempPathFactory) -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
 
 
 @pytest.mark.parametrize("width", [360, 1280])
@@ -81,16 +78,7 @@ def test_pictures_are_attached_priced_sent_and_shown(
     popup.value.wait_for_load_state()
     assert popup.value.locator("img").evaluate("image => image.naturalWidth") == 400
     popup.value.close()
-    exported = tmp_path / "chat.json"
-    exported.write_bytes(page.request.get(f"{page.url}/export/json").body())
-    page.locator(".message--user").first.hover()
-    page.locator(".message--user [aria-label=More]").first.click()
-    page.locator(".more:popover-open .action--delete").click()
-    page.get_by_text("The message and what followed it are deleted.").wait_for()
-    assert page.locator(".message--user").count() == 0
-    page.goto(f"{page.url.split('/c/')[0]}/chats/manage")
-    page.set_input_files("#import-file", exported)
-    page.get_by_role("button", name="Import", exact=True).click()
+    delete_and_import(page, tmp_path)
     page.locator(".message--user .file__thumb").nth(3).wait_for()
 
 

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from localllm.web.pages.chat.files import attachments
 from tests.media.sounds import sounds
+from tests.web.browser.harness import delete_and_import
 from tests.web.browser.looks import overflow, small_targets
 from tests.web.pages_stub import StubModel, stub_hearing
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+pytestmark = pytest.mark.usefixtures("own_data")
 
 LOAD = """(player) => new Promise((done) => {
   player.onloadedmetadata = () => done(player.duration);
@@ -41,12 +45,6 @@ def model() -> StubModel:
     return StubModel(hearing=stub_hearing())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_data(tmp_path_factory: pytest.TempPathFactory) -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-
-
 @pytest.mark.parametrize("width", [360, 1280])
 def test_a_sound_goes_to_a_model_that_hears_and_can_be_played(
     open_page: Callable[..., Page], model: StubModel, tmp_path: Path, width: int
@@ -65,16 +63,32 @@ def test_a_sound_goes_to_a_model_that_hears_and_can_be_played(
     assert span.rows == 60
     assert page.get_by_label("Play talk.wav").evaluate(LOAD) == pytest.approx(6, abs=0.1)
     assert overflow(page) == 0
-    exported = tmp_path / "chat.json"
-    exported.write_bytes(page.request.get(f"{page.url}/export/json").body())
-    page.locator(".message--user").first.hover()
-    page.locator(".message--user [aria-label=More]").first.click()
-    page.locator(".more:popover-open .action--delete").click()
-    page.get_by_text("The message and what followed it are deleted.").wait_for()
-    page.goto(f"{page.url.split('/c/')[0]}/chats/manage")
-    page.set_input_files("#import-file", exported)
-    page.get_by_role("button", name="Import", exact=True).click()
+    delete_and_import(page, tmp_path)
     page.get_by_label("Play talk.wav").wait_for()
+
+
+@pytest.mark.parametrize(("most", "is_sent"), [(2.2, True), (1.8, False)])
+def test_sounds_on_the_tray_count_with_their_bytes(
+    open_page: Callable[..., Page], model: StubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float,
+    is_sent: bool,
+) -> None:  # fmt: skip
+    """Of two sounds the first is dropped if both together are more than the tray holds."""
+    data = plain_wav(6.0)
+    monkeypatch.setattr(attachments, "MAX_TRAY_BYTES", int(most * len(data)))
+    refused = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
+    page = open_page("/", expect="" if is_sent else refused)
+    for count, name in enumerate(("a.wav", "b.wav"), 1):
+        (tmp_path / name).write_bytes(data)
+        page.set_input_files("#composer-file", tmp_path / name)
+        page.locator(f".attachments .file >> nth={count - 1}").wait_for()
+    assert page.locator(".attachments .file__size").all_inner_texts() == ["6.0 s, 188 KiB, 60 tokens"] * 2
+    page.get_by_label("Message", exact=True).fill("What is said?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    if is_sent:
+        page.wait_for_selector(".figures")
+        assert len(model.client.asked[-1].media) == 2
+    else:
+        page.get_by_text("An attached file is no longer on the server.").wait_for()
 
 
 def test_a_model_that_does_not_hear_needs_a_speech_model(

@@ -25,7 +25,8 @@
 // 16 + 4 j + i in its high nibble.
 //
 // N is padded to a multiple of 64 in the weights, scales and bias. Odd K of the 16-bit kinds is padded with a zero
-// weight. K of the other kinds is a multiple of 4 (KIND_I8, at most MAX_INT8_INPUTS) or 32.
+// weight. K of the other kinds is a multiple of 4 (KIND_I8, at most MAX_INT8_INPUTS) or 32. In memory KIND_I8 may have more
+// inputs than K in a block (`stored_inputs`): oneDNN pads them to a multiple of 64.
 #pragma once
 #include <stdint.h>
 #include "stored.h"
@@ -60,7 +61,12 @@ typedef struct {
   const float* bias;           // [padded N]; NULL: none
   const int32_t* input_order;  // [K]: column k multiplies x[input_order[k]]; NULL: x[k]
   const void* table;           // KIND_STORED: of StoredRows
+  int64_t stored_inputs;       // KIND_I8: of a block in memory; 0: K
 } Matrix;
+
+static inline int64_t stored_inputs(const Matrix* matrix) {
+  return matrix->stored_inputs ? matrix->stored_inputs : matrix->inputs;
+}
 
 // Bytes of the codes of a group of inputs of a block, for kinds that have scales in between.
 static inline int64_t code_bytes(int64_t kind) { return GROUP * OUTPUTS / (kind == KIND_Q8 ? 1 : 2); }
@@ -82,7 +88,7 @@ static inline int64_t block_bytes(const Matrix* matrix) {
     case KIND_F32: return inputs * OUTPUTS * 4;
     case KIND_BF16:
     case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
-    case KIND_I8: return inputs * OUTPUTS;
+    case KIND_I8: return stored_inputs(matrix) * OUTPUTS;
     default:
       if (matrix->kind >= KIND_STORED) return OUTPUTS * stored_row_bytes(matrix->kind - KIND_STORED, inputs);
       return inputs / GROUP * group_bytes(matrix->kind);

@@ -161,7 +161,7 @@ INLINE void add_int8(int count, const uint8_t* w, int64_t words, const Lines* li
 
 static void sum_int8(const Matrix* matrix, const Rows* rows, int64_t block, Sums* sums) {
   const int64_t words = matrix->inputs / 4;
-  const uint8_t* w = (const uint8_t*)matrix->weights + block * words * OUTPUTS * 4;
+  const uint8_t* w = (const uint8_t*)matrix->weights + block * stored_inputs(matrix) * OUTPUTS;
   for (int64_t j = 0; j < words; j += WORDS, w += WORDS * OUTPUTS * 4) {
     const int64_t some = words - j < WORDS ? words - j : WORDS;
     FOR_ROWS(rows->lines, Lines lines = lines_at(rows, first, j / WORDS);

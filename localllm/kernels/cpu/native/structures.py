@@ -143,6 +143,7 @@ class NativeMatrix(ctypes.Structure):
         ("bias", c_void_p),
         ("input_order", c_void_p),
         ("table", c_void_p),
+        ("stored_inputs", c_int64),
     )
 
 

@@ -22,7 +22,7 @@ static void unpack_pairs(const Matrix* m, int64_t block, int64_t first, int64_t 
 }
 
 static void unpack_int8(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
-  const int8_t* w = (const int8_t*)m->weights + (block * m->inputs + first) * OUTPUTS;
+  const int8_t* w = (const int8_t*)m->weights + (block * stored_inputs(m) + first) * OUTPUTS;
   const float* scales = m->scales + block * OUTPUTS;
   for (int64_t k = 0; k < count; k++)
     for (int v = 0; v < OUTPUTS; v += LANES) {

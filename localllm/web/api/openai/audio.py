@@ -318,11 +318,14 @@ def _options(form: Any, *, translate: bool, words: bool) -> SpeechOptions:
 
 def _vad(form: Any) -> VadOptions | None:
     """Return how speech is told from silence, or None: nothing is left out."""
+    options = vad_options(_text(form, "chunking_strategy"))
+    return options if _flag(form, "vad_filter", default=True) else None
+
+
+def vad_options(asked: str | None) -> VadOptions:
+    """Return how a `chunking_strategy` tells speech from silence. Raises `InvalidParameter`."""
     from localllm.media.speech import VadOptions
 
-    asked = _text(form, "chunking_strategy")
-    if not _flag(form, "vad_filter", default=True):
-        return None
     if asked in (None, "auto"):
         return VadOptions()
     try:
