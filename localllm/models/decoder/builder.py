@@ -124,7 +124,8 @@ class DecoderBuilder:
         A tied head in float32 that is packed for the CPU cannot be read by rows, so the embedding gets its own copy.
         The packed head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a
         small model. (Reading rows from the memory map would be free, but a checkpoint rewritten in place would then
-        change or kill a running server.) One that stays 16 bits wide is read by rows too: there is one copy.
+        change or kill a running server.) One that stays 16 bits wide, or is packed in 8 or 4 bits, is read by rows too:
+        there is one copy.
         """
         spec, shard, shape = self.spec, self.shard, (self.spec.vocab_size, self.spec.hidden_size)
         is_first, is_last = shard.layers.start == 0, shard.layers.stop == spec.num_layers
@@ -136,7 +137,7 @@ class DecoderBuilder:
             none = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.weights.device)
             return self.embedding(none) if looks_up else None, Linear(none) if is_last else None
         if looks_up or is_tied:
-            rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+            rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab, has_head=is_tied)
             rows = self._shared_table(rows) if is_tied else rows
             embedding = self.embedding(rows) if looks_up else None
             head = self._tied_head(rows, separate) if is_tied else None
@@ -154,7 +155,9 @@ class DecoderBuilder:
             bias = self._logits_bias()
         elif spec.lm_head_bias:
             bias = self.weights.take(["lm_head.bias"], (spec.vocab_size,), rows=self.shard.vocab)
-        if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
+        if not isinstance(
+            rows, Tensor
+        ):  # quantised: lookup and product read the same bytes, except as `tied_head` says
             packer = self.weights.packer
             return Linear(tied_head(rows, self.device, packer.mode), bias, packer=packer)
         # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.
