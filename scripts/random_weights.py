@@ -256,7 +256,13 @@ class RandomTensors:
         return self.take([name], shape, dtype=dtype)
 
     def table(
-        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        keep_narrow: bool = False,
+        rows: range | None = None,
+        has_head: bool = False,
     ) -> Tensor:
         return self.take([name], shape, rows=rows)
 

@@ -218,6 +218,9 @@ def test_the_plan_counts_the_tower_and_what_it_keeps(folder: Path) -> None:
     assert plan.activation_bytes >= deaf.activation_bytes + plan.sounds.kept_bytes
     assert plan.sounds.rows <= 256 < plan.sounds.rows + 25  # half of the context, in whole chunks of 2 s
     assert any(note.startswith("Sound: the tower takes") for note in plan.notes)
+    silent = plan_memory(dataclasses.replace(config, limit_mm_per_prompt="image=4,audio=0"), spec, 2**20, hardware)
+    assert silent.sounds is None
+    assert "Without sound: --limit-mm-per-prompt audio=0." in silent.notes
     fixed = plan_memory(dataclasses.replace(config, deterministic=True), spec, 2**20, hardware)
     assert fixed.sounds is None
     assert "Without sound: sound is not supported with --deterministic on a CPU." in fixed.notes
@@ -229,9 +232,6 @@ def test_prompts_of_text_are_the_same_with_and_without_the_tower(name: str, fold
     case = case_of(folder, name)
     prompts = [prompt_of([], seed) * 3 for seed in (1, 2)]
     seen = []
-    silent = plan_memory(dataclasses.replace(config, limit_mm_per_prompt="image=4,audio=0"), spec, 2**20, hardware)
-    assert silent.sounds is None
-    assert "Without sound: --limit-mm-per-prompt audio=0." in silent.notes
     for rows in (case.rows, 0):
         engine = case.engine(max_num_batched_tokens=16) if rows else Engine(case.path, max_num_batched_tokens=16)
         if not rows:

@@ -512,9 +512,15 @@ def test_request_ids_are_kept_or_made(server: LiveServer) -> None:
 
 def test_access_lines_hold_no_prompt_and_no_key(guarded: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
-        guarded.post(TEXT, {"prompt": "my secret", "max_tokens": 1}, headers=KEY)
-        wait_until(lambda: any(r.name == "localllm.access" for r in caplog.records))  # it follows the answer
-    [line] = [r.getMessage() for r in caplog.records if r.name == "localllm.access"]
+        name = guarded.post(TEXT, {"prompt": "my secret", "max_tokens": 1}, headers=KEY).headers["x-request-id"]
+
+        def lines() -> list[str]:
+            """Of this request: a line follows its answer, so that of another one may come now."""
+            told = [r.getMessage() for r in caplog.records if r.name == "localllm.access"]
+            return [line for line in told if name in line]
+
+        wait_until(lambda: bool(lines()))
+    [line] = lines()
     assert line.startswith(f"POST {TEXT} status=200")
     assert "my secret" not in caplog.text
     assert "sesame" not in caplog.text

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +35,24 @@ def engine() -> Engine:
     return Engine()
 
 
+def in_this_thread(own: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """`own` for the thread of the test, and `real` for the watchdogs of other servers in this process, which would
+    otherwise see the clock jump, or answer for the watchdog of the test."""
+    tester = threading.get_ident()
+    return lambda *given: (own if threading.get_ident() == tester else real)(*given)
+
+
 @pytest.fixture
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watchdog over one engine, and a clock that a test turns; `cpu_s` is what the engine's thread has used."""
     clock = SimpleNamespace(now_s=1000.0, cpu_s=0.0)
     model = SimpleNamespace(name="demo", loop=engine, client=SimpleNamespace(compilers=()))
     dog = Watchdog(SimpleNamespace(ready=[model], num_open=0), FaultLog())  # type: ignore[arg-type]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time))
-    monkeypatch.setattr(module, "thread_cpu_s", lambda thread_id: clock.cpu_s)
+    monotonic = in_this_thread(lambda: clock.now_s, time.monotonic)
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(monotonic=monotonic, time=time.time, process_time=time.process_time)
+    )
+    monkeypatch.setattr(module, "thread_cpu_s", in_this_thread(lambda thread_id: clock.cpu_s, thread_cpu_s))
 
     def look_for(seconds: int, *, busy: float = 0.0) -> str:
         """The engine's state after so long, a look a second; `busy`: share of a core that its thread uses."""
@@ -96,6 +106,7 @@ def test_a_thread_that_has_ended_is_dead(watched: Any, engine: Engine) -> None:
 def test_systemd_gets_a_sign_of_life_unless_an_engine_is_stuck(
     watched: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(module, "notify", in_this_thread(module.notify, lambda *states: None))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.setblocking(False)
@@ -166,9 +177,15 @@ def test_a_pool_stands_still_only_while_no_thread_is_free() -> None:
 
 def test_memory_is_given_back_once_what_was_in_use_may_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     rss, trims, cpu_s = [400 * 2**20], [], [0.0]
-    monkeypatch.setattr(module.memory, "resident_bytes", lambda: rss[0])
-    monkeypatch.setattr(module.memory, "trim", lambda: trims.append(rss[0]))
-    monkeypatch.setattr(module, "time", SimpleNamespace(process_time=lambda: cpu_s[0], time=time.time))
+    memory = SimpleNamespace(
+        resident_bytes=in_this_thread(lambda: rss[0], module.memory.resident_bytes),
+        trim=in_this_thread(lambda: trims.append(rss[0]), lambda: False),
+    )
+    monkeypatch.setattr(module, "memory", memory)
+    process_time = in_this_thread(lambda: cpu_s[0], time.process_time)
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(process_time=process_time, time=time.time, monotonic=time.monotonic)
+    )
     dog = Watchdog(SimpleNamespace(ready=[], num_open=0), FaultLog())  # type: ignore[arg-type]
     for now_s in range(100, 200):
         dog._give_back(now_s)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.blocks import BLOCK, memory_of
 from localllm.kernels.cpu.half import CpuHalfWeight, HalfRows
-from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
+from localllm.kernels.cpu.int8 import CpuInt8Table, CpuInt8Weight, int8_columns
 from localllm.kernels.cpu.native.structures import (
     FEW_ROWS,
     KIND_STORED,
@@ -101,7 +101,7 @@ class NativeWeight:
 
 def matrix_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> HeldMatrix | None:
     """Return the matrix of a weight on the CPU, with its bias [N]; None: its layout is not one of matrix.h."""
-    if isinstance(weight, CpuQ4Weight | CpuHalfWeight | CpuStoredWeight):
+    if isinstance(weight, CpuQ4Weight | CpuHalfWeight | CpuStoredWeight | CpuInt8Table):
         return _held(weight.matrix(), bias, weight)
     if isinstance(weight, HalfRows):
         return matrix_of(weight.packed(), bias)

@@ -11,6 +11,7 @@ Q6 take a quarter to a half more memory as int8, and half of the time (docs/lab.
 stored need the native library; without it these weights become int8 too. Weights that do not fit a layout (by shape, an
 old torch, a processor without the instructions) run as stored. The mode is the `cpu_weights` of the model's settings:
 two models of one process may differ in it.
+An embedding that is also the head has one copy, whose rows can be looked up (models/layers/linear.py).
 Does not know: layers, devices other than the CPU.
 """
 

@@ -4,6 +4,7 @@
     CpuStoredWeight  W in the bytes of the file, multiplied by the native library
     blocks_q4        pack 4 bits for the native library
     blocks_int8      round to bytes with one scale an output
+    blocks_table     likewise, as a table whose rows can be looked up
 
 The packed weights equal what `pack_q4` and `pack_int8` make of the repacked weight, bit for bit, without the tensors in
 between. A copy of the blocks serves tables, and weights that are not packed. Types that pack.c does not know have no
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.blocks import Examples, new_packed, reorder, write_packed
-from localllm.kernels.cpu.int8 import CpuInt8Weight
+from localllm.kernels.cpu.int8 import CpuInt8Table, CpuInt8Weight, empty_table
 from localllm.kernels.cpu.native.library import Pool, native
 from localllm.kernels.cpu.native.structures import (
     FEW_ROWS,
@@ -247,6 +248,23 @@ def blocks_int8(weight: GGUFBlocks, examples: Examples) -> CpuInt8Weight:
         _pool().round_rows(_stored(weight, addresses[own]), SMALLEST, codes, scales[own])
         write_packed(packed, start, codes)
     return CpuInt8Weight(packed, scales)
+
+
+def blocks_table(weight: GGUFBlocks) -> CpuInt8Table:
+    """Round each output to bytes, as `blocks_int8` does, as a table."""
+    rows, columns = weight.shape
+    table, addresses, step = empty_table(rows, columns), weight.addresses(), _rows_at_a_time(columns)
+    buffer = torch.empty((min(step, len(table.scales)), columns), dtype=torch.int8, device="cpu")
+    sums = torch.empty(len(buffer), dtype=torch.int32, device="cpu")
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        codes = buffer[: -(-count // OUTPUTS) * OUTPUTS]
+        codes[count:] = 0
+        own = slice(start, start + count)
+        _pool().round_rows(_stored(weight, addresses[own]), SMALLEST, codes[:count], table.scales[own])
+        written = table.codes[start // OUTPUTS : (start + len(codes)) // OUTPUTS]
+        _pool().reorder_int8(codes, written.view(torch.uint8).view(-1), sums[: len(codes)])
+    return table
 
 
 def blocks_codes(weight: GGUFBlocks) -> tuple[Tensor, Tensor]:

@@ -133,8 +133,8 @@ class DecoderBuilder:
         A tied head in float32 that is packed for the CPU cannot be read by rows, so the embedding gets its own copy.
         The packed head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a
         small model. (Reading rows from the memory map would be free, but a checkpoint rewritten in place would then
-        change or kill a running server.) One that stays 16 bits wide is read by rows too: there is one copy. The head
-        of an encoder-decoder may be quantised while its embedding is not.
+        change or kill a running server.) One that stays 16 bits wide, or is packed in 8 or 4 bits, is read by rows too:
+        there is one copy. The head of an encoder-decoder may be quantised while its embedding is not.
         """
         spec, shard, shape = self.spec, self.shard, (self.spec.vocab_size, self.spec.hidden_size)
         is_first, is_last = shard.layers.start == 0, shard.layers.stop == spec.num_layers
@@ -147,7 +147,7 @@ class DecoderBuilder:
             return self.embedding(none) if looks_up else None, Linear(none) if is_last else None
         if looks_up or is_tied:
             if is_tied:
-                table = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+                table = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab, has_head=True)
                 plain = table if spec.source is not None and isinstance(table, Tensor) else None
                 if plain is not None and (quantized := self.weights.head(plain)) is not None:
                     return self.embedding(table), Linear(quantized, self._logits_bias(), packer=self.weights.packer)
@@ -172,7 +172,9 @@ class DecoderBuilder:
             bias = self._logits_bias()
         elif spec.lm_head_bias:
             bias = self.weights.take(["lm_head.bias"], (spec.vocab_size,), rows=self.shard.vocab)
-        if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
+        if not isinstance(
+            rows, Tensor
+        ):  # quantised: lookup and product read the same bytes, except as `tied_head` says
             packer = self.weights.packer
             return Linear(tied_head(rows, self.device, packer.mode), bias, packer=packer)
         # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.

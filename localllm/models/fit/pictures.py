@@ -115,6 +115,8 @@ def sound_encode_bytes(hearing: HearingSpec, frames: int, at_once: int, size: in
 
 def why_deaf(spec: ModelSpec, config: EngineConfig, *, on_gpu: bool) -> str:
     """Return why the tower of a model that hears is not loaded, as sentences; empty if it is, or there is none."""
+    if spec.hearing is not None and not config.most_media("audio"):
+        return "Without sound: --limit-mm-per-prompt audio=0."
     if spec.hearing is not None and config.deterministic and not on_gpu:
         return "Without sound: sound is not supported with --deterministic on a CPU."
     return ""
@@ -122,9 +124,6 @@ def why_deaf(spec: ModelSpec, config: EngineConfig, *, on_gpu: bool) -> str:
 
 class EncoderSizes(NamedTuple):
     """The memory of all encoders of a model: towers take turns."""
-
-    if spec.hearing is not None and not config.most_media("audio"):
-        return "Without sound: --limit-mm-per-prompt audio=0."
 
     rows: int  # of the largest input
     kept_rows: int

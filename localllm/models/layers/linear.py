@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.half import CpuHalfWeight
+from localllm.kernels.cpu.int8 import table_nbytes
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks, blocks_table
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished
 from localllm.kernels.linear import StackedWeight, linear, linear_fp32, linear_unfinished, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
@@ -107,9 +109,24 @@ def as_head(weight: Weight) -> Weight:
     return replace(weight, is_head=True) if isinstance(weight, CpuHalfWeight) else weight
 
 
+def shared_table(table: QuantizedTable, device: torch.device, packer: CpuPacker) -> QuantizedTable | None:
+    """Return the embedding and the head that is tied to it as one matrix, packed for the head's products; None: their
+    device reads the table as it is, or rows of the head's layout cannot be looked up. The table may be on `meta`."""
+    layout = cpu_layout(table, packer.mode) if device.type == "cpu" else None
+    if layout is None or (layout == "int8" and not isinstance(table, GGUFBlocks)):
+        return None
+    if not is_on_cpu(table):
+        size = table_nbytes(*table.shape) if layout == "int8" else packed_nbytes(table, packer.mode)
+        return MetaWeight(table.shape, size, -(-size // 64) * 64)
+    if layout == "int8" and isinstance(table, GGUFBlocks):
+        return blocks_table(table)
+    return cast(QuantizedTable, packer.pack(table))
+
+
 def tied_head(table: QuantizedTable, device: torch.device, cpu_weights: str) -> QuantizedWeight:
-    """Return the head that shares its matrix with the embedding: the table itself, or a copy in another layout."""
+    """Return the head of an embedding that `shared_table` did not pack: the table itself, or a copy in another
+    layout."""
     is_meta = device.type == "cpu" and not is_on_cpu(table)
-    if not is_meta or cpu_layout(table, cpu_weights) in (None, "stored"):
+    if not is_meta or cpu_layout(table, cpu_weights) is None:
         return table  # `Linear` packs it, or reads the table's own bytes
     return MetaWeight(table.shape, packed_nbytes(table, cpu_weights))

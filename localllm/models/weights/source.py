@@ -72,9 +72,18 @@ class TensorSource(Protocol):
         ...
 
     def table(
-        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        keep_narrow: bool = False,
+        rows: range | None = None,
+        has_head: bool = False,
     ) -> Tensor | QuantizedTable:
-        """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so."""
+        """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so.
+
+        has_head: the matrix is the head, too. A quantised one is then in the layout of a head if rows of that layout
+        can be looked up."""
         ...
 
     def linear(

@@ -27,7 +27,7 @@ from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, drop_pages, read_ahead
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
-from localllm.models.layers.linear import Linear, Weight, as_head, to_device_layout
+from localllm.models.layers.linear import Linear, Weight, as_head, shared_table, to_device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
@@ -142,7 +142,13 @@ class Weights:
         return self.take([name], found, dtype=dtype).view(shape)
 
     def table(
-        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        keep_narrow: bool = False,
+        rows: range | None = None,
+        has_head: bool = False,
     ) -> Tensor | QuantizedTable:
         stored, format = self.layout.name(name), self.layout.format
         stem = stored.removesuffix(".weight")
@@ -152,8 +158,10 @@ class Weights:
         if found != shape:
             raise wrong_shape([stored], found, shape)
         order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
-        table = self._matrix(format.kind(self.layout.checkpoint, stem), [StoredPart(stem, order)], shape)
-        return self._kept(cast(QuantizedTable, table))  # guaranteed by `is_table`
+        matrix = self._matrix(format.kind(self.layout.checkpoint, stem), [StoredPart(stem, order)], shape)
+        table = cast(QuantizedTable, matrix)  # guaranteed by `is_table`
+        shared = shared_table(table, self._target, self.packer) if has_head else None
+        return self._kept(table) if shared is None else shared
 
     def _kept(self, table: QuantizedTable) -> QuantizedTable:
         if not isinstance(table, GGUFBlocks):

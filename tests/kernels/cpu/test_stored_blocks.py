@@ -9,7 +9,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu import blocks, pack
 from localllm.kernels.cpu.blocks import Examples, memory_of
-from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8, int8_codes
+from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8, int8_codes, table_nbytes
 from localllm.kernels.cpu.native.choice import usable_sets
 from localllm.kernels.cpu.native.library import native, open_library
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Stored
@@ -22,6 +22,7 @@ from localllm.kernels.cpu.stored_blocks import (
     blocks_codes,
     blocks_int8,
     blocks_q4,
+    blocks_table,
     meta_blocks,
 )
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
@@ -107,6 +108,25 @@ def test_the_second_of_a_shape_is_packed_in_parts(shape: tuple[int, int]) -> Non
         x = torch.randn(3, shape[1])
         assert torch.equal(packed.linear(x), CpuInt8Weight(wanted, int8_codes(repacked)[1]).linear(x))
         kept.append(packed)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (4225, 256)])
+def test_a_table_has_the_rounded_bytes_and_its_rows(shape: tuple[int, int]) -> None:
+    found, repacked = both("Q8_0", *shape)
+    table, (codes, scales) = blocks_table(found), int8_codes(repacked)
+    assert table.nbytes == table_nbytes(*shape) == held_bytes(table)
+    wide = codes * scales[:, None]
+    assert table.shape == shape
+    assert torch.equal(table.dequantize(torch.float32), wide)
+    rows = torch.tensor([shape[0] - 1, 0, min(64, shape[0] - 1), 0])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(table.dequantize_rows(rows, dtype), wide[rows].to(dtype))
+    assert table.dequantize_rows(rows[:0], torch.float32).shape == (0, shape[1])
+    for count, allowed in ((1, 3e-4), (MAX_ROWS, 3e-4), (MAX_ROWS + 3, 0.02)):
+        x, bias = (torch.randn(size, generator=torch.Generator().manual_seed(count))
+                   for size in ((count, shape[1]), (shape[0],)))  # fmt: skip
+        exact = x.double() @ wide.double().t() + bias
+        assert float((table.linear(x, bias) - exact).norm() / exact.norm()) < allowed
 
 
 @pytest.mark.parametrize("block_type", [name for name in TYPES if name not in KINDS])

@@ -33,7 +33,7 @@ from tests.gguf_files import GGUF_SIZES, blocks_of, write_gguf
 from tests.models.formats.fuzz import damaged, survives
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.models.vision_models import make_model
-from tests.tiny import load_reference, make_tiny_model
+from tests.tiny import VOCAB_SIZE, load_reference, make_tiny_model
 
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
 """Every matrix has 256 inputs: one block of the largest types."""
@@ -215,6 +215,23 @@ def test_a_tied_head_is_the_embedding(source: Callable[..., Path], tmp_path: Pat
     folder, file = source(**SHAPE, num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "model.gguf"
     harness = assert_agrees(file, folder, write_gguf(folder, file, "Q6_K"), tmp_path)
     assert harness.model.lm_head.weight is harness.model.embedding.weight
+
+
+KEPT = {"Q8_0": 0.01, "Q6_K": 0.01, "Q4_K": 1e-3, "IQ2_S": 0.0}
+"""What the rows of a table that is packed for its head may differ from the file's, relative to their norm."""
+
+
+@pytest.mark.skipif(not reads_blocks("Q8_0"), reason="there is no native library here")
+@pytest.mark.parametrize("block_type", KEPT)
+def test_a_tied_table_is_held_once_on_a_cpu(block_type: str, source: Callable[..., Path], tmp_path: Path) -> None:
+    folder, file = source(**SHAPE, num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "model.gguf"
+    write_gguf(folder, file, block_type)
+    spec, tokens = read_spec(file), torch.tensor([0, 5, 63, 64, 5, VOCAB_SIZE - 1])
+    model, exact = (load_model(file, spec, CPU, torch.float32, cpu_weights=mode) for mode in ("fast", "exact"))
+    assert model.embedding.weight is model.lm_head.weight
+    got, wanted = (each.embedding(tokens, torch.arange(len(tokens))) for each in (model, exact))
+    assert float((got - wanted).norm() / wanted.norm()) <= KEPT[block_type]
+    assert got.data_ptr() != model.embedding(tokens, torch.arange(len(tokens))).data_ptr()
 
 
 class TestSplitFiles:
