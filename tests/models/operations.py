@@ -96,6 +96,7 @@ _ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
     Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
     Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-1.702 * x)),
     Activation.SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
+    Activation.SOFTPLUS: lambda x: np.logaddexp(x, 0),
 }
 
 
@@ -318,8 +319,8 @@ def _write(targets: list[Array], state: Array) -> None:
 
 
 def _multiply(operation: NativeOperation, row: int, _: NativeRow) -> None:
-    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
-    y *= _ACTIVATE[operation.activation](_row(operation, row, len(y)))
+    y, factors = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs), operation.matrix.inputs
+    y *= np.repeat(_ACTIVATE[operation.activation](_row(operation, row, factors)), len(y) // factors)
 
 
 def _convolve(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -343,7 +344,7 @@ def _delta(operation: NativeOperation, row: int, _: NativeRow) -> None:
     rate, dt_bias = (_floats(address, d.heads) for address in (d.rate, d.dt_bias))
     state *= np.exp(rate * np.log1p(np.exp(a + dt_bias)))[:, None, None]
     found = np.einsum("hkv,hk->hv", state, k)
-    change = (_token(d, "v", row, d.heads, d.value_dim) - found) / (1 + np.exp(-b))[:, None]
+    change = (_token(d, "v", row, d.heads, d.value_dim) - found) * (d.beta_scale / (1 + np.exp(-b)))[:, None]
     state += k[:, :, None] * change[:, None]
     _token(d, "y", row, d.heads, d.value_dim)[:] = np.einsum("hkv,hk->hv", state, q) / math.sqrt(d.key_dim)
     _write(targets, state)

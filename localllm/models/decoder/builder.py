@@ -56,8 +56,8 @@ from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
 from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
-from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
-from localllm.models.spec.shard import Shard, in_width, kv_heads_of, local_spec, whole_shard
+from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape, query_heads
+from localllm.models.spec.shard import Shard, heads_of, in_width, kv_heads_of, local_spec, whole_shard
 from localllm.models.weights.source import EMBEDDING, FarWeights, ShardWeights, TensorSource, stacked_rows
 
 
@@ -200,6 +200,8 @@ class DecoderBuilder:
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self.norm
+        if kind.part == "recurrent":
+            topology = self.spec.recurrent_topology or topology
         if topology == "single":
             is_mixer = kind.part not in ("mlp", "moe")
             part = self._mixer(index, prefix) if is_mixer else self.mlp(index, f"{prefix}mlp.")
@@ -305,16 +307,17 @@ class DecoderBuilder:
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix, index)
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
-        q_size = spec.num_heads * dim
-        rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
-        names = ["gate", *made] if spec.attention_gate == "matrix" else list(made)
+        heads, own = query_heads(spec, index), heads_of(spec, self.shard, index)
+        q_size, gates = heads * dim, {None: 0, "heads": 1}.get(spec.attention_gate, dim)  # the gates of a head
+        rows = gates * heads + q_size + (len(made) - 1) * kv_heads * dim
+        names = ["gate", *made] if spec.attention_gate in ("matrix", "heads") else list(made)
         stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, num_inputs or spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order(index))
         out = self.share.row_parallel(
             f"{prefix}o_proj",
             (spec.hidden_size, q_size),
-            range(self.shard.heads.start * dim, self.shard.heads.stop * dim),
-            tuple(count * dim for count in self.shard.counts.heads),
+            range(own.start * dim, own.stop * dim),
+            tuple(count * heads // spec.num_heads * dim for count in self.shard.counts.heads),
             bias=spec.attention_out_bias,
         )
         return Attention(
@@ -329,7 +332,8 @@ class DecoderBuilder:
             alibi_slopes=self._alibi_slopes(),
             distance_bias=self._distance_bias(prefix),
             made=made,
-            gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
+            gate_size=gates * len(own),
+            gate_activation=spec.gate_activation,
         )
 
     def _cross_attention(self, prefix: str) -> CrossAttention:
@@ -372,20 +376,23 @@ class DecoderBuilder:
         if shard.is_whole and not is_turned and gate != "interleaved":
             return None
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
-        own_kv = kv_heads_of(spec, shard, index)
-        first_key = (1 if gate is None else 2) * spec.num_heads
+        heads, own, own_kv = query_heads(spec, index), heads_of(spec, shard, index), kv_heads_of(spec, shard, index)
+        first_key = (1 if gate in (None, "heads") else 2) * heads
         first_value = first_key + kv_heads
         rows = torch.arange((first_key + (len(made) - 1) * kv_heads) * dim, device="cpu").view(-1, dim)
         if gate == "interleaved":
-            queries, gates = [2 * head for head in shard.heads], [2 * head + 1 for head in shard.heads]
+            queries, gates = [2 * head for head in own], [2 * head + 1 for head in own]
         else:
-            queries = [first_key - spec.num_heads + head for head in shard.heads]
-            gates = [] if gate is None else list(shard.heads)
+            queries = [first_key - heads + head for head in own]
+            gates = list(own) if gate == "matrix" else []
         keys = [first_key + head for head in own_kv if "k" in made]
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, dim)
             rows[queries + keys] = rows[queries + keys][:, head]
-        return rows[[*gates, *queries, *keys, *(first_value + head for head in own_kv if "v" in made)]].flatten()
+        order = rows[[*gates, *queries, *keys, *(first_value + head for head in own_kv if "v" in made)]].flatten()
+        if gate != "heads":
+            return order
+        return torch.cat((torch.arange(own.start, own.stop, device="cpu"), heads + order))
 
     def _qk_transforms(self, prefix: str) -> Iterable[HeadsChange]:
         spec = self.spec
@@ -444,7 +451,7 @@ class DecoderBuilder:
         if spec.qk_norm != "head":
             return None
         dim, keeps = kv_shape(spec, index)[1], keeps_kv(spec, index)
-        own = {"q": len(shard.heads), "k": len(kv_heads_of(spec, shard, index))}
+        own = {"q": len(heads_of(spec, shard, index)), "k": len(kv_heads_of(spec, shard, index))}
         stored = [(name, count) for name, count in own.items() if name == "q" or keeps]
         each = [self.weights.take([f"{prefix}{n}_norm.weight"], (dim,)).expand(count, -1) for n, count in stored]
         weight = self._in_order_of_rows(torch.cat(each))

@@ -262,12 +262,12 @@ class Writer:
 
     def multiply(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int,
-        activation: Activation = Activation.NONE,
+        activation: Activation = Activation.NONE, *, factors: int | None = None,
     ) -> None:  # fmt: skip
-        """Multiply `width` columns of the target with the activation of as many of the source."""
-        self.plan(
-            Op.MULTIPLY, source, target, offset, source_offset, matrix=sizes(width), activation=activation
-        )  # fmt: skip
+        """Multiply `width` columns of the target with the activation of as many of the source, or of fewer: `factors`,
+        each of which multiplies as many columns, one after another."""
+        matrix = NativeMatrix(outputs=width, inputs=factors or width)
+        self.plan(Op.MULTIPLY, source, target, offset, source_offset, matrix=matrix, activation=activation)
 
     def scale_stream(self, index: int, factor: float) -> None:
         """Multiply the stream by a number, which is kept in column `index` of a buffer of all layers' numbers."""

@@ -183,8 +183,21 @@ def test_add(pool: Pool, norm: NormKind) -> None:
     close(y, expected)
     pool.run_step(listed(build.operation(Op.ADD, x, y, **fields)), no_rows(), 2)
     close(y, torch.cat([0.25 * normed[:2], y[2:]]))
-    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, matrix=NativeMatrix(outputs=70))), no_rows(), 2)
+    matrix = NativeMatrix(outputs=70, inputs=70)
+    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, matrix=matrix)), no_rows(), 2)
     close(y, torch.cat([0.25 * normed[:2] * x[:2], y[2:]]))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softplus"])
+@pytest.mark.parametrize("factors", [1, 7, 70])
+def test_few_factors_multiply_many_columns(pool: Pool, factors: int, activation: str) -> None:
+    build = Builder()
+    x, y = torch.randn(3, factors) * 12, torch.randn(3, 70)
+    open_ = {"sigmoid": torch.sigmoid, "softplus": F.softplus}[activation](x)
+    expected = torch.cat([y[:2] * open_[:2].repeat_interleave(70 // factors, 1), y[2:]])
+    fields = {"matrix": NativeMatrix(outputs=70, inputs=factors), "activation": Activation[activation.upper()]}
+    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, **fields)), no_rows(), 2)
+    close(y, expected)
 
 
 # Attention.

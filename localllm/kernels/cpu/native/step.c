@@ -154,6 +154,7 @@ ALWAYS_INLINE v16f activate16(int64_t activation, v16f x) {
     case ACT_RELU2: return choose(x < zero, zero, x * x);
     case ACT_QUICK_GELU: return x * sigmoid16(x * all_lanes(1.702f));
     case ACT_SIGMOID: return sigmoid16(x);
+    case ACT_SOFTPLUS: return softplus16(x);
     default: return x;
   }
 }
@@ -653,9 +654,17 @@ static void run_scale(const Operation* o, int64_t row) {
 }
 
 static void run_multiply(const Operation* o, int64_t row) {
-  const int64_t n = o->matrix.outputs;
+  const int64_t n = o->matrix.outputs, factors = o->matrix.inputs;
   const float* x = o->x + row * o->x_stride;
   float* y = o->y + row * o->y_stride;
+  if (factors < n) {
+    const int64_t each = n / factors;
+    for (int64_t i = 0; i < factors; i++) {
+      const float factor = activate16(o->activation, all_lanes(x[i]))[0];
+      for (int64_t j = 0; j < each; j++) y[i * each + j] *= factor;
+    }
+    return;
+  }
   for (int64_t i = 0; i < n; i += 16) {
     const size_t size = (size_t)clamp(n - i, 0, 16) * sizeof(float);
     v16f factor = all_lanes(0), value = factor;

@@ -96,6 +96,7 @@ class Activation(IntEnum):
     QUICK_GELU = 6
     SIGMOID = 7
     SWIGLU_CLAMPED = 8
+    SOFTPLUS = 9
 
 
 class CacheType(IntEnum):
@@ -337,6 +338,7 @@ class NativeGatedDelta(ctypes.Structure):
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("is_tiled", c_int64),
+        ("beta_scale", c_double),
     )
 
 
