@@ -23,6 +23,7 @@ RUN = (
     "minicpm3",  # values narrower than keys
     "deepseek_v4",  # compressed entries beside a window, and an indexer of them; several residual streams
     "hy_v4",  # keys that an indexer chooses, for layers that share the choice; sinks
+    "inkling_text",  # four short convolutions a layer, and a bias for each distance
 )
 HYBRIDS = (
     "falcon_h1",  # attention and Mamba-2 side by side; a head that reads an attribute of the layers

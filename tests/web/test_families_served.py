@@ -26,7 +26,8 @@ OTHERS = (
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
     "afmoe", "exaone_moe", "granite_moe_shared",
 )  # fmt: skip
-BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "mistral_large4", "minimax_m3_vl", "step3p7", "mimo_v2_flash")
+BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "inkling_text", "mistral_large4", "minimax_m3_vl", "step3p7",
+           "mimo_v2_flash")
 WITHOUT_GGUF = ("axk2", "flex_olmo")  # their tensors have no names in GGUF files
 TOKENS, STEPS = prompt(40), 8
 
