@@ -100,13 +100,17 @@ _ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
 }
 
 
-def _gate_times_up(activation: int, gate_up: Array) -> Array:
+def _gate_times_up(operation: Any, gate_up: Array) -> Array:
+    activation = operation.activation
     gate, up = np.split(gate_up, 2)
     if activation == Activation.SWIGLU_CLAMPED:
         low, bound = np.minimum(gate, 7), up.clip(-7, 7)
         clamped: Array = (bound + 1) * low / (1 + np.exp(-1.702 * low))
         return clamped
-    product: Array = _ACTIVATE[Activation(activation)](gate) * up
+    gate = _ACTIVATE[Activation(activation)](gate)
+    if limit := operation.limit:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    product: Array = gate * up
     return product
 
 
@@ -120,7 +124,7 @@ def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
 def _gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
     product = _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs)
-    _put(operation, row, _gate_times_up(operation.activation, product))
+    _put(operation, row, _gate_times_up(operation, product))
 
 
 def _adapter(low_rank: NativeLowRank, row: int) -> tuple[int, int]:
@@ -163,7 +167,7 @@ def _heads(operation: NativeOperation, row: int, _: NativeRow) -> None:
 
 
 def _gate(operation: NativeOperation, row: int, _: NativeRow) -> None:
-    _put(operation, row, _gate_times_up(operation.activation, _row(operation, row, 2 * operation.matrix.outputs)))
+    _put(operation, row, _gate_times_up(operation, _row(operation, row, 2 * operation.matrix.outputs)))
 
 
 def _scale(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -276,7 +280,7 @@ def _experts_gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     ids = _choices(e, row)[0]
     x = _normed(operation.norm, _row(operation, row, matrices[0].inputs))
     _put(operation, row, np.concatenate(
-        [_gate_times_up(operation.activation, _product(matrices[int(i)], x)) for i in ids]
+        [_gate_times_up(operation, _product(matrices[int(i)], x)) for i in ids]
     ))  # fmt: skip
 
 

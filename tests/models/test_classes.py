@@ -46,7 +46,7 @@ COMPOSITES = {
     "muse_glimmer": "own",
     "nemotron_h_omni": "own",  # a projector that is named mlp1
     "ovis2": "own",
-    "step3p7": "transformers",  # only the whole model has a class; more heads in windowed layers
+    "step3p7": "own",  # only the whole model has a class; more heads in windowed layers
 }
 REFUSED = {
     "trocr": r"TrOCRForCausalLM is not supported: its attention cannot be replaced",

@@ -38,7 +38,7 @@ from localllm.models.decoder.layer import (
     SummedLayer,
 )
 from localllm.models.decoder.mixers import build_latent_attention, build_recurrence
-from localllm.models.decoder.mixture import build_far_mlp, build_mixture
+from localllm.models.decoder.mixture import build_far_mlp, build_mixture, mlp_activation
 from localllm.models.layers.attention import (
     Attention,
     Clip,
@@ -47,6 +47,7 @@ from localllm.models.layers.attention import (
     HeadsChange,
     SplitWholeNorm,
     WholeNorm,
+    WidenedValues,
     alibi_slopes,
     distance_buckets,
 )
@@ -309,31 +310,33 @@ class DecoderBuilder:
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
         heads, own = query_heads(spec, index), heads_of(spec, self.shard, index)
         q_size, gates = heads * dim, {None: 0, "heads": 1}.get(spec.attention_gate, dim)  # the gates of a head
-        rows = gates * heads + q_size + (len(made) - 1) * kv_heads * dim
+        kept = (len(made) - 1) * dim if spec.value_dim is None else dim + spec.value_dim
+        rows, width = gates * heads + q_size + kept * kv_heads, spec.value_dim or dim  # width: that o_proj reads
         names = ["gate", *made] if spec.attention_gate in ("matrix", "heads") else list(made)
         stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, num_inputs or spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order(index))
         out = self.share.row_parallel(
             f"{prefix}o_proj",
-            (spec.hidden_size, q_size),
-            range(own.start * dim, own.stop * dim),
-            tuple(count * heads // spec.num_heads * dim for count in self.shard.counts.heads),
+            (spec.hidden_size, heads * width),
+            range(own.start * width, own.stop * width),
+            tuple(count * heads // spec.num_heads * width for count in self.shard.counts.heads),
             bias=spec.attention_out_bias,
         )
         return Attention(
             qkv,
             out,
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            before_rotation=list(self._qk_transforms(prefix)),
+            before_rotation=list(self._changes_of_heads(index, prefix)),
             qk_norm=self._head_norm(index, prefix),
             norm_last=spec.qk_norm_last,
             softcap=spec.attention_softcap,
-            sinks=self._sinks(prefix),
+            sinks=self._sinks(index, prefix),
             alibi_slopes=self._alibi_slopes(),
             distance_bias=self._distance_bias(prefix),
             made=made,
             gate_size=gates * len(own),
             gate_activation=spec.gate_activation,
+            value_dim=spec.value_dim,
         )
 
     def _cross_attention(self, prefix: str) -> CrossAttention:
@@ -378,8 +381,8 @@ class DecoderBuilder:
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
         heads, own, own_kv = query_heads(spec, index), heads_of(spec, shard, index), kv_heads_of(spec, shard, index)
         first_key = (1 if gate in (None, "heads") else 2) * heads
-        first_value = first_key + kv_heads
-        rows = torch.arange((first_key + (len(made) - 1) * kv_heads) * dim, device="cpu").view(-1, dim)
+        rows = torch.arange((first_key + kv_heads) * dim, device="cpu").view(-1, dim)
+        values = torch.arange(kv_heads * (spec.value_dim or dim), device="cpu").view(kv_heads, -1) + rows.numel()
         if gate == "interleaved":
             queries, gates = [2 * head for head in own], [2 * head + 1 for head in own]
         else:
@@ -389,13 +392,16 @@ class DecoderBuilder:
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, dim)
             rows[queries + keys] = rows[queries + keys][:, head]
-        order = rows[[*gates, *queries, *keys, *(first_value + head for head in own_kv if "v" in made)]].flatten()
+        own_values = values[list(own_kv) if "v" in made else []]
+        order = torch.cat((rows[[*gates, *queries, *keys]].flatten(), own_values.flatten()))
         if gate != "heads":
             return order
         return torch.cat((torch.arange(own.start, own.stop, device="cpu"), heads + order))
 
-    def _qk_transforms(self, prefix: str) -> Iterable[HeadsChange]:
+    def _changes_of_heads(self, index: int, prefix: str) -> Iterable[HeadsChange]:
         spec = self.spec
+        if spec.value_dim is not None:
+            yield WidenedValues(len(kv_heads_of(spec, self.shard, index)), spec.value_dim, kv_shape(spec, index)[1])
         if spec.clip_qkv is not None:
             yield Clip(spec.clip_qkv)
         if spec.qk_norm == "whole":
@@ -460,8 +466,9 @@ class DecoderBuilder:
             weight = torch.cat((weight, weight.new_ones(own["k"], dim)))
         return RMSNorm(weight, spec.norm.eps)
 
-    def _sinks(self, prefix: str) -> Tensor | None:
-        if not self.spec.attention_sinks:
+    def _sinks(self, index: int, prefix: str) -> Tensor | None:
+        each = self.spec.layer_has_sinks
+        if not (each[index] if each else self.spec.attention_sinks):
             return None
         heads = self.shard.heads
         return self.weights.take([f"{prefix}sinks"], (self.spec.num_heads,), dtype=torch.float32, rows=heads)
@@ -508,6 +515,6 @@ class DecoderBuilder:
             shared = None if self.shard.is_whole else (self.group, width)
             return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype, shared))
         if not spec.mlp_factors:
-            return GatedMLP(up, down, spec.hidden_act)
+            return GatedMLP(up, down, mlp_activation(spec, index))
         factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))
         return GatedMLP(ScaledOutputs(up, factors.to(self.weights.device)), down, spec.hidden_act)

@@ -53,7 +53,7 @@ class HeadsChange(Protocol):
     """A change of q, k and v before the rotation."""
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """Change qkv [T, size] in place and return it."""
+        """Return qkv [T, size] changed, which may be the same tensor."""
         ...
 
     def native_fields(self, writer: Writer) -> dict[str, Any]:
@@ -157,6 +157,23 @@ class Clip:
 
     def native_fields(self, writer: Writer) -> dict[str, Any]:
         return {"clip": self.limit}
+
+
+class WidenedValues:
+    """Widen the heads of v, which come last, with zeros to the size of the others, as the cache keeps them."""
+
+    __slots__ = ("head_dim", "heads", "size")
+
+    def __init__(self, heads: int, size: int, head_dim: int) -> None:
+        self.heads, self.size, self.head_dim = heads, size, head_dim
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        first = qkv.shape[1] - self.heads * self.size
+        values = F.pad(qkv[:, first:].unflatten(1, (self.heads, self.size)), (0, self.head_dim - self.size))
+        return torch.cat((qkv[:, :first], values.flatten(1)), 1)
+
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        raise NotSupportedNatively("values narrower than keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +322,7 @@ class CrossAttention:
 class Attention:
     __slots__ = (
         "alibi_slopes", "before_rotation", "distance_bias", "gate_activation", "gate_size", "made", "norm_last", "out",
-        "qk_norm", "qkv", "scale", "sinks", "softcap",
+        "qk_norm", "qkv", "scale", "sinks", "softcap", "value_dim",
     )  # fmt: skip
 
     def __init__(
@@ -324,11 +341,13 @@ class Attention:
         made: Heads = "qkv",
         gate_size: int = 0,
         gate_activation: str = "sigmoid",
+        value_dim: int | None = None,
     ) -> None:
         self.qkv, self.out = qkv, out
         self.made: Heads = made  # the heads that qkv makes; q: the layer reads the cache of another one
         self.gate_size = gate_size  # first outputs of qkv: gates on what attention returns, of each number or each head
         self.gate_activation = gate_activation  # sigmoid, softplus
+        self.value_dim = value_dim  # first numbers of each head that attention returns; None: all
         self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/attention.py)
         self.qk_norm = qk_norm  # weight [heads, head_dim]: q's for each head, then k's, then v's if v is normed
         self.norm_last = norm_last  # q and k are normed after the rotation
@@ -382,6 +401,8 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
+        if self.value_dim is not None:
+            attended = attended.unflatten(1, (-1, kv.head_dim))[..., : self.value_dim].flatten(1)
         if gate is not None:
             attended.unflatten(1, (self.gate_size, -1)).mul_(_GATES[self.gate_activation][0](gate)[:, :, None])
         return unfinished(self.out, attended)

@@ -135,6 +135,9 @@ class ModelSpec:
     layer_widths: tuple[int, ...] = ()  # per layer the width of the feed-forward part; empty: intermediate_size in all
     layer_sparsity: tuple[float, ...] = ()
     """Per layer the share of the feed-forward part's gate that becomes zero; empty: none in any (Gemma 3n)."""
+    layer_limits: tuple[float, ...] = ()
+    """Per layer the limit of the gated activation (kernels/gated.py) of the feed-forward part, or of the shared expert;
+    0: none; empty: none in any (Step 3.7)."""
     altup: AltUpSpec | None = None  # several residual streams (Gemma 3n)
     per_layer_input: PerLayerInputSpec | None = None  # a further embedding of the token for each layer (Gemma 3n, 4)
     lm_head_bias: bool = False
@@ -175,6 +178,8 @@ class ModelSpec:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None  # Gemma 2
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
+    layer_has_sinks: tuple[bool, ...] = ()  # per layer; empty: all or none (MiMo V2 has some in windowed layers)
+    value_dim: int | None = None  # size of a head of v, if it is narrower than head_dim (MiMo V2)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
     recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, instead of attention
     layer_index_sizes: tuple[int, ...] = ()

@@ -208,6 +208,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
             intermediate_size=len(shard.expert_features),
             shared_size=len(shard.shared_features),
             layers=mixture.layers[own],
+            layer_limits=mixture.layer_limits[own],
         )
     recurrent = spec.recurrent
     if recurrent is not None:
@@ -228,6 +229,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         intermediate_size=len(shard.features),
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
+        layer_has_sinks=spec.layer_has_sinks[own],
         layer_kinds=spec.layer_kinds[own],
         layer_heads=tuple(len(heads_of(spec, shard, layer)) for layer in shard.layers) if spec.layer_heads else (),
         layer_kv_shapes=tuple(
@@ -237,6 +239,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         layer_values_from_keys=spec.layer_values_from_keys[own],
         layer_widths=tuple(len(in_width(shard.features, spec, width)) for width in spec.layer_widths[own]),
         layer_sparsity=spec.layer_sparsity[own],
+        layer_limits=spec.layer_limits[own],
         held_groups=tuple(held),
         mixture=mixture,
     )

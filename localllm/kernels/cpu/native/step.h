@@ -131,6 +131,7 @@ typedef struct {
   int64_t adds;        // y += instead of y =
   int64_t activation;
   double factor;       // of the result; 1: none
+  double limit;        // OP_GATED, OP_GATE, OP_EXPERTS_GATED: of activation(gate), and of up on both sides; 0: none
   const Attention* attention;  // OP_ATTEND
   const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
   const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r

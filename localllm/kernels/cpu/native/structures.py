@@ -269,6 +269,7 @@ class NativeOperation(ctypes.Structure):
         ("adds", c_int64),
         ("activation", c_int64),
         ("factor", c_double),
+        ("limit", c_double),
         ("attention", c_void_p),
         ("experts", c_void_p),
         ("recurrent", c_void_p),
