@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "deepseek_v32": "deepseek32",
     "mistral4": "mistral4",
     "afmoe": "afmoe",
+    "mimo_v2_flash": "mimo2",
     "llama4_text": "llama4",
     "glm_moe_dsa": "glm-dsa",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -47,6 +48,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     "llama4": {"head_dim": 32, "intermediate_size": 64, "attention_chunk_size": 8192, "floor_scale": 8192},
+    "mimo_v2": {
+        "head_dim": 64,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    },
     "afmoe": {"head_dim": 32, "moe_intermediate_size": 64, "layer_types": None, "num_hidden_layers": 4},
     "deepseek_v32": {
         "qk_nope_head_dim": 32,
@@ -119,6 +129,20 @@ def _afmoe(config: Config) -> dict[str, Any]:
     dense = {"leading_dense_block_count": config["num_dense_layers"]}
     window = {"attention.sliding_window": config["sliding_window"]}
     return {**_experts(config, "num_shared_experts", "route_scale"), **dense, **window}
+
+
+def _mimo2(config: Config) -> dict[str, Any]:
+    """The window of published configs, which counts the tokens before the query."""
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    groups = config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [groups * (1 + slides) for slides in windowed],
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": float(config["attention_value_scale"]),
+        "attention.sliding_window": config["sliding_window"] - 1,
+        "attention.sliding_window_pattern": windowed,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+    }
 
 
 def _llama4(config: Config) -> dict[str, Any]:
@@ -214,6 +238,7 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "glm-dsa": _latent,
     "mistral4": _mistral4,
     "afmoe": _afmoe,
+    "mimo2": _mimo2,
     "llama4": _llama4,
     "ernie4_5-moe": _ernie,
     "dots1": _glm4,
@@ -266,6 +291,7 @@ def restored(meant: State, config: Config, state: State) -> dict[str, Tensor]:
 
 def _renamed(name: str) -> str:
     renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    renamed = renamed.replace("attention_sink_bias", "attention_sink_bias.weight")
     return renamed.replace(".mlp.router.gate.", ".mlp.gate.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
 
 

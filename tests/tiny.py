@@ -397,6 +397,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_interval": 2,
         },
     ),
+    "mimo_v2": (
+        "MiMoV2FlashConfig",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "v_head_dim": 16,  # narrower than keys
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
     "dots1": (
         "Dots1Config",
         {

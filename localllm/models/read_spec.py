@@ -376,7 +376,7 @@ def _check(spec: ModelSpec) -> None:
             f"config.json's {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads.",
             "The first must be a multiple of the second.",
         )
-    for name in ("layer_is_windowed", "layer_has_rope", "layer_kinds"):
+    for name in ("layer_is_windowed", "layer_has_rope", "layer_has_sinks", "layer_kinds"):
         count = len(getattr(spec, name))
         if count not in (0, spec.num_layers):
             raise CorruptModel(f"config.json describes {count} layers in one place and {spec.num_layers} in another.")

@@ -21,7 +21,7 @@ from localllm.kernels.paged_attention import KVReads, kv_cache_shape
 from localllm.models.encoders.source import SourcePool
 from localllm.models.fit import kv_cache_bytes
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups, state_group
+from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups, query_heads, state_group
 from localllm.runner.batch import Ints
 from localllm.units import format_bytes
 
@@ -53,9 +53,8 @@ class KVCache:
                 f"The allocation of {format_bytes(size)} on {device} failed: {str(error).splitlines()[0]}",
                 "Another program took memory meanwhile: start again, or set a smaller --kv-cache-memory-bytes.",
             ) from error
-        heads = spec.num_heads if spec.latent is None else heads_at_once(spec.num_heads)
         self.reads = tuple(
-            _reads(heads, group, kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), kv_dtype)
+            _reads(spec, group, kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), kv_dtype)
             for group, count in zip(groups, num_blocks, strict=True)
         )
         sources = spec.kv_source or range(spec.num_layers)
@@ -73,7 +72,9 @@ class KVCache:
         return sum(tensor.nbytes for layer in self._kept for tensor in layer.tensors() if tensor.dim() > 1)
 
 
-def _reads(heads: int, group: KVGroup, shape: tuple[int, int, int, int], kv_dtype: str) -> KVReads:
+def _reads(spec: ModelSpec, group: KVGroup, shape: tuple[int, int, int, int], kv_dtype: str) -> KVReads:
+    heads = query_heads(spec, group.layers[0]) if group.layers else spec.num_heads
+    heads = heads if spec.latent is None else heads_at_once(heads)
     k, v = format_of(kv_dtype, group.window)[1:]
     stored = (*shape[:3], k.stored_width(group.head_dim))
     return KVReads(heads, stored, _dtype(k.stored), group.window, None if v.stored == k.stored else _dtype(v.stored))

@@ -187,6 +187,8 @@ def test_align_passes_the_chunk_it_reads_at_a_time(device: torch.device) -> None
 
 
 def activate_by_hand(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "silu<=1.5":
+        return (gate / (1 + (-gate).exp())).clamp(max=1.5) * up.clamp(-1.5, 1.5)
     if activation == "silu":
         return gate / (1 + (-gate).exp()) * up
     if activation == "swiglu_clamped":
@@ -260,7 +262,8 @@ def assert_near(out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("activation", "biased"), [("silu", False), ("gelu", True), ("gelu_tanh", False), ("swiglu_clamped", True)]
+    ("activation", "biased"),
+    [("silu", False), ("silu<=1.5", True), ("gelu", True), ("gelu_tanh", False), ("swiglu_clamped", True)],
 )
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_experts(num_tokens: int, activation: str, biased: bool, dtype: torch.dtype, device: torch.device) -> None:

@@ -117,6 +117,7 @@ class Delta(Rule):
 
     SHAPES = [(1, 2, 12, 20)] if INTERPRETED else [(2, 2, 16, 16), (2, 4, 24, 40), (1, 3, 128, 20), (2, 6, 8, 72)]
     close, close_rounded = 2e-5, 0.0
+    beta_scale = 1.0
 
     def __init__(self, shape: tuple[int, int, int, int], length: int, device: torch.device, seed: int = 0) -> None:
         key_heads, heads, dk, dv = shape
@@ -132,7 +133,8 @@ class Delta(Rule):
         def run(inputs: list[Tensor], pool: Tensor, step: StateStep) -> Tensor:
             q, k, v, a, b = inputs
             q, k, v = (each.to(dtype) for each in (q, k, v))
-            return gated_delta(q, k, v, a, b, self.rate, self.dt_bias, pool, step, tiled=tiled)
+            scale = self.beta_scale
+            return gated_delta(q, k, v, a, b, self.rate, self.dt_bias, pool, step, tiled=tiled, beta_scale=scale)
 
         return run
 
@@ -144,14 +146,21 @@ class Delta(Rule):
         found = []
         for function in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
             out, state = function(
-                q, k, v, g=g, beta=b.sigmoid(), initial_state=None, output_final_state=True,
+                q, k, v, g=g, beta=b.sigmoid() * self.beta_scale, initial_state=None, output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
             found.append((out[0], state[0]))
         return found
 
 
-RULES = [(rule, shape) for rule in (Scan, Delta) for shape in rule.SHAPES]
+class TurningDelta(Delta):
+    """States whose transition has negative eigenvalues."""
+
+    SHAPES = Delta.SHAPES[:1]
+    beta_scale = 2.0
+
+
+RULES = [(rule, shape) for rule in (Scan, Delta, TurningDelta) for shape in rule.SHAPES]
 both_rules = pytest.mark.parametrize("rule", [Scan, Delta])
 
 

@@ -42,6 +42,8 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e
 
 def activated(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.double().chunk(2, -1)
+    if activation == "silu<=2.5":
+        return (gate / (1 + (-gate).exp())).clamp(max=2.5) * up.clamp(-2.5, 2.5)
     if activation == "silu":
         return gate / (1 + (-gate).exp()) * up
     if activation == "gelu":
@@ -109,7 +111,7 @@ CASES = {
     "layer_norm": Case(lambda x, *w: layer_norm(x, *w, 1e-5), layer, one, 2, means=(0.0, 30.0)),
     "layer_norm without a bias": Case(lambda x, w: layer_norm(x, w, None, 1e-5), layer, one, means=(0.0, 30.0)),
     **{activation: Case(partial(lambda x, a: gated(x, a), a=activation), partial(activated, activation=activation),
-                        parts=2, scales=(3.0,), looser=2) for activation in ACTIVATIONS},
+                        parts=2, scales=(3.0,), looser=2) for activation in (*ACTIVATIONS, "silu<=2.5")},
     **{f"gated_norm, {'gate' if first else 'norm'} first, {shape.__name__} weight{by}": Case(
         partial(lambda x, g, w, call, first: call(x, g, w, 1e-6, gate_first=first), call=call, first=first),
         partial(norm_and_gate, gate_first=first), shape, heads=HEADS, num_inputs=2, scales=(2.0,), looser=2)

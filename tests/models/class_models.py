@@ -114,6 +114,19 @@ _GLM5_NEXT = {
     "qk_rope_head_dim": 0,
     "index_kpool": 4,
 }
+_INKLING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,  # twice those of the full layers
+    "swa_head_dim": 16,
+    "d_rel": 6,
+    "rel_extent": 20,  # beyond it full layers have no bias
+    "log_scaling_n_floor": 24,
+    "n_shared_experts": 2,
+    "unpadded_vocab_size": 500,
+}
 _MINIMAX_M3 = {
     "num_hidden_layers": 4,
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
@@ -217,6 +230,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "indexer_types": ["full", "full", "shared", "shared"],
     },
+    "inkling_text": _INKLING,
     "minimax_m3_vl": {"text_config": _MINIMAX_M3},
     "minimax_m3_vl_text": _MINIMAX_M3,
     "step3p7": {"text_config": _STEP},

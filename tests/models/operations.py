@@ -96,16 +96,21 @@ _ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
     Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
     Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-1.702 * x)),
     Activation.SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
+    Activation.SOFTPLUS: lambda x: np.logaddexp(x, 0),
 }
 
 
-def _gate_times_up(activation: int, gate_up: Array) -> Array:
+def _gate_times_up(operation: Any, gate_up: Array) -> Array:
+    activation = operation.activation
     gate, up = np.split(gate_up, 2)
     if activation == Activation.SWIGLU_CLAMPED:
         low, bound = np.minimum(gate, 7), up.clip(-7, 7)
         clamped: Array = (bound + 1) * low / (1 + np.exp(-1.702 * low))
         return clamped
-    product: Array = _ACTIVATE[Activation(activation)](gate) * up
+    gate = _ACTIVATE[Activation(activation)](gate)
+    if limit := operation.limit:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    product: Array = gate * up
     return product
 
 
@@ -119,7 +124,7 @@ def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
 def _gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
     product = _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs)
-    _put(operation, row, _gate_times_up(operation.activation, product))
+    _put(operation, row, _gate_times_up(operation, product))
 
 
 def _adapter(low_rank: NativeLowRank, row: int) -> tuple[int, int]:
@@ -162,7 +167,7 @@ def _heads(operation: NativeOperation, row: int, _: NativeRow) -> None:
 
 
 def _gate(operation: NativeOperation, row: int, _: NativeRow) -> None:
-    _put(operation, row, _gate_times_up(operation.activation, _row(operation, row, 2 * operation.matrix.outputs)))
+    _put(operation, row, _gate_times_up(operation, _row(operation, row, 2 * operation.matrix.outputs)))
 
 
 def _scale(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -275,7 +280,7 @@ def _experts_gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     ids = _choices(e, row)[0]
     x = _normed(operation.norm, _row(operation, row, matrices[0].inputs))
     _put(operation, row, np.concatenate(
-        [_gate_times_up(operation.activation, _product(matrices[int(i)], x)) for i in ids]
+        [_gate_times_up(operation, _product(matrices[int(i)], x)) for i in ids]
     ))  # fmt: skip
 
 
@@ -318,8 +323,8 @@ def _write(targets: list[Array], state: Array) -> None:
 
 
 def _multiply(operation: NativeOperation, row: int, _: NativeRow) -> None:
-    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
-    y *= _ACTIVATE[operation.activation](_row(operation, row, len(y)))
+    y, factors = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs), operation.matrix.inputs
+    y *= np.repeat(_ACTIVATE[operation.activation](_row(operation, row, factors)), len(y) // factors)
 
 
 def _convolve(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -343,7 +348,7 @@ def _delta(operation: NativeOperation, row: int, _: NativeRow) -> None:
     rate, dt_bias = (_floats(address, d.heads) for address in (d.rate, d.dt_bias))
     state *= np.exp(rate * np.log1p(np.exp(a + dt_bias)))[:, None, None]
     found = np.einsum("hkv,hk->hv", state, k)
-    change = (_token(d, "v", row, d.heads, d.value_dim) - found) / (1 + np.exp(-b))[:, None]
+    change = (_token(d, "v", row, d.heads, d.value_dim) - found) * (d.beta_scale / (1 + np.exp(-b)))[:, None]
     state += k[:, :, None] * change[:, None]
     _token(d, "y", row, d.heads, d.value_dim)[:] = np.einsum("hkv,hk->hv", state, q) / math.sqrt(d.key_dim)
     _write(targets, state)

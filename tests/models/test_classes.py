@@ -23,6 +23,7 @@ RUN = (
     "minicpm3",  # values narrower than keys
     "deepseek_v4",  # compressed entries beside a window, and an indexer of them; several residual streams
     "hy_v4",  # keys that an indexer chooses, for layers that share the choice; sinks
+    "inkling_text",  # four short convolutions a layer, and a bias for each distance
 )
 HYBRIDS = (
     "falcon_h1",  # attention and Mamba-2 side by side; a head that reads an attribute of the layers
@@ -45,7 +46,7 @@ COMPOSITES = {
     "muse_glimmer": "own",
     "nemotron_h_omni": "own",  # a projector that is named mlp1
     "ovis2": "own",
-    "step3p7": "transformers",  # only the whole model has a class; more heads in windowed layers
+    "step3p7": "own",  # only the whole model has a class; more heads in windowed layers
 }
 REFUSED = {
     "trocr": r"TrOCRForCausalLM is not supported: its attention cannot be replaced",

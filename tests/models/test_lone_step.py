@@ -38,7 +38,8 @@ from tests.gguf_files import write_gguf
 from tests.models.harness import CPU, LoneHarness, token
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
-from tests.tiny import FAMILIES
+from tests.models.vision_models import make_model
+from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -48,6 +49,7 @@ REFUSED = {
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
     "gemma3n": "several residual streams",
+    "mimo_v2": "values narrower than keys",
 }
 LIMITS = {"gemma4": 1e-4}  # its scores are not scaled, so that fp32 rounds the largest ones more coarsely
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
@@ -95,6 +97,13 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
             LoneHarness(model)
     else:
         assert largest_error(model, model) < LIMITS.get(family, 2e-5)
+
+
+@pytest.mark.usefixtures("library")
+def test_gates_of_heads_and_activations_with_limits(tmp_path: Path) -> None:
+    make_model(tmp_path, "Step3p7Config")
+    model = load(tmp_path)
+    assert largest_error(model, model) < 2e-5
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ it is written down here.
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
+from tests.models.vision_models import make_model
 from tests.tiny import load_reference, make_tiny_model
 
 Tensors = dict[str, Tensor]
@@ -262,6 +264,103 @@ def test_baichuan_2_scales_the_rows_of_its_head(tmp_path: Path) -> None:
     assert_close(logits, reference_logits(reference, tokens))
 
 
+STEP_EXTRA = 2
+"""Layers that predict further tokens, which the lists of a published config count too."""
+
+
+def published_step(text: Any) -> dict[str, Any]:
+    """The config of Step 3.5 Flash as it is published: a value for each layer, and other heads in windowed layers."""
+    kinds = [*text.layer_types, *["sliding_attention"] * STEP_EXTRA]
+    ropes = [text.rope_parameters[kind] for kind in kinds]
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "sliding_window",
+             "max_position_embeddings", "moe_intermediate_size", "share_expert_dim", "moe_router_scaling_factor",
+             "rms_norm_eps")  # fmt: skip
+    return {
+        **{name: getattr(text, name) for name in names},
+        "architectures": ["Step3p5ForCausalLM"],
+        "dtype": "float32",
+        "num_attention_heads": 4,
+        "num_attention_groups": text.num_key_value_heads,
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 6,
+            "num_attention_groups": text.num_key_value_heads,
+            "head_dim": text.head_dim,
+        },
+        "layer_types": kinds,
+        "rope_theta": [rope["rope_theta"] for rope in ropes],
+        "partial_rotary_factors": [rope.get("partial_rotary_factor", 1.0) for rope in ropes],
+        "moe_layers_enum": "1,2,3",
+        "moe_num_experts": text.n_routed_experts,
+        "moe_top_k": text.num_experts_per_tok,
+        "norm_expert_weight": True,
+        "swiglu_limits": [*text.swiglu_limits, *[0.0] * STEP_EXTRA],
+        "swiglu_limits_shared": [*text.swiglu_limits_shared, *[0.0] * STEP_EXTRA],
+        "num_nextn_predict_layers": STEP_EXTRA,
+        "num_mtp_layers": STEP_EXTRA,
+    }
+
+
+def test_step_3_5_has_the_logits_of_the_text_part_of_3_7(tmp_path: Path) -> None:
+    model, tokens, path = make_model(tmp_path / "whole", "Step3p7Config"), prompt(47), tmp_path / "published"
+    state = load_file(tmp_path / "whole" / "model.safetensors")
+    own = {name: t for name, t in state.items() if not name.startswith(("vision_model.", "vit_large_projector."))}
+    drafts = {name.replace(".layers.3.", f".layers.{4 + i}."): t.clone() for i in range(STEP_EXTRA)
+              for name, t in own.items() if ".layers.3." in name}  # fmt: skip
+    path.mkdir()
+    save_file({**own, **drafts}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(published_step(model.config.text_config)))
+    harness = Harness(path)
+    assert harness.spec.layer_heads == (4, 6, 4, 6)
+    assert_close(harness.prefill(tokens, chunk=16)[1], reference_logits(model, tokens))
+    assert held_bytes(harness.model) == resident_bytes(path, harness.spec, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limits": [0.0, -1.0, 0.0, 0.0, 0.0, 0.0]}, "swiglu_limits = "),
+        ({"swiglu_limits_shared": [7.0, 7.0]}, "2 swiglu_limits_shared for 4 layers"),
+        ({"attention_other_setting": {"num_attention_heads": 5, "num_attention_groups": 2}}, "5 attention heads"),
+    ],
+)
+def test_a_config_of_step_that_does_not_fit_together(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "whole", "Step3p7Config")
+    config = {**published_step(model.config.text_config), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CorruptModel, match=message):
+        read_spec(tmp_path)
+
+
+MIMO_AS_PUBLISHED = {
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "moe_layer_freq": [0, 1, 1, 1],
+    "swa_num_key_value_heads": 4,
+    "swa_num_attention_heads": 4,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "swa_rope_theta": 10_000.0,
+    "rope_theta": 5_000_000.0,
+    "partial_rotary_factor": 0.334,
+    "sliding_window": 19,
+    "sliding_window_size": 19,  # before the query
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "layernorm_epsilon": 1e-5,
+    "routed_scaling_factor": 1.5,
+}
+
+
+def test_mimo_v2_as_it_is_published(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, tokens = tiny_model_path("mimo_v2"), prompt(47)
+    path, written = shutil.copytree(folder, tmp_path / "published"), ("layer_types", "mlp_layer_types", "rms_norm_eps")
+    config = json.loads((path / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in (*written, "rope_parameters")}
+    (path / "config.json").write_text(json.dumps({**kept, **MIMO_AS_PUBLISHED}))
+    assert read_spec(path) == read_spec(folder)
+    assert_close(Harness(path).prefill(tokens, chunk=16)[1], reference_logits(load_reference(folder), tokens))
+
+
 def test_tensors_that_nobody_knows_are_named(tmp_path: Path) -> None:
     """Parts that see are left out knowingly; anything else is not."""
     _, path = disguised(tmp_path, DISGUISES["gemma3_that_sees"])
@@ -302,6 +401,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llama4", {"num_experts_per_tok": 2}, UnsupportedModel, "num_experts_per_tok = 2"),
     ("llama4", {"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "type sliding_attention"),
     ("afmoe", {"route_norm": False}, UnsupportedModel, "route_norm = False"),
+    ("mimo_v2", {"swa_head_dim": 48}, UnsupportedModel, "swa_head_dim = 48 beside head_dim = 24"),
+    ("mimo_v2", {"v_head_dim": 0}, CorruptModel, "v_head_dim = 0"),
     ("mistral4", {"n_group": 4}, UnsupportedModel, "n_group above 1"),
     ("minimax_m2", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func = 'softmax'"),
     ("hy_v3", {"route_norm": False}, UnsupportedModel, "route_norm"),

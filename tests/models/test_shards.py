@@ -45,6 +45,7 @@ from tests.models.harness import CPU, THOROUGH, ModelHarness, Sequence, assert_c
 from tests.models.sharded import STEPS, ShardedModel, even_shards, load_whole, run
 from tests.models.stored_experts import WAYS as STORED_EXPERTS
 from tests.models.stored_experts import fuse, gpt_oss, quantise_experts, rewrite, wide_moe
+from tests.models.vision_models import make_model
 from tests.threads import Threads
 from tests.tiny import FAMILIES, make_tiny_model
 
@@ -99,6 +100,14 @@ def test_two_shards_of_every_family(family: str, tiny_model_path: PathOf) -> Non
     assert_close(model.logits(TOKENS), whole_logits(path))
     for shard, own in zip(shards, model.stages[0], strict=True):
         assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+
+
+def test_shards_of_layers_with_other_heads_and_limits(tmp_path: Path) -> None:
+    make_model(tmp_path, "Step3p7Config")
+    beside = [shards_or_skip(tmp_path, 2, **uneven(tmp_path, 2))]
+    behind = [shards_or_skip(tmp_path, 1, layers=own) for own in (range(2), range(2, 4))]
+    for stages in (beside, behind):
+        assert_close(ShardedModel(tmp_path, *stages).logits(TOKENS), whole_logits(tmp_path))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

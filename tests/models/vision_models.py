@@ -60,6 +60,29 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "post_norm_eps": 0.01},
         {**_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4},
     ),
+    "Step3p7Config": (
+        "Step3p7ForConditionalGeneration",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "sliding_window": 20,
+            "num_sliding_attention_heads": 6,  # windowed layers have more heads than the others
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "share_expert_dim": 56,
+            "moe_router_scaling_factor": 2.5,
+            "swiglu_limits": [0.0, 0.0, 0.0, 0.4],
+            "swiglu_limits_shared": [None, 0.0, 0.5, 0.0],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {**_LAYERS, "mlp_ratio": 1.0},
+    ),
     "Glm4vConfig": (
         "Glm4vForConditionalGeneration",
         {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},

@@ -24,9 +24,9 @@ RECURRENT = (
 OTHERS = (
     "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "ernie4_5_moe", "dots1", "minimax_m2", "solar_open",
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
-    "afmoe", "exaone_moe", "granite_moe_shared",
+    "afmoe", "exaone_moe", "granite_moe_shared", "mimo_v2",
 )  # fmt: skip
-BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "mistral_large4", "minimax_m3_vl", "step3p7", "mimo_v2_flash")
+BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "inkling_text", "mistral_large4", "minimax_m3_vl")
 WITHOUT_GGUF = ("axk2", "flex_olmo")  # their tensors have no names in GGUF files
 TOKENS, STEPS = prompt(40), 8
 

@@ -49,13 +49,14 @@ def causal_conv(
 
 def gated_delta(
     library: Library | Pool, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor,
-    matrix: Tensor, step: StateStep, tiled: bool,
+    matrix: Tensor, step: StateStep, tiled: bool, beta_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     wide = [each.float() for each in (q, k, v, a, b)]
     out = torch.empty(v.shape)
     operation = NativeGatedDelta(
         *(each.data_ptr() for each in (*wide, out)), *(each.stride(0) for each in (*wide, out)),
         rate.data_ptr(), dt_bias.data_ptr(), matrix.data_ptr(), k.shape[1], v.shape[1], k.shape[2], v.shape[2], tiled,
+        beta_scale,
     )  # fmt: skip
     library.run_recurrent(operation, _rows(step))
     return out.to(v.dtype)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.gated import gated_reference
+from localllm.kernels.gated import gated_reference, limit_of, limited_product
 from localllm.kernels.launch import (
     INTERPRETED,
     TensorDescriptor,
@@ -59,6 +59,7 @@ def grouped_gemm(
 
     A plain weight has x's dtype. bias: [E, 2 * I] or [E, N]. out: where the result goes; None: into a new tensor.
     """
+    name, limit = limit_of(activation or "")
     values, scales = (weight.values, weight.scales) if isinstance(weight, ScaledExperts) else (weight, None)
     gated = is_gated(activation)
     num_outputs = weight.shape[1] // (2 if gated else 1)
@@ -66,13 +67,11 @@ def grouped_gemm(
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device) if out is None else out
     if not runs_triton(x, "experts"):
         return grouped_gemm_reference(out, x, lambda expert: weight[expert].float(), blocks, weights, activation, bias)
-    num_blocks = blocks.experts.numel()
-    if num_blocks == 0:
+    if blocks.experts.numel() == 0:
         return out
     in_blocks = isinstance(weight, ScaledExperts) and weight.in_blocks
     tile = grouped_gemm_tile(blocks.block_m, gated, x.dtype.itemsize, gpu_of(x.device), in_blocks=in_blocks)
-    block_n, block_k, kind = tile.block_n, tile.block_k, "float"
-    depth = values.shape[2]
+    block_n, block_k, depth, kind = tile.block_n, tile.block_k, values.shape[2], "float"
     if scales is not None:
         kind = "int8" if values.dtype == torch.int8 else "e4m3"
         values = values.view(torch.int16)  # two weights per element
@@ -81,7 +80,7 @@ def grouped_gemm(
     tma = (
         tile.tma and uses("expert TMA") and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
     )
-    _grouped_gemm_kernel[(num_blocks * cdiv(num_outputs, block_n),)](
+    _grouped_gemm_kernel[(blocks.experts.numel() * cdiv(num_outputs, block_n),)](
         x,
         values,
         _descriptor(values, block_n, block_k * values.shape[2] // depth) if tma else None,
@@ -96,7 +95,8 @@ def grouped_gemm(
         num_outputs,
         depth,
         TOP_K=weights.shape[1],
-        ACTIVATION=activation or "",
+        ACTIVATION=name,
+        LIMIT=limit,
         KIND=kind,
         BLOCKS=in_blocks,
         PTX=not INTERPRETED and torch.version.hip is None,
@@ -253,6 +253,7 @@ def _grouped_gemm_kernel(
     K,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": the second product
+    LIMIT: tl.constexpr,  # of the activation and of up; 0: there is none
     KIND: tl.constexpr,  # "float", or "int8" or "e4m3": then an element of the weights is an int16 of two
     BLOCKS: tl.constexpr,  # 128 x 128 weights share a scale; a tile lies in one block
     PTX: tl.constexpr,
@@ -322,7 +323,7 @@ def _grouped_gemm_kernel(
     y = finish_outputs(y, bias_ptr, output_scales, first + n, n < N)
     if GATED:
         up = tl.trans(up_acc) if SWAP else up_acc
-        y = activate(y, finish_outputs(up, bias_ptr, output_scales, first + N + n, n < N), ACTIVATION)
+        y = activate(y, finish_outputs(up, bias_ptr, output_scales, first + N + n, n < N), ACTIVATION, LIMIT)
         targets = places
     elif FIRST:
         y = squared_relu(y)
@@ -399,9 +400,12 @@ def squared_relu(y):
 
 
 @triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     """Return activation(gate) * up in fp32."""
-    if ACTIVATION == "silu":
+    if LIMIT > 0:
+        tl.static_assert(ACTIVATION == "silu")
+        return limited_product(gate * tl.sigmoid(gate), up, LIMIT)
+    elif ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "gelu":
         return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.kernels.gated import limit_of
 from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.moe.align import Alignment
 from localllm.kernels.moe.grouped_gemm import (
@@ -44,7 +45,7 @@ def planar_gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     """Do grouped_gemm with planar experts."""
-    gated = is_gated(activation)
+    gated, (name, limit) = is_gated(activation), limit_of(activation or "")
     num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device) if out is None else out
@@ -80,7 +81,8 @@ def planar_gemm(
         planes.columns,
         **constants(planes, x.dtype),
         TOP_K=weights.shape[1],
-        ACTIVATION=activation or "",
+        ACTIVATION=name,
+        LIMIT=limit,
         SINGLE=blocks.is_single,
         BLOCK_M=blocks.block_m,
         BLOCK_N=tile.block_n,
@@ -143,6 +145,7 @@ def _planar_gemm_kernel(
     ASSEMBLY: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": the second product
+    LIMIT: tl.constexpr,  # of the activation and of up; 0: there is none
     SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -236,7 +239,7 @@ def _planar_gemm_kernel(
         acc += tl.load(bias_ptr + outputs, mask=in_n, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_N, BLOCK_M)), (1, 2, 0)))
-        y = tl.trans(activate(gate, up, ACTIVATION))
+        y = tl.trans(activate(gate, up, ACTIVATION, LIMIT))
         targets = places
     elif FIRST:
         y = tl.trans(squared_relu(acc))

@@ -38,7 +38,7 @@ from localllm.models.decoder.layer import (
     SummedLayer,
 )
 from localllm.models.decoder.mixers import build_latent_attention, build_recurrence
-from localllm.models.decoder.mixture import build_far_mlp, build_mixture
+from localllm.models.decoder.mixture import build_far_mlp, build_mixture, mlp_activation
 from localllm.models.layers.attention import (
     Attention,
     Clip,
@@ -47,6 +47,7 @@ from localllm.models.layers.attention import (
     HeadsChange,
     SplitWholeNorm,
     WholeNorm,
+    WidenedValues,
     alibi_slopes,
     distance_buckets,
 )
@@ -56,8 +57,8 @@ from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
 from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
-from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape
-from localllm.models.spec.shard import Shard, in_width, kv_heads_of, local_spec, whole_shard
+from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape, query_heads
+from localllm.models.spec.shard import Shard, heads_of, in_width, kv_heads_of, local_spec, whole_shard
 from localllm.models.weights.source import (
     EMBEDDING,
     AlikeLayers,
@@ -222,6 +223,8 @@ class DecoderBuilder:
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self.norm
+        if kind.part == "recurrent":
+            topology = self.spec.recurrent_topology or topology
         if topology == "single":
             is_mixer = kind.part not in ("mlp", "moe")
             part = self._mixer(index, prefix) if is_mixer else self.mlp(index, f"{prefix}mlp.")
@@ -327,31 +330,35 @@ class DecoderBuilder:
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix, index)
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
-        q_size = spec.num_heads * dim
-        rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
-        names = ["gate", *made] if spec.attention_gate == "matrix" else list(made)
+        heads, own = query_heads(spec, index), heads_of(spec, self.shard, index)
+        q_size, gates = heads * dim, {None: 0, "heads": 1}.get(spec.attention_gate, dim)  # the gates of a head
+        kept = (len(made) - 1) * dim if spec.value_dim is None else dim + spec.value_dim
+        rows, width = gates * heads + q_size + kept * kv_heads, spec.value_dim or dim  # width: that o_proj reads
+        names = ["gate", *made] if spec.attention_gate in ("matrix", "heads") else list(made)
         stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, num_inputs or spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order(index))
         out = self.share.row_parallel(
             f"{prefix}o_proj",
-            (spec.hidden_size, q_size),
-            range(self.shard.heads.start * dim, self.shard.heads.stop * dim),
-            tuple(count * dim for count in self.shard.counts.heads),
+            (spec.hidden_size, heads * width),
+            range(own.start * width, own.stop * width),
+            tuple(count * heads // spec.num_heads * width for count in self.shard.counts.heads),
             bias=spec.attention_out_bias,
         )
         return Attention(
             qkv,
             out,
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            before_rotation=list(self._qk_transforms(prefix)),
+            before_rotation=list(self._changes_of_heads(index, prefix)),
             qk_norm=self._head_norm(index, prefix),
             norm_last=spec.qk_norm_last,
             softcap=spec.attention_softcap,
-            sinks=self._sinks(prefix),
+            sinks=self._sinks(index, prefix),
             alibi_slopes=self._alibi_slopes(),
             distance_bias=self._distance_bias(prefix),
             made=made,
-            gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
+            gate_size=gates * len(own),
+            gate_activation=spec.gate_activation,
+            value_dim=spec.value_dim,
         )
 
     def _cross_attention(self, prefix: str) -> CrossAttention:
@@ -394,23 +401,29 @@ class DecoderBuilder:
         if shard.is_whole and not is_turned and gate != "interleaved":
             return None
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
-        own_kv = kv_heads_of(spec, shard, index)
-        first_key = (1 if gate is None else 2) * spec.num_heads
-        first_value = first_key + kv_heads
-        rows = torch.arange((first_key + (len(made) - 1) * kv_heads) * dim, device="cpu").view(-1, dim)
+        heads, own, own_kv = query_heads(spec, index), heads_of(spec, shard, index), kv_heads_of(spec, shard, index)
+        first_key = (1 if gate in (None, "heads") else 2) * heads
+        rows = torch.arange((first_key + kv_heads) * dim, device="cpu").view(-1, dim)
+        values = torch.arange(kv_heads * (spec.value_dim or dim), device="cpu").view(kv_heads, -1) + rows.numel()
         if gate == "interleaved":
-            queries, gates = [2 * head for head in shard.heads], [2 * head + 1 for head in shard.heads]
+            queries, gates = [2 * head for head in own], [2 * head + 1 for head in own]
         else:
-            queries = [first_key - spec.num_heads + head for head in shard.heads]
-            gates = [] if gate is None else list(shard.heads)
+            queries = [first_key - heads + head for head in own]
+            gates = list(own) if gate == "matrix" else []
         keys = [first_key + head for head in own_kv if "k" in made]
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, dim)
             rows[queries + keys] = rows[queries + keys][:, head]
-        return rows[[*gates, *queries, *keys, *(first_value + head for head in own_kv if "v" in made)]].flatten()
+        own_values = values[list(own_kv) if "v" in made else []]
+        order = torch.cat((rows[[*gates, *queries, *keys]].flatten(), own_values.flatten()))
+        if gate != "heads":
+            return order
+        return torch.cat((torch.arange(own.start, own.stop, device="cpu"), heads + order))
 
-    def _qk_transforms(self, prefix: str) -> Iterable[HeadsChange]:
+    def _changes_of_heads(self, index: int, prefix: str) -> Iterable[HeadsChange]:
         spec = self.spec
+        if spec.value_dim is not None:
+            yield WidenedValues(len(kv_heads_of(spec, self.shard, index)), spec.value_dim, kv_shape(spec, index)[1])
         if spec.clip_qkv is not None:
             yield Clip(spec.clip_qkv)
         if spec.qk_norm == "whole":
@@ -466,7 +479,7 @@ class DecoderBuilder:
         if spec.qk_norm != "head":
             return None
         dim, keeps = kv_shape(spec, index)[1], keeps_kv(spec, index)
-        own = {"q": len(shard.heads), "k": len(kv_heads_of(spec, shard, index))}
+        own = {"q": len(heads_of(spec, shard, index)), "k": len(kv_heads_of(spec, shard, index))}
         stored = [(name, count) for name, count in own.items() if name == "q" or keeps]
         each = [self.weights.take([f"{prefix}{n}_norm.weight"], (dim,)).expand(count, -1) for n, count in stored]
         weight = self._in_order_of_rows(torch.cat(each))
@@ -475,8 +488,9 @@ class DecoderBuilder:
             weight = torch.cat((weight, weight.new_ones(own["k"], dim)))
         return RMSNorm(weight, spec.norm.eps)
 
-    def _sinks(self, prefix: str) -> Tensor | None:
-        if not self.spec.attention_sinks:
+    def _sinks(self, index: int, prefix: str) -> Tensor | None:
+        each = self.spec.layer_has_sinks
+        if not (each[index] if each else self.spec.attention_sinks):
             return None
         heads = self.shard.heads
         return self.weights.take([f"{prefix}sinks"], (self.spec.num_heads,), dtype=torch.float32, rows=heads)
@@ -523,6 +537,6 @@ class DecoderBuilder:
             shared = None if self.shard.is_whole else (self.group, width)
             return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype, shared))
         if not spec.mlp_factors:
-            return GatedMLP(up, down, spec.hidden_act)
+            return GatedMLP(up, down, mlp_activation(spec, index))
         factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))
         return GatedMLP(ScaledOutputs(up, factors.to(self.weights.device)), down, spec.hidden_act)

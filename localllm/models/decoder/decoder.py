@@ -36,7 +36,7 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import FINAL_HIDDEN, ModelSpec, group_of_layers, kv_groups
+from localllm.models.spec.model_spec import FINAL_HIDDEN, ModelSpec, group_of_layers, kv_groups, query_heads
 
 
 class Taps:
@@ -242,15 +242,14 @@ class DecoderModel:
     ) -> dict[_StepKey, AttentionStep]:
         valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         query_scales = {rotated: self._query_scale(inputs.positions, rotated=rotated) for rotated in (False, True)}
-        heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-        index = self.spec.index
+        index, latent = self.spec.index, self.spec.latent
         choice = ChosenKeys()
         plans: dict[int, AttentionPlan] = {}
         sparse: dict[int, SparseStep] = {}
         vision = self.spec.vision
         causal = inputs if inputs.key_limits is None else replace(inputs, key_limits=None)
         steps: dict[_StepKey, AttentionStep] = {}
-        for key, kept in zip(self._steps, cache, strict=True):
+        for layer, (key, kept) in enumerate(zip(self._steps, cache, strict=True)):
             kind, group = key
             if key in steps or group < 0:
                 continue
@@ -262,7 +261,8 @@ class DecoderModel:
                 if index is not None:
                     chosen, seen = sparse_step(seen, own, kv.k.shape[2], index.topk, choice)
                     sparse |= {} if chosen is None else {group: chosen}
-                plans[group] = plan_step(seen, own, kv.k, heads, window)
+                heads = query_heads(self.spec, layer)
+                plans[group] = plan_step(seen, own, kv.k, heads if latent is None else heads_at_once(heads), window)
             table = self.rope_table(kind)
             steps[key] = AttentionStep(
                 plans[group],

@@ -6,7 +6,8 @@ Canonical names, below `model.layers.N.`:
                     kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj (DeepSeek's names), and of an indexer
                     indexer.wq_b, wk, k_norm, weights_proj
     short_conv      conv.in_proj, conv.conv, conv.out_proj
-    gated_delta     linear_attn.in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log, dt_bias, norm, out_proj
+    gated_delta     linear_attn.in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log, dt_bias, norm, out_proj;
+                    with separate inputs in_proj_q, in_proj_k, in_proj_v, and conv1d or q_conv1d, k_conv1d, v_conv1d
     mamba2          mamba.in_proj, conv1d, A_log, dt_bias, D, norm, out_proj
 
 A checkpoint that stores -exp(A_log) instead has the name `A`.
@@ -165,16 +166,18 @@ def _gated_delta(spec: ModelSpec, recurrent: RecurrentSpec, share: ShardWeights,
         z = whole.parts[0]
         b = z + whole.parts[1]
         order = torch.cat((channels, z + values, b + own, b + whole.value_heads + own))
-    stems = [f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+    inputs = ("q", "k", "v") if recurrent.separate_inputs else ("qkv",)
+    stems = [f"{prefix}in_proj_{part}" for part in (*inputs, "z", "b", "a")]
     return GatedDeltaNet(
         weights.linear(stems, (sum(whole.parts), hidden), order=order),
         _convolution(recurrent, weights, f"{prefix}conv1d", channels)[0],
         _rate(recurrent, weights, prefix, own),
         _own(weights.take([f"{prefix}dt_bias"], (whole.value_heads,), dtype=torch.float32), own),
         weights.take([f"{prefix}norm.weight"], (heads.value_dim,), dtype=torch.float32),
-        spec.norm.eps,
+        spec.norm.eps if recurrent.norm_eps is None else recurrent.norm_eps,
         _out_of_heads(recurrent, share, f"{prefix}out_proj", hidden),
         heads,
+        beta_scale=recurrent.beta_scale,
     )
 
 
@@ -258,10 +261,15 @@ def _convolution(
     recurrent: RecurrentSpec, weights: TensorSource, stem: str, own: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the taps [channels, K] of a depthwise convolution, and its bias. own: channels to take; None: all."""
-    channels = recurrent.conv_channels
-    taps = weights.values(f"{stem}.weight", (channels, recurrent.conv_kernel), dtype=torch.float32)
+    channels, taps = recurrent.conv_channels, recurrent.conv_kernel
+    if recurrent.separate_inputs and not weights.has(f"{stem}.weight"):
+        prefix, _, last = stem.rpartition(".")
+        names = [f"{prefix}.{part}_{last}.weight" for part in "qkv"]
+        weight = weights.take(names, (channels, 1, taps), dtype=torch.float32).view(channels, taps)
+    else:
+        weight = weights.values(f"{stem}.weight", (channels, taps), dtype=torch.float32)
     bias = weights.take([f"{stem}.bias"], (channels,), dtype=torch.float32) if recurrent.conv_bias else None
-    return _own(taps, own), None if bias is None else _own(bias, own)
+    return _own(weight, own), None if bias is None else _own(bias, own)
 
 
 def _rate(recurrent: RecurrentSpec, weights: TensorSource, prefix: str, own: Tensor | None) -> Tensor:

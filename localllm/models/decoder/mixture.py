@@ -16,6 +16,7 @@ import torch
 from localllm.errors import UnsupportedOption
 from localllm.kernels.cpu.native.structures import OUTPUTS
 from localllm.kernels.cpu.pack import native_nbytes
+from localllm.kernels.gated import limited
 from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.far import FarExperts, FarMLP
@@ -58,12 +59,17 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, la
         experts,
         routing,
         correction,
-        _shared(spec, mixture, share, prefix),
+        _shared(spec, mixture, share, layer, prefix),
         shared_gate,
         expert_scale=expert_scale,
         own=None if len(own) == mixture.num_experts else own,
         latent=_latent(spec, mixture, weights, prefix),
     )
+
+
+def mlp_activation(spec: ModelSpec, layer: int) -> str:
+    """Return the activation of a layer's feed-forward part, or of its shared expert."""
+    return limited(spec.hidden_act, spec.layer_limits[layer] if spec.layer_limits else 0.0)
 
 
 def held_experts(mixture: MoE) -> int:
@@ -120,7 +126,7 @@ def build_far_mlp(spec: ModelSpec, far: FarWeights, layer: int) -> FarMLP:
     """Build the feed-forward part of a dense layer in RAM (`why_not_far`)."""
     first, last = _mlp_matrices(spec, far.source, layer)
     biases = [None if each.bias is None else each.bias[None] for each in (first, last)]
-    activation, pair = spec.hidden_act, (first.weight, last.weight)
+    activation, pair = mlp_activation(spec, layer), (first.weight, last.weight)
     arena = far.crossing.arena
     records = None if arena is None else arena.records(1, [pair], biases)
     if records is None:
@@ -149,7 +155,9 @@ def _mlp_matrices(spec: ModelSpec, weights: TensorSource, layer: int) -> tuple[L
 
 def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int) -> Experts | FarExperts:
     """Build the shard's experts, or its features of all experts."""
-    bias, activation, stem = mixture.expert_bias, mixture.activation or spec.hidden_act, _stem(layer)
+    bias, stem = mixture.expert_bias, _stem(layer)
+    limit = mixture.layer_limits[layer] if mixture.layer_limits else 0.0
+    activation = limited(mixture.activation or spec.hidden_act, limit)
     far = share.far if share.far is not None and layer in share.far.layers else None
     weights = share.source if far is None else far.source
     first, last = _matrices(spec, mixture)
@@ -164,16 +172,16 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: 
             in_ram = RecordMatrices(records, "gate_up"), RecordMatrices(records, "down")
             return FarExperts(Experts(*in_ram, activation, *records.biases()), far.crossing, spec, records)
     if share.alike is not None and far is None:
-        return share.alike.experts(layer, lambda: _held_experts(spec, mixture, share, weights, stem))
-    experts = _held_experts(spec, mixture, share, weights, stem)
+        return share.alike.experts(layer, lambda: _held_experts(spec, mixture, share, weights, stem, activation))
+    experts = _held_experts(spec, mixture, share, weights, stem, activation)
     return experts if far is None else FarExperts(experts, far.crossing, spec)
 
 
 def _held_experts(
-    spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, weights: TensorSource, stem: str
+    spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, weights: TensorSource, stem: str, activation: str
 ) -> Experts:
     """Build the shard's experts from a source, one matrix after another."""
-    width, bias, activation = mixture.intermediate_size, mixture.expert_bias, mixture.activation or spec.hidden_act
+    width, bias = mixture.intermediate_size, mixture.expert_bias
     own, features, (first, last) = share.shard.experts, share.shard.expert_features, _matrices(spec, mixture)
     held = _held_features(share, stem, width)
     gate_up, gate_up_bias = weights.experts(
@@ -216,7 +224,9 @@ def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
     return held
 
 
-def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | MLP | None:
+def _shared(
+    spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, layer: int, prefix: str
+) -> GatedMLP | MLP | None:
     width, hidden, features = mixture.shared_size, spec.hidden_size, share.shard.shared_features
     if not width:
         return None
@@ -225,4 +235,4 @@ def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: 
     down = share.row_parallel(
         f"{prefix}shared_expert.down_proj", (hidden, width), features, share.shard.counts.shared_features
     )
-    return (GatedMLP if spec.mlp_gated else MLP)(first, down, spec.hidden_act)
+    return (GatedMLP if spec.mlp_gated else MLP)(first, down, mlp_activation(spec, layer))

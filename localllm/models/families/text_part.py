@@ -24,6 +24,7 @@ _VISION = (
     "connector",
     "vision_adapter",
     "vision_projection",
+    "vit_large_projector",
 )
 _ALONE = ("image_newline",)  # tensors of the whole model that the text part does not have
 

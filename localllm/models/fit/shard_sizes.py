@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, group_token_bytes
@@ -211,10 +212,10 @@ def _head_elements(spec: ModelSpec, *, repeats_kv: bool) -> tuple[float, float]:
         key_value = latent.latent_size * (latent.nope_size + latent.value_size)
         fixed = hidden * latent.cached_size + hidden * (latent.q_latent_size or 0)
         return query + key_value + latent.value_size * hidden, fixed
-    row = spec.head_dim * hidden
+    row, heads = spec.head_dim * hidden, fmean(spec.layer_heads or (spec.num_heads,))
     if repeats_kv:
-        return 2 * row, 2 * row
-    return 2 * row * spec.num_heads / spec.num_kv_heads + 2 * row, 0
+        return 2 * row * heads / spec.num_heads, 2 * row
+    return 2 * row * heads / spec.num_kv_heads + 2 * row, 0
 
 
 def _dense_layers(spec: ModelSpec, layers: range) -> int:
@@ -300,11 +301,12 @@ def _division_of_heads(spec: ModelSpec, size: int, weights: Sequence[float]) -> 
     """Return heads in proportion to the weights; with more ranks than KV heads, query heads within each group."""
     if spec.latent is not None:
         return proportional(spec.num_heads, weights)
-    if spec.layer_kv_shapes:  # a rank's heads must not be in parts of several groups of any layer
+    repeats = _repeats_kv(spec, size)
+    if spec.layer_kv_shapes or (spec.layer_heads and repeats):  # whole heads, of one group, in every layer
         heads = even_heads(spec, size)
         assert heads is not None, "such a division is refused before"
         return heads
-    if not _repeats_kv(spec, size):
+    if not repeats:
         return proportional(spec.num_kv_heads, weights)
     copies, group = size // spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     groups = [weights[first : first + copies] for first in range(0, size, copies)]

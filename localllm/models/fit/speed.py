@@ -21,6 +21,7 @@ Does not know: which models there are, how the machine was measured.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from localllm.models.fit.far import (
 from localllm.models.fit.memory_plan import MemoryPlan, SpeechWork, TokenWork
 from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.fit.shard_sizes import layer_multiplies
-from localllm.models.spec.model_spec import ModelSpec, layer_window
+from localllm.models.spec.model_spec import ModelSpec, layer_window, query_heads
 from localllm.units import format_count, format_seconds
 
 SpeedRange = tuple[float, float]
@@ -135,9 +136,11 @@ def work_of(
 
 def _context_multiplies(spec: ModelSpec) -> tuple[tuple[int | None, float], ...]:
     """Return (window, multiply-adds of a token with each position that it sees) of the layers with attention."""
-    each = 2.0 * spec.num_heads * spec.head_dim
-    windows = [layer_window(spec, layer) for layer in range(spec.num_layers) if spec.has_attention(layer)]
-    return tuple((window, each * windows.count(window)) for window in dict.fromkeys(windows))
+    heads: Counter[int | None] = Counter()
+    for layer in range(spec.num_layers):
+        if spec.has_attention(layer):
+            heads[layer_window(spec, layer)] += query_heads(spec, layer)
+    return tuple((window, 2.0 * count * spec.head_dim) for window, count in heads.items())
 
 
 def predict(plan: MemoryPlan, hardware: Hardware) -> PlanSpeeds | None:

@@ -74,7 +74,7 @@ def _meta_fp8(weight: Tensor) -> QuantizedWeight:
     return meta_fp8((weight.shape[0], weight.shape[1]), in_blocks=False, static=False)
 
 
-_QUANTIZED = ("_proj", ".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz")
+_QUANTIZED = ("_proj", *(f".in_proj_{inputs}" for inputs in ("qkv", "q", "k", "v", "z", "qkvz")))
 """How the stems of matrices end that are quantised at load."""
 AT_LOAD: Mapping[str, AtLoad] = {
     "int4": AtLoad(lambda weight: quantize_int4(weight, GROUP), _meta_int4, GROUP),

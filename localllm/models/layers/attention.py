@@ -43,13 +43,17 @@ from localllm.models.layers.norm import RMSNorm
 from localllm.models.spec.model_spec import QueryGrowth, kv_groups
 
 _HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
+_GATES: dict[str, tuple[Callable[[Tensor], Tensor], Activation]] = {
+    "sigmoid": (torch.sigmoid, Activation.SIGMOID),
+    "softplus": (F.softplus, Activation.SOFTPLUS),
+}
 
 
 class HeadsChange(Protocol):
     """A change of q, k and v before the rotation."""
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """Change qkv [T, size] in place and return it."""
+        """Return qkv [T, size] changed, which may be the same tensor."""
         ...
 
     def native_fields(self, writer: Writer) -> dict[str, Any]:
@@ -153,6 +157,23 @@ class Clip:
 
     def native_fields(self, writer: Writer) -> dict[str, Any]:
         return {"clip": self.limit}
+
+
+class WidenedValues:
+    """Widen the heads of v, which come last, with zeros to the size of the others, as the cache keeps them."""
+
+    __slots__ = ("head_dim", "heads", "size")
+
+    def __init__(self, heads: int, size: int, head_dim: int) -> None:
+        self.heads, self.size, self.head_dim = heads, size, head_dim
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        first = qkv.shape[1] - self.heads * self.size
+        values = F.pad(qkv[:, first:].unflatten(1, (self.heads, self.size)), (0, self.head_dim - self.size))
+        return torch.cat((qkv[:, :first], values.flatten(1)), 1)
+
+    def native_fields(self, writer: Writer) -> dict[str, Any]:
+        raise NotSupportedNatively("values narrower than keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +321,8 @@ class CrossAttention:
 
 class Attention:
     __slots__ = (
-        "alibi_slopes", "before_rotation", "distance_bias", "gate_size", "made", "norm_last", "out", "qk_norm",
-        "qkv", "scale", "sinks", "softcap",
+        "alibi_slopes", "before_rotation", "distance_bias", "gate_activation", "gate_size", "made", "norm_last", "out",
+        "qk_norm", "qkv", "scale", "sinks", "softcap", "value_dim",
     )  # fmt: skip
 
     def __init__(
@@ -319,10 +340,14 @@ class Attention:
         distance_bias: Tensor | None = None,
         made: Heads = "qkv",
         gate_size: int = 0,
+        gate_activation: str = "sigmoid",
+        value_dim: int | None = None,
     ) -> None:
         self.qkv, self.out = qkv, out
         self.made: Heads = made  # the heads that qkv makes; q: the layer reads the cache of another one
-        self.gate_size = gate_size  # first outputs of qkv: the gate on what attention returns, before its sigmoid
+        self.gate_size = gate_size  # first outputs of qkv: gates on what attention returns, of each number or each head
+        self.gate_activation = gate_activation  # sigmoid, softplus
+        self.value_dim = value_dim  # first numbers of each head that attention returns; None: all
         self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/attention.py)
         self.qk_norm = qk_norm  # weight [heads, head_dim]: q's for each head, then k's, then v's if v is normed
         self.norm_last = norm_last  # q and k are normed after the rotation
@@ -337,7 +362,7 @@ class Attention:
         if self.qk_norm is None:
             return False
         heads, head_dim = self.qk_norm.weight.shape
-        made = self.qkv.weight.shape[0] // head_dim
+        made = (self.qkv.weight.shape[0] - self.gate_size) // head_dim
         return (self.made == "qk" and heads > made) or (self.made == "qkv" and heads == made)
 
     @property
@@ -376,7 +401,11 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return unfinished(self.out, attended if gate is None else attended.mul_(gate.sigmoid()))
+        if self.value_dim is not None:
+            attended = attended.unflatten(1, (-1, kv.head_dim))[..., : self.value_dim].flatten(1)
+        if gate is not None:
+            attended.unflatten(1, (self.gate_size, -1)).mul_(_GATES[self.gate_activation][0](gate)[:, :, None])
+        return unfinished(self.out, attended)
 
     def write(self, writer: Writer, kind: Any, kv: LayerKV, norm: Any) -> None:
         """Write the operations up to the last projection; the result is in the writer's buffer `attended`."""
@@ -385,7 +414,8 @@ class Attention:
         writer.attend(description, self.gate_size)
         if self.gate_size:
             width = description.heads * description.head_dim
-            writer.multiply(writer.qkv, 0, writer.attended, 0, width, Activation.SIGMOID)
+            activation = _GATES[self.gate_activation][1]
+            writer.multiply(writer.qkv, 0, writer.attended, 0, width, activation, factors=self.gate_size)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
         """Write the last projection: added to the stream, or written to another buffer."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
-from localllm.kernels.gated import ACTIVATIONS, gated
+from localllm.kernels.gated import ACTIVATIONS, gated, limit_of
 from localllm.kernels.rms_norm import normed
 from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished
@@ -63,7 +63,7 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
-        assert callable(activation) or activation in ACTIVATIONS, activation
+        assert callable(activation) or limit_of(activation)[0] in ACTIVATIONS, activation
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
@@ -75,7 +75,7 @@ class GatedMLP:
 
     def write(self, writer: Writer, norm: Any) -> None:
         """Write the operations up to the last matrix; the result is in the writer's buffer `features`."""
-        writer.gated(self.gate_up, norm, writer.activation)
+        writer.gated(self.gate_up, norm, self.activation)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
         """Write the last matrix: added to the stream, or written to another buffer."""

@@ -31,7 +31,7 @@ from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.group import Group
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
-from localllm.models.layers.native_writer import ACTIVATIONS, Buffer, NotSupportedNatively, Writer, sizes
+from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer, gated_fields, sizes
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
@@ -92,7 +92,7 @@ class Experts:
         self.down = pack_experts(down) if isinstance(down, Tensor) else down  # [E, H, I]
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.padding = padding  # inputs of `down` before and after those that gate_up makes: zeros
-        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped; relu2: gate_up [E, I, H] has no gate
+        self.activation = activation  # relu2: gate_up [E, I, H] has no gate. Others, gated: as kernels/gated.py
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
@@ -125,7 +125,7 @@ class Experts:
         writer.expert_features.widen(top_k * width)
         writer.plan(
             Op.EXPERTS_GATED, writer.stream, writer.expert_features, experts=chosen, norm=writer.normed_by(norm),
-            matrix=sizes(width), activation=ACTIVATIONS[self.activation],
+            matrix=sizes(width), **gated_fields(self.activation),
         )  # fmt: skip
 
     def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0) -> None:

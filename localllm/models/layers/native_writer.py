@@ -33,6 +33,7 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
+from localllm.kernels.gated import limit_of
 from localllm.kernels.layer_cache import LayerCache, LayerKV, LayerState
 from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
@@ -50,6 +51,12 @@ ACTIVATIONS = {
     "quick_gelu": Activation.QUICK_GELU,
     "swiglu_clamped": Activation.SWIGLU_CLAMPED,
 }
+
+
+def gated_fields(activation: str) -> dict[str, Any]:
+    """Return the fields of an operation with a gated activation."""
+    name, limit = limit_of(activation)
+    return {"activation": ACTIVATIONS[name], "limit": limit}
 
 
 class NotSupportedNatively(Exception):
@@ -216,7 +223,11 @@ class Writer:
         self.plan(Op.SHRINK, source, source, matrix=sizes(inputs), norm=self.normed_by(norm), low_rank=addresses[0])
         return addresses
 
-    def gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
+    def gated(self, gate_up: object, norm: Any, activation: str | Callable[[Tensor], Tensor]) -> None:
+        """Write the gated activation of a projection. activation: as in kernels/gated.py."""
+        if callable(activation):
+            raise NotSupportedNatively("a gate that is cut off")
+        fields = gated_fields(activation)
         if not isinstance(gate_up, Linear):
             raise NotSupportedNatively("a gate with factors")
         matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
@@ -225,12 +236,12 @@ class Writer:
             self.stream.widen(gate_up.weight.shape[1])
             (low_rank,) = self._low_ranks(gate_up, matrices, self.stream, norm)
             self.plan(
-                Op.GATED, self.stream, self.features, matrix=matrices[0], norm=self.normed_by(norm),
-                activation=activation, low_rank=low_rank,
+                Op.GATED, self.stream, self.features, matrix=matrices[0], norm=self.normed_by(norm), low_rank=low_rank,
+                **fields,
             )  # fmt: skip
             return
         self._products(gate_up, self.stream, self.gate_up, norm)
-        self.plan(Op.GATE, self.gate_up, self.features, matrix=sizes(width), activation=activation)
+        self.plan(Op.GATE, self.gate_up, self.features, matrix=sizes(width), **fields)
 
     def attend(self, attention: NativeAttention, offset: int = 0) -> None:
         """Attend from the heads in `qkv`, from column `offset` on. The result is in `attended`."""
@@ -269,12 +280,12 @@ class Writer:
 
     def multiply(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int,
-        activation: Activation = Activation.NONE,
+        activation: Activation = Activation.NONE, *, factors: int | None = None,
     ) -> None:  # fmt: skip
-        """Multiply `width` columns of the target with the activation of as many of the source."""
-        self.plan(
-            Op.MULTIPLY, source, target, offset, source_offset, matrix=sizes(width), activation=activation
-        )  # fmt: skip
+        """Multiply `width` columns of the target with the activation of as many of the source, or of fewer: `factors`,
+        each of which multiplies as many columns, one after another."""
+        matrix = NativeMatrix(outputs=width, inputs=factors or width)
+        self.plan(Op.MULTIPLY, source, target, offset, source_offset, matrix=matrix, activation=activation)
 
     def scale_stream(self, index: int, factor: float) -> None:
         """Multiply the stream by a number, which is kept in column `index` of a buffer of all layers' numbers."""

@@ -1,7 +1,7 @@
 """Recurrent layers: project, convolve, run the recurrence, gate and norm, project.
 
     ShortConv       LFM2: y = out(C * conv(B * x)), where B, C and x come from one matrix
-    GatedDeltaNet   Qwen3-Next, Qwen3.5: the delta rule, norm, gate
+    GatedDeltaNet   Qwen3-Next, Qwen3.5, OLMo Hybrid: the delta rule, norm, gate
     Mamba2          Granite 4 H, Nemotron-H, Bamba, Falcon-H1: scan, gate, norm
 
 In a decode step's list (native_writer.py) a recurrent layer is, up to its last projection:
@@ -90,18 +90,20 @@ class DeltaHeads(NamedTuple):
 class GatedDeltaNet:
     """The state has a conv tensor of the channels [q | k | v], and a matrix [value_heads, key_dim, value_dim]."""
 
-    __slots__ = ("dt_bias", "eps", "heads", "in_proj", "norm", "out", "rate", "weight")
+    __slots__ = ("beta_scale", "dt_bias", "eps", "heads", "in_proj", "norm", "out", "rate", "weight")
 
     def __init__(
         self, in_proj: Linear, weight: Tensor, rate: Tensor, dt_bias: Tensor, norm: Tensor, eps: float,
-        out: Projection, heads: DeltaHeads,
+        out: Projection, heads: DeltaHeads, *, beta_scale: float = 1.0,
     ) -> None:  # fmt: skip
         """in_proj: outputs [q | k | v | z | b | a], each part's heads one after the other; the matrices of a checkpoint
         are stacked, and those that it groups by key head (Qwen3-Next's qkvz and ba) reordered.
 
         weight [channels, K] or [channels, 1, K]: the convolution's, as stored. rate [value_heads]: -exp(A_log) in fp32.
         norm [value_dim]: the weight of the norm before the gate, which is stored as it is applied (not minus 1).
+        beta_scale: as kernels/gated_delta.py defines it.
         """
+        self.beta_scale = beta_scale
         self.in_proj, self.out, self.heads, self.eps = in_proj, out, heads, eps
         self.weight = as_taps(weight)
         self.rate, self.dt_bias, self.norm = (each.float().contiguous() for each in (rate, dt_bias, norm))
@@ -125,7 +127,10 @@ class GatedDeltaNet:
         q, k, v = mixed.split([keys, keys, heads.value_heads * heads.value_dim], dim=1)
         q, k = (each.view(tokens, heads.key_heads, heads.key_dim) for each in (q, k))
         v = v.view(tokens, heads.value_heads, heads.value_dim)
-        return gated_delta(q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step, tiled=heads.tiled)
+        return gated_delta(
+            q, k, v, a, b, self.rate, self.dt_bias, state.matrix, step,
+            tiled=heads.tiled, beta_scale=self.beta_scale,
+        )  # fmt: skip
 
     def write(self, writer: Writer, state: LayerState, norm: Any) -> None:
         """Write the operations up to the last projection; the result is in the writer's buffer `recurred`."""
@@ -139,7 +144,7 @@ class GatedDeltaNet:
         rule = NativeGatedDelta(
             rate=writer.address(self.rate), dt_bias=writer.address(self.dt_bias), states=state.matrix.data_ptr(),
             key_heads=heads.key_heads, heads=heads.value_heads, key_dim=heads.key_dim, value_dim=heads.value_dim,
-            is_tiled=heads.tiled,
+            is_tiled=heads.tiled, beta_scale=self.beta_scale,
         )  # fmt: skip
         writer.recurrent(
             Op.DELTA, rule, q=(writer.mixed, 0), k=(writer.mixed, keys), v=(writer.mixed, 2 * keys),

@@ -33,6 +33,8 @@ class MixtureSpec:
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False
     activation: str | None = None  # None: the model's hidden_act
+    layer_limits: tuple[float, ...] = ()
+    """Per layer the limit of the experts' activation, as of `ModelSpec.layer_limits`; empty: none in any."""
     scales_inputs: bool = False  # the weight of the only chosen expert multiplies its input (Llama 4)
     latent_size: int = 0  # width that experts read and write, between two more matrices; 0: the model's (Nemotron 3)
     output_scale: float = 1.0  # on the sum of the routed and the shared experts (Cohere averages the two)

@@ -114,7 +114,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
+    num_heads: int  # of the layer with the most query heads
     num_kv_heads: int  # 1 with latent attention: all heads read the latent
     head_dim: int  # the cached size with latent attention
     vocab_size: int
@@ -127,6 +127,7 @@ class ModelSpec:
     norm: NormSpec = field(default_factory=NormSpec)
     topology: str = "pre_norm"
     """sandwich, post_norm, sum_norm, parallel, parallel_one_norm, gemma4, gemma3n: see decoder/layer.py."""
+    recurrent_topology: str | None = None  # of layers with a recurrent part alone; None: topology (OLMo Hybrid)
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
@@ -134,6 +135,9 @@ class ModelSpec:
     layer_widths: tuple[int, ...] = ()  # per layer the width of the feed-forward part; empty: intermediate_size in all
     layer_sparsity: tuple[float, ...] = ()
     """Per layer the share of the feed-forward part's gate that becomes zero; empty: none in any (Gemma 3n)."""
+    layer_limits: tuple[float, ...] = ()
+    """Per layer the limit of the gated activation (kernels/gated.py) of the feed-forward part, or of the shared expert;
+    0: none; empty: none in any (Step 3.7)."""
     altup: AltUpSpec | None = None  # several residual streams (Gemma 3n)
     per_layer_input: PerLayerInputSpec | None = None  # a further embedding of the token for each layer (Gemma 3n, 4)
     lm_head_bias: bool = False
@@ -148,7 +152,9 @@ class ModelSpec:
     """Per layer whether its values are its keys before norm and rotation, with one matrix for both; empty: none."""
     attention_gate: str | None = None
     """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
-    q_proj (Qwen3-Next). matrix: the gates are a matrix of their own, gate_proj (Trinity)."""
+    q_proj (Qwen3-Next). matrix: the gates are a matrix of their own, gate_proj (Trinity). heads: the same, with one
+    gate for each head (LFM3)."""
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"  # in place of that sigmoid (Laguna)
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"
     """alibi (Bloom), learned (GPT-2), sinusoids (Marian), sinusoids_to_end (M2M-100, whose last frequency is the
@@ -161,6 +167,8 @@ class ModelSpec:
     sliding_window: int | None = None  # tokens that a windowed layer sees, including the current one
     window_is_chunk: bool = False  # windows are chunks of that many positions, and do not slide (Llama 4)
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
+    mtp_is_windowed: bool = False  # the layer for multi-token prediction is windowed too (Mellum 2)
+    layer_heads: tuple[int, ...] = ()  # per layer the query heads; empty: num_heads in all (Laguna)
     layer_kv_shapes: tuple[tuple[int, int], ...] = ()
     """Per layer the KV heads and their size; empty: num_kv_heads of head_dim in all (Gemma 4 has two shapes)."""
     kv_source: tuple[int, ...] = ()  # per layer the layer whose K and V it reads; empty: each its own (Gemma 4 shares)
@@ -170,6 +178,8 @@ class ModelSpec:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None  # Gemma 2
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
+    layer_has_sinks: tuple[bool, ...] = ()  # per layer; empty: all or none (MiMo V2 has some in windowed layers)
+    value_dim: int | None = None  # size of a head of v, if it is narrower than head_dim (MiMo V2)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
     recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, instead of attention
     layer_index_sizes: tuple[int, ...] = ()
@@ -283,6 +293,11 @@ def layer_window(spec: ModelSpec, layer: int) -> int | None:
     if spec.sliding_window is None or not spec.layer_is_windowed or not spec.layer_is_windowed[layer]:
         return None
     return -spec.sliding_window if spec.window_is_chunk else spec.sliding_window
+
+
+def query_heads(spec: ModelSpec, layer: int) -> int:
+    """Return the query heads of a layer. They are the same in all layers of a KV group."""
+    return spec.layer_heads[layer] if spec.layer_heads else spec.num_heads
 
 
 def kv_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The recurrent part of a hybrid decoder as described by config.json: its kind, its sizes, the state that it keeps.
 
     short_conv      LFM2: a gated convolution over the last few tokens; keeps no matrix
-    gated_delta     Qwen3-Next, Qwen3.5: gated delta net (arXiv:2412.06464)
+    gated_delta     Qwen3-Next, Qwen3.5, OLMo Hybrid: gated delta net (arXiv:2412.06464)
     mamba2          Granite 4 H, Nemotron-H, Bamba, Falcon-H1: state space duality (arXiv:2405.21060)
     module          any other, computed by a class of transformers: only the sizes of its states are known
 
@@ -41,6 +41,9 @@ class RecurrentSpec:
     tiled_heads: bool = False
     """gated_delta: value head j reads key head j % num_groups, as GGUF orders Qwen3.5's; False: consecutive value heads
     share a key head."""
+    separate_inputs: bool = False  # gated_delta: q, k and v are made by three matrices and convolved by three
+    beta_scale: float = 1.0  # gated_delta: on the sigmoid of b
+    norm_eps: float | None = None  # of the norm of the output; None: as of the other norms
     held: tuple[int, int] = (0, 0)  # module: numbers of a request's conv states and matrix states in a layer
     projection_bias: bool = False  # on the matrices before and after the recurrence
     input_factors: tuple[float, ...] = ()  # mamba2: on z, x, B, C and dt as they are projected; empty: none (Falcon-H1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_shape
+from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_shape, query_heads
 
 VOCAB_UNIT = 64
 """Rows of the vocabulary per unit: the sampler draws from groups of so many ids."""
@@ -144,10 +144,13 @@ def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
     """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by this number of shards.
 
     Up to num_kv_heads shards take whole KV heads. More than that must be a multiple of num_kv_heads, and each takes a
-    part of one KV head's query heads. Where layers differ in their KV heads, the fewest of them count. The heads of a
-    recurrent part are divided in the same way, by their groups.
+    part of one KV head's query heads, an equal one where layers differ in them. Where layers differ in their KV heads,
+    the fewest of them count. The heads of a recurrent part are divided in the same way, by their groups.
     """
     if spec.recurrent is not None and even_states(spec, size) is None:
+        return None
+    copies = size // spec.num_kv_heads  # more ranks than KV heads: a rank has as large a part of a group in all layers
+    if size > spec.num_kv_heads and any(heads // spec.num_kv_heads % copies for heads in spec.layer_heads):
         return None
     if spec.latent is not None:
         return even(spec.num_heads, size) if size <= spec.num_heads else None
@@ -205,6 +208,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
             intermediate_size=len(shard.expert_features),
             shared_size=len(shard.shared_features),
             layers=mixture.layers[own],
+            layer_limits=mixture.layer_limits[own],
         )
     recurrent = spec.recurrent
     if recurrent is not None:
@@ -225,7 +229,9 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         intermediate_size=len(shard.features),
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
+        layer_has_sinks=spec.layer_has_sinks[own],
         layer_kinds=spec.layer_kinds[own],
+        layer_heads=tuple(len(heads_of(spec, shard, layer)) for layer in shard.layers) if spec.layer_heads else (),
         layer_kv_shapes=tuple(
             (len(kv_heads_of(spec, shard, layer)), dim)
             for layer, (_, dim) in list(enumerate(spec.layer_kv_shapes))[own]
@@ -233,9 +239,16 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         layer_values_from_keys=spec.layer_values_from_keys[own],
         layer_widths=tuple(len(in_width(shard.features, spec, width)) for width in spec.layer_widths[own]),
         layer_sparsity=spec.layer_sparsity[own],
+        layer_limits=spec.layer_limits[own],
         held_groups=tuple(held),
         mixture=mixture,
     )
+
+
+def heads_of(spec: ModelSpec, shard: Shard, layer: int) -> range:
+    """Return the shard's query heads of a layer, in the same proportion where layers differ in them."""
+    own, count = shard.heads, query_heads(spec, layer)
+    return range(own.start * count // spec.num_heads, own.stop * count // spec.num_heads)
 
 
 def kv_heads_of(spec: ModelSpec, shard: Shard, layer: int) -> range:

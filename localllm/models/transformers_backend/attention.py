@@ -5,7 +5,8 @@ into the layer's paged cache and attends over it, as the native decoder does. Va
 zeros. The step's inputs are attached to the attention modules, where the function finds them.
 Layers that attend to blocks of keys which an indexer chooses (MiniMax M3) run the indexer's own code row by row over
 its paged keys; then each key head gathers its blocks. So do single keys, and the compressed entries of DeepSeek V4,
-which are made anew in each step from what is kept of each token.
+which are made anew in each step from what is kept of each token. Where scores depend on what a query makes of each
+distance (Inkling), its own rows are computed in PyTorch too.
 Unsupported: attention outside that interface, custom masks, biases on scores, windows inside a mask.
 Does not know: requests, schedules, recurrent states.
 """
@@ -78,6 +79,7 @@ def replace_attention(module: Any, step: Step) -> None:
             _compress_by_rows(part, step)
         if "layer_idx" in inspect.signature(part.forward).parameters:
             _note_layer(part)
+    _keep_distances([part for part in attention if hasattr(part, "rel_logits_proj")])
 
 
 class _AnyMask:
@@ -188,6 +190,54 @@ def _compress_by_rows(part: Any, step: Step) -> None:
         return hidden.new_empty(1, 1, 0, kv.head_dim), None
 
     object.__setattr__(part.compressor, "forward", by_rows)
+
+
+def _keep_distances(attention: Sequence[Any]) -> None:
+    """Let attention modules hand on what their queries make of distances, [1, T, heads, D], and not the biases: they
+    count positions from the start of a batch. So does their scaling of queries in full layers, which `_attend` does."""
+    for part in attention:
+        floor, factor = part.config.log_scaling_n_floor, part.config.log_scaling_alpha
+        part.localllm_growth = (None if part.is_sliding else floor, factor)
+        object.__setattr__(part.rel_logits_proj, "forward", lambda states, *_: states)
+    for part in attention:
+        part.config.log_scaling_n_floor = None
+
+
+def _attend_by_distance(
+    q: Tensor, kv: LayerKV, rows: Sequence[ChosenRow], states: Tensor, module: Any, window: int | None, scale: float
+) -> Tensor:
+    """Return attention to the last `window` tokens, or to all, with a bias for each distance [T, heads * head_dim].
+    q [T, heads, head_dim]. states [T, heads, D]: times the module's [D, distances] they are the biases of a query.
+    Queries and biases grow with the logarithm of their position, if the module says so."""
+    profiles, (floor, factor) = module.rel_logits_proj.proj, module.localllm_growth
+    num_kv_heads, block_size = kv.k.shape[0], kv.k.shape[2]
+    gathers = [(_tokens_of(kv, head, "k"), _tokens_of(kv, head, "v")) for head in range(num_kv_heads)]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for row in rows:
+        begin = row.context_len - row.num_queries
+        at_once = max(1, BUFFER_NUMBERS // (q.shape[1] * max(row.context_len, profiles.shape[1])))
+        for at in range(begin, row.context_len, at_once):
+            last = torch.arange(at, min(at + at_once, row.context_len), device=q.device)
+            own = torch.arange(0 if window is None else max(0, at - window + 1), at + len(last), device=q.device)
+            slots = row.blocks.index_select(0, own // block_size) * block_size + own % block_size
+            tokens = slice(row.first + at - begin, row.first + at - begin + len(last))
+            distance = last[:, None] - own
+            near = (distance >= 0) & (distance < profiles.shape[1])
+            places = distance.clamp(0, profiles.shape[1] - 1)[:, None].expand(-1, q.shape[1], -1)
+            biases = (states[tokens] @ profiles).gather(2, places).float().masked_fill_(~near[:, None], 0.0)
+            queries = q[tokens].unflatten(1, (num_kv_heads, -1))
+            if floor is not None:
+                growth = 1.0 + factor * torch.log(((last + 1).float() / floor).clamp_(min=1.0))
+                queries = (queries.float() * growth[:, None, None, None]).to(queries.dtype)
+                biases *= growth[:, None, None]
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            biases = biases.masked_fill_(hidden[:, None], float("-inf")).unflatten(1, (num_kv_heads, -1))
+            for head, (keys, values) in enumerate(gathers):
+                k, v = keys(slots), values(slots)
+                scores = torch.matmul(queries[:, head].to(k.dtype), k.t()).float() * scale + biases[:, head]
+                attended = torch.matmul(scores.softmax(-1).to(v.dtype), v)
+                out[tokens].unflatten(1, (num_kv_heads, -1))[:, head] = attended.to(out.dtype)
+    return out.flatten(1)
 
 
 def _attend_to_entries(
@@ -355,6 +405,10 @@ def _attend(
         own_rows = _rows_of(step, layer, kv)
         out = _attend_to_entries(queries, kv, own_rows, compressed, sliding_window, factor, sinks)
         return out.view(1, tokens, num_heads, head_dim), None
+    if (states := others.get("position_bias")) is not None:
+        own_rows = _rows_of(step, layer, kv)
+        out = _attend_by_distance(queries, kv, own_rows, states[0], module, sliding_window, factor)
+        return out.view(1, tokens, num_heads, head_dim), None
     out = paged_attention(
         queries, kv.k, kv.v, step.plans[key], scale=factor, softcap=softcap, sinks=sinks, k_scale=kv.k_scale,
         v_scale=kv.v_scale,
@@ -400,7 +454,7 @@ def _refuse_unsupported(
         what = f"queries, keys and values of width {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
     elif q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         what = f"{q.shape[1]} heads of queries, {k.shape[1]} of keys and {v.shape[1]} of values"
-    elif others.get("position_bias") is not None:
+    elif others.get("position_bias") is not None and not hasattr(module, "localllm_growth"):
         what = "an attention bias"
     elif not (others.get("is_causal") or getattr(module, "is_causal", True)):
         what = "bidirectional attention"

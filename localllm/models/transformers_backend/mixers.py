@@ -148,6 +148,8 @@ def _width(part: Any) -> int:
         for holder in (part, getattr(part, "config", None)):
             if isinstance(getattr(holder, name, None), int):
                 return int(getattr(holder, name))
+    if isinstance(conv := getattr(part, "conv1d", None), nn.Conv1d):  # a convolution alone (Inkling)
+        return conv.in_channels
     raise TypeError("the width of its input is not known")
 
 

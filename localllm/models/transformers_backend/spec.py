@@ -78,7 +78,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
         "num_kv_heads": shapes[0][0],
         "head_dim": shapes[0][1],
         "layer_kv_shapes": shapes if len(set(shapes)) > 1 else (),
-        "vocab_size": _whole(text, "vocab_size"),
+        "vocab_size": _whole(text, "unpadded_vocab_size", _whole(text, "vocab_size")),  # that many logits
         "max_position": next(value for name in (*_LENGTHS, None) if (value := _length(text, name))),
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
     }
@@ -166,6 +166,8 @@ def _kv_shape(layer: Any, kind: str) -> tuple[int, int]:
         return heads, _whole(layer, "kv_channels")
     if layer.model_type == "mimo_v2_flash" and kind in _WINDOWED:
         return 2 * _whole(layer, "num_key_value_heads"), _whole(layer, "head_dim")
+    if layer.model_type == "inkling_text" and kind in _WINDOWED:
+        return _whole(layer, "swa_num_key_value_heads"), _whole(layer, "swa_head_dim")
     if getattr(layer, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
         return heads, _whole(layer, "qk_nope_head_dim") + (layer.qk_rope_head_dim or 0)
     width = _whole(layer, "head_dim", _whole(layer, "hidden_size") // heads)

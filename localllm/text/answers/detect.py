@@ -30,12 +30,15 @@ _TOLD: dict[str, Any] = {"role": "tool", "tool_call_id": "qzprobe00", "name": "q
 _SOURCE_MARKS = (
     ("harmony", CHANNEL),
     ("muse", "<atem:function_calls>"),
+    ("inkling", "<|content_invoke_tool_json|>"),
+    ("minimax-m3", "]<]minimax[>["),
     ("kimi-k2", "<|tool_calls_section_begin|>"),
     ("deepseek-v3", "<｜tool▁calls▁begin｜>"),
     ("mistral", "[TOOL_CALLS]"),
     ("seed-oss", "<seed:tool_call>"),
     ("function-gemma", "<start_function_call>"),
     ("qwen3-coder", "<function="),
+    ("hunyuan-v3-preview", "<tool_sep>"),
     ("glm4", "<arg_key>"),
     ("phi4", "<|/tool|>"),  # around the tools; their templates do not show the markers of a call
     ("granite", "<|tool_call|>"),

@@ -158,6 +158,18 @@ def require_only(schema: Schema, *keys: str) -> None:
         raise CannotForce
 
 
+def length_bounds(schema: Schema) -> tuple[int, int | None]:
+    """Return the least and the most items of an array schema without other constraints; None: any number.
+    Raises `CannotForce` for others, and if no list or only an empty one fits."""
+    require_only(schema, "type", "items", "minItems", "maxItems")
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if not isinstance(least, int) or not isinstance(most, int | None) or most == 0:
+        raise CannotForce
+    if not 0 <= least <= (least if most is None else most):
+        raise CannotForce
+    return least, most
+
+
 def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:
     """Return (name, schema, required) of each property, for an object schema without other constraints.
     Raises `CannotForce` for others."""

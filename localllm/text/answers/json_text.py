@@ -24,7 +24,7 @@ _OUTSIDE = re.compile(r'["{}\[\]<]')
 _INSIDE = re.compile(r'["\\\x00-\x1f]')
 _SCALAR_END = re.compile(r"[\s,}\]<]")
 _NAMES = ("name", "tool_name")
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters", "args")
 
 
 def pass_value(scan: Scanner, give: Callable[[str], None], stops: Sequence[str] = ()) -> Read[bool]:
@@ -83,14 +83,15 @@ def pass_arguments(scan: Scanner, output: PartCollector, stops: Sequence[str] = 
 
 
 def read_json_call(
-    scan: Scanner, output: PartCollector, stops: Sequence[str] = (), *, keys: Collection[str] | None = None
-) -> Read[None]:
-    """Read `{"name": "f", "arguments": {...}}`, also with "parameters". The call starts with its arguments.
+    scan: Scanner, output: PartCollector, stops: Sequence[str] = (), *, keys: Collection[str] | None = None,
+    name: str | None = None,
+) -> Read[None]:  # fmt: skip
+    """Read `{"name": "f", "arguments": {...}}`, also with "parameters" or "args". The call starts with its arguments.
 
-    `keys`: the only keys of a call; another key is refused at once. Raises `NotACall` before the call starts.
+    `keys`: the only keys of a call; another key is refused at once. `name`: of the tool, if it was written before the
+    object. Raises `NotACall` before the call starts.
     """
     yield from scan.expect("{")
-    name: str | None = None
     held: str | None = None  # arguments that came before the name
     started = False
     while (char := (yield from scan.skip_space())) not in ("", "}"):

@@ -91,6 +91,10 @@ class PartCollector:
             raise NotACall(f"there is no tool named {name!r}")
         return {} if found is None else found
 
+    def begins_name(self, text: str) -> bool:
+        """Return whether a call may have a name that begins with `text`."""
+        return self._any_name or any(name.startswith(text) for name in self._schemas or ())
+
     def start_call(self, name: str, id: str | None = None) -> None:
         self.schema(name)
         if self._brackets and self.num_calls:

@@ -49,8 +49,13 @@ NO_PROMPT = PromptEnd("")
 
 
 def read_reasoning(scan: Scanner, output: PartCollector, pair: ReasoningPair, *, inside: bool) -> Read[bool]:
-    """Read the reasoning at the start of an answer, without surrounding whitespace. Return False if there is none."""
+    """Read the reasoning at the start of an answer, without surrounding whitespace. Return False if there is none.
+    An answer that begins with the closing marker has none either, and the marker is dropped (MiniMax M3)."""
     yield from scan.skip_space()
+    if not inside and (yield from scan.accept(pair.closer)):
+        yield from scan.skip_space()
+        scan.commit()
+        return True
     if not (yield from scan.accept(pair.opener)) and not inside:  # a model may repeat the opener of the prompt
         scan.rewind()
         return False

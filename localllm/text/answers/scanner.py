@@ -107,12 +107,14 @@ class Scanner:
             raise NotACall(f"expected {' or '.join(markers)}")
         return marker
 
-    def name(self, pattern: re.Pattern[str] = _NAME) -> Read[str]:
-        """Read a function's or an argument's name: the next letters, digits and `_-.:/`."""
+    def name(self, pattern: re.Pattern[str] = _NAME, may_go_on: Callable[[str], bool] | None = None) -> Read[str]:
+        """Read a function's or an argument's name: the next letters, digits and `_-.:/`. may_go_on: takes what has
+        arrived of it, and says whether to wait for more; None: always."""
         while True:
             match = pattern.match(self.text, self.at)
             assert match is not None, "it matches nothing at least"
-            if match.end() < len(self.text) or not (yield from self.more()):
+            is_whole = match.end() < len(self.text) or not (may_go_on is None or may_go_on(match.group()))
+            if is_whole or not (yield from self.more()):
                 return self.take(len(match.group()))
 
     def until(self, *markers: str) -> Read[tuple[str, str]]:

@@ -57,7 +57,7 @@ def run_all(runs: Library | Pool) -> list[Tensor]:
     b, c, x = i.heads(0, 2, 40), i.heads(80, 2, 40), i.heads(160, 6, 24)
     return [
         recurrent.causal_conv(runs, i.mixed, i.weight, i.bias, i.conv, i.step, True), i.conv,
-        recurrent.gated_delta(runs, q, k, v, i.a, i.b, i.rate, i.dt_bias, i.matrix, i.step, True), i.matrix,
+        recurrent.gated_delta(runs, q, k, v, i.a, i.b, i.rate, i.dt_bias, i.matrix, i.step, True, 2.0), i.matrix,
         recurrent.selective_scan(runs, x, i.a, b, c, i.rate, i.dt_bias, i.skip, scanned, i.step, NO_LIMITS), scanned,
         recurrent.gated_norm(runs, v, i.heads(0, 6, 40), i.bias[:240], 1e-6, True),
     ]  # fmt: skip
@@ -70,7 +70,8 @@ def run_twins() -> list[Tensor]:
     b, c, x = i.heads(0, 2, 40), i.heads(80, 2, 40), i.heads(160, 6, 24)
     return [
         causal_conv_reference(i.mixed, i.weight, i.bias, i.conv, i.step, silu=True), i.conv,
-        gated_delta_reference(q, k, v, i.a, i.b, i.rate, i.dt_bias, i.matrix, i.step, tiled=True), i.matrix,
+        gated_delta_reference(q, k, v, i.a, i.b, i.rate, i.dt_bias, i.matrix, i.step, tiled=True, beta_scale=2.0),
+        i.matrix,
         selective_scan_reference(x, i.a, b, c, i.rate, i.dt_bias, i.skip, scanned, i.step), scanned,
         gated_norm_reference(v, i.heads(0, 6, 40), i.bias[:240], 1e-6, gate_first=True),
     ]  # fmt: skip

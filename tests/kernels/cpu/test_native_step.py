@@ -183,8 +183,21 @@ def test_add(pool: Pool, norm: NormKind) -> None:
     close(y, expected)
     pool.run_step(listed(build.operation(Op.ADD, x, y, **fields)), no_rows(), 2)
     close(y, torch.cat([0.25 * normed[:2], y[2:]]))
-    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, matrix=NativeMatrix(outputs=70))), no_rows(), 2)
+    matrix = NativeMatrix(outputs=70, inputs=70)
+    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, matrix=matrix)), no_rows(), 2)
     close(y, torch.cat([0.25 * normed[:2] * x[:2], y[2:]]))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softplus"])
+@pytest.mark.parametrize("factors", [1, 7, 70])
+def test_few_factors_multiply_many_columns(pool: Pool, factors: int, activation: str) -> None:
+    build = Builder()
+    x, y = torch.randn(3, factors) * 12, torch.randn(3, 70)
+    open_ = {"sigmoid": torch.sigmoid, "softplus": F.softplus}[activation](x)
+    expected = torch.cat([y[:2] * open_[:2].repeat_interleave(70 // factors, 1), y[2:]])
+    fields = {"matrix": NativeMatrix(outputs=70, inputs=factors), "activation": Activation[activation.upper()]}
+    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, **fields)), no_rows(), 2)
+    close(y, expected)
 
 
 # Attention.
@@ -590,6 +603,15 @@ def test_gate(pool: Pool, name: str, width: int) -> None:
     assert not y[6:].any()
 
 
+@pytest.mark.parametrize("width", [64, 37])
+def test_gate_with_a_limit(pool: Pool, width: int) -> None:
+    torch.manual_seed(6)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 2 * width) * 3, torch.zeros(MAX_ROWS, width)
+    fields = {"activation": Activation.SILU, "limit": 1.25}
+    pool.run_step(listed(build.operation(Op.GATE, x, y, matrix=NativeMatrix(outputs=width), **fields)), no_rows(), 6)
+    close(y[:6], gated_reference(x[:6], "silu<=1.25"))
+
+
 def test_scale(pool: Pool) -> None:
     torch.manual_seed(7)
     build, x, y = Builder(), torch.randn(MAX_ROWS, 1), torch.randn(MAX_ROWS, 50)
@@ -655,14 +677,14 @@ class Mixture:
         self.build.kept.append(array)
         return ctypes.addressof(array)
 
-    def operations(self, activation: Activation) -> ctypes.Array[NativeOperation]:
+    def operations(self, activation: Activation, limit: float = 0.0) -> ctypes.Array[NativeOperation]:
         experts = self.experts()
         self.build.kept.append(experts)
         at, build = ctypes.addressof(experts), self.build
         return listed(
             build.operation(Op.ROUTE, self.logits, self.logits, experts=at),
             build.operation(
-                Op.EXPERTS_GATED, self.x, self.gated, experts=at, activation=activation,
+                Op.EXPERTS_GATED, self.x, self.gated, experts=at, activation=activation, limit=limit,
                 matrix=NativeMatrix(outputs=self.features), norm=build.norm(NormKind.RMS, self.norm),
             ),
             build.operation(
@@ -702,6 +724,15 @@ def test_clamped_swiglu(pool: Pool) -> None:
     pool.run_step(case.operations(Activation.SWIGLU_CLAMPED), no_rows(), 3)
     result, case.y = case.y, before
     close(result, case.expected(lambda gate_up: act_reference(gate_up, "swiglu_clamped"), 3), 2e-4)
+
+
+def test_experts_with_a_limit(pool: Pool) -> None:
+    case = Mixture(2)
+    case.gate_up *= 20
+    before = case.y.clone()
+    pool.run_step(case.operations(Activation.SILU, limit=2.0), no_rows(), 3)
+    result, case.y = case.y, before
+    close(result, case.expected(lambda gate_up: gated_reference(gate_up, "silu<=2.0"), 3), 2e-4)
 
 
 def test_experts_of_a_row_do_not_depend_on_the_others(pool: Pool) -> None:

@@ -6,6 +6,7 @@ from tests.kernels.ahead_of_time import Variant
 
 def plain(
     name: str, width: int, activation: str, archs: tuple[int, ...], dtype: str = "bf16", hip: bool = False,
+    limit: float = 0.0,
 ) -> Variant:  # fmt: skip
     return Variant(
         name,
@@ -18,6 +19,7 @@ def plain(
         constants={
             "WIDTH": width,
             "ACTIVATION": activation,
+            "LIMIT": limit,
             "BLOCK": 1024,
             "PDL": False,
         },
@@ -31,6 +33,7 @@ def plain(
 VARIANTS = [
     plain("SiLU, 14336 wide, bf16", 14336, "silu", (80, 89, 90, 120), hip=True),
     plain("SiLU, 14336 wide, fp16", 14336, "silu", (75,), "fp16"),
+    plain("SiLU up to 16, 1280 wide, bf16", 1280, "silu", (80, 89, 90, 120), limit=16.0),
     plain("GELU by tanh, 10240 wide, bf16", 10240, "gelu_tanh", (80, 89, 90, 120)),
     plain("GELU, 10240 wide, bf16", 10240, "gelu", (80, 89, 90, 120)),
 ]

@@ -28,6 +28,7 @@ def product(
     bias: bool = False,
     single: bool = False,
     in_blocks: bool = False,
+    limit: float = 0.0,
     mma: str = "HGMMA",
     archs: tuple[int, ...] = (75, 80, 89, 90, 120),
     **limits: Any,
@@ -63,6 +64,7 @@ def product(
             **dict.fromkeys(absent),
             "TOP_K": top_k,
             "ACTIVATION": activation,
+            "LIMIT": limit,
             "KIND": kind,
             "BLOCKS": in_blocks,
             "PTX": gpu != AMD,
@@ -101,6 +103,7 @@ def planar(
     dtype: str = "bf16",
     zeros: bool = True,
     gpu: int = 90,
+    limit: float = 0.0,
     **limits: Any,
 ) -> Variant:
     """4 bits in groups, with zero points of their own where a checkpoint has them."""
@@ -139,6 +142,7 @@ def planar(
             "ASSEMBLY": ptx(4, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], None) if gpu else "",
             "TOP_K": top_k,
             "ACTIVATION": activation,
+            "LIMIT": limit,
             "SINGLE": False,
             "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n,

@@ -31,7 +31,7 @@ def delta(name: str, key_heads: int, heads: int, dtype: str = "bf16", tiled: boo
     signature = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), f"*{dtype}"),
         **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "state_ptr"), "*fp32"),
-        **ROWS, **dict.fromkeys(strides, "i32"), "scale": "fp32",
+        **ROWS, **dict.fromkeys(strides, "i32"), "scale": "fp32", "beta_scale": "fp32",
     }  # fmt: skip
     constants = {
         "HEADS": heads, "KEY_HEADS": key_heads, "DK": 128, "DV": 128, "TILED": tiled, "EPS": EPS, "ROWS": 128,

@@ -138,6 +138,102 @@ def test_muse_glimmer(block_type: str, tmp_path: Path) -> None:
     assert_close(ours, reference_logits(model, prompt(47)))
 
 
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
+def test_step(block_type: str, factors: bool, tmp_path: Path) -> None:
+    """Its converter adds one to all norms, and writes as many factors of frequencies as windowed layers have."""
+    changes: dict[str, Any] = {"hidden_size": 96, "head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64}
+    if factors:
+        scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaling["original_max_position_embeddings"] = 64
+        full = {"rope_type": "llama3", "rope_theta": 100.0, "partial_rotary_factor": 0.5, **scaling}
+        changes["rope_parameters"] = {"full_attention": full, "sliding_attention": {"rope_theta": 1e4}}
+        changes["rope_parameters"]["sliding_attention"]["rope_type"] = "default"
+    model = make_model(tmp_path / "meant", "Step3p7Config", **changes)
+    text, file = model.config.text_config, tmp_path / "model.gguf"
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.STEP35, text.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, "step35")
+    _write_step_keys(writer, text)
+    state = load_file(tmp_path / "meant" / "model.safetensors")
+    rename = {".moe.router_bias": ".moe.router_bias.bias", ".moe.gate.weight": ".moe.gate.weight"}
+    for name, value in state.items():
+        if name.startswith(("vision_model.", "vit_large_projector.")):
+            continue
+        stored = table.get_name(name.replace(*next((r for r in rename.items() if r[0] in name), ("", ""))),
+                                (".weight", ".bias"))  # fmt: skip
+        assert stored is not None, name
+        own = "F32" if value.ndim == 1 or "ffn_gate_inp" in stored or value.shape[-1] % 32 else block_type
+        data, means = blocks_of(value + 1 if name.endswith("norm.weight") else value, own)
+        writer.add_tensor(stored, data, raw_dtype=GGMLQuantizationType[own])
+        if value.ndim > 1:
+            state[name] = means.to(value.dtype)
+    if factors:
+        inverse = model.model.language_model.rotary_emb.full_attention_inv_freq
+        plain = 100.0 ** (-torch.arange(0, 16, 2) / 16)
+        writer.add_tensor("rope_freqs.weight", torch.cat((plain / inverse, torch.ones(8))).float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(state, tmp_path / "meant" / "model.safetensors", {"format": "pt"})
+    meant = type(model).from_pretrained(tmp_path / "meant", attn_implementation="eager", dtype=torch.float32).eval()
+    _, ours = Harness(file, cpu_weights="exact").prefill(prompt(47), chunk=16)
+    assert_close(ours, reference_logits(meant, prompt(47)))
+
+
+def _write_step_keys(writer: gguf.GGUFWriter, text: Any) -> None:
+    slides = [kind == "sliding_attention" for kind in text.layer_types]
+    full = text.num_attention_heads if not text.is_heterogeneous else text.per_layer_config[0].num_attention_heads
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count([text.num_sliding_attention_heads if windowed else full for windowed in slides])
+    writer.add_head_count_kv([text.num_key_value_heads] * len(slides))
+    writer.add_key_length(text.head_dim)
+    writer.add_value_length(text.head_dim)
+    writer.add_vocab_size(text.vocab_size)
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_rope_freq_base(text.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(text.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(text.sliding_window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_expert_count(text.n_routed_experts)
+    writer.add_expert_used_count(text.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(text.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(text.share_expert_dim)
+    writer.add_expert_weights_scale(text.moe_router_scaling_factor)
+    writer.add_leading_dense_block_count(1)
+    writer.add_array("step35.swiglu_clamp_exp", [float(limit or 0.0) for limit in text.swiglu_limits])
+    writer.add_array("step35.swiglu_clamp_shexp", [float(limit or 0.0) for limit in text.swiglu_limits_shared])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "words"),
+    [
+        ("hy_v4", {}, ("HYV4ForCausalLM", "its name without -GGUF")),
+        ("deepseek4", {"general.base_model.0.repo_url": "https://huggingface.co/o/Flash"}, ("Use o/Flash", "16 bits")),
+        ("glm5-next", {"general.source.huggingface.repository": "o/five.3"}, ("Glm5Next", "Use o/five.3")),
+        ("minimax-m3", {"general.source.repo_url": "https://elsewhere/o/m"}, ("MiniMaxM3", "without -GGUF")),
+        ("qwen4exp", {}, ("which is not supported", "without -GGUF")),
+    ],
+)
+def test_a_family_without_a_decoder_is_refused_with_the_repository_to_use(
+    architecture: str, metadata: dict[str, str], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    for key, value in metadata.items():
+        writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel) as refused:
+        read_spec(tmp_path / "m.gguf")
+    told = " ".join((refused.value.what, refused.value.why, refused.value.hint))
+    assert all(word in told for word in words), told
+
+
 def _write_muse_keys(writer: gguf.GGUFWriter, text: Any) -> None:
     writer.add_block_count(text.num_hidden_layers)
     writer.add_context_length(text.max_position_embeddings)

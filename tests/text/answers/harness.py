@@ -20,6 +20,7 @@ CLOSERS = (
     '<|"|>',
     "<escape>",
     "</｜DSML｜parameter>",
+    "]<]minimax[>[",
 )  # which no chance would write
 END = "<|end_of_turn|>"
 
@@ -35,7 +36,8 @@ def vocabulary(with_markers: bool) -> tuple[Tokenizer, LLTokenizer]:
         marker
         for format in FORMATS.values()
         for marker in (*format.openers, *format.closers, *format.tokens)
-        if with_markers and not (set(" =\n") & set(marker) or marker in ("functools", ">") or "DSML｜" in marker[1:])
+        if with_markers and not (set(" =\n") & set(marker) or marker in ("functools", ">"))
+        if "DSML｜" not in marker[1:] and "minimax[>[<" not in marker
     }
     barred = {marker for marker in markers if "|" in marker or "｜" in marker}
     raw.add_special_tokens(sorted(barred))

@@ -36,6 +36,8 @@ ANSWERS = {
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "qwen3-coder": '<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich "süd"\n</parameter>\n'
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "mimo": '<tool_call><function=get_weather><parameter=city>Zürich "süd"</parameter><parameter=days>3</parameter>'
+    "</function></tool_call>\n<tool_call><function=now></function></tool_call>",
     "seed-oss": '<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich "süd"</parameter>\n'
     "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
@@ -64,6 +66,9 @@ ANSWERS = {
     "minimax-m2": '<minimax:tool_call>\n<invoke name="get_weather">\n'
     '<parameter name="city">Zürich "süd"</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
     '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "minimax-m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Zürich "süd"'
+    "]<]minimax[>[</city>]<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[</invoke>\n"
+    ']<]minimax[>[<invoke name="now">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
     "minicpm": '<function name="get_weather"><param name="city">Zürich "süd"</param><param name="days">3</param>'
     '</function>\n<function name="now"></function>',
     "gemma4": '<|tool_call>call:get_weather{city:<|"|>Zürich "süd"<|"|>,days:3}<tool_call|>'
@@ -80,6 +85,9 @@ ANSWERS = {
     "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
     "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
     "</tool_calls:opensource>",
+    "hunyuan-v3-preview": "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+    '<arg_value>Zürich "süd"</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n'
+    "<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>",
     "deepseek-v3": "<｜tool▁calls▁begin｜>"
     f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_WEATHER_JSON}<｜tool▁call▁end｜>"
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -89,6 +97,10 @@ ANSWERS = {
     '<atem:parameter name="city">Zürich "süd"</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
     "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n"
     '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eot|>',
+    "inkling": 'get_weather<|content_invoke_tool_json|>{"name": "get_weather", "args": '
+    f"{_WEATHER_JSON}}}<|end_message|>"
+    '<|message_model|>now<|content_invoke_tool_json|>{"name": "now", "args": {}}<|end_message|>'
+    "<|content_model_end_sampling|>",
     "mistral": f"[TOOL_CALLS]{_LIST}",
     "granite": f"<|tool_call|>{_LIST}",
     "phi4": f"<|tool_call|>{_LIST}<|/tool_call|>",
@@ -97,7 +109,7 @@ ANSWERS = {
     "llama3-json": f'{{"name": "get_weather", "parameters": {_WEATHER_JSON}}}; {{"name": "now", "parameters": null}}',
     "pythonic": '[get_weather(city="Zürich \\"süd\\"", days=3), now()]',
 }
-MESSAGES = ("harmony", "muse")
+MESSAGES = ("harmony", "muse", "inkling")
 """Formats whose answers are messages, with markers that are tokens."""
 OTHER_ANSWERS = {
     ("qwen3-coder", "no tag around it"): "<function=get_weather>\n<parameter=city>\nZürich \"süd\"\n</parameter>\n"
@@ -125,6 +137,20 @@ OTHER_ANSWERS = {
     ("muse", "in one message, without the outer tag"): '<|start|>assistant to=get_weather<|message|>'
     '<atem:invoke name="get_weather">\n<atem:parameter name="city">Zürich "süd"</atem:parameter>\n'
     '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n<atem:invoke name="now">\n</atem:invoke><|eot|>',
+    ("inkling", "arguments first, and no name before them"): '<|message_model|><|content_invoke_tool_json|>'
+    f'{{"args": {_WEATHER_JSON}, "name": "get_weather"}}<|end_message|>now<|content_invoke_tool_json|>'
+    '{"args": {}, "name": "now"}<|content_model_end_sampling|>',
+    ("minimax-m3", "a call in each outer tag"): ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="get_weather">\n'
+    ']<]minimax[>[<city>Zürich "süd"]<]minimax[>[</city>\n]<]minimax[>[<days>\n3\n]<]minimax[>[</days>\n'
+    ']<]minimax[>[</invoke>]<]minimax[>[</tool_call>\n]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="now">\n'
+    "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+    ("glm4", "the end of a value for the end of a call"): '<tool_call>get_weather<arg_key>city</arg_key>'
+    '<arg_value>Zürich "süd"</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>'
+    "<tool_call>now</arg_value>",
+    ("hunyuan-v3", "the end of a value for the end of a call"): "<tool_call:opensource>get_weather<tool_sep:opensource>"
+    '<arg_key:opensource>city</arg_key:opensource><arg_value:opensource>Zürich "süd"</arg_value:opensource>'
+    "<arg_key:opensource>days</arg_key:opensource><arg_value:opensource>3</arg_value:opensource>"
+    "</tool_call:opensource><tool_call:opensource>now</arg_value:opensource></tool_call:opensource>",
     ("kimi-k2", "no section, no numbers"): "<|tool_call_begin|>get_weather<|tool_call_argument_begin|>"
     f"{_WEATHER_JSON}<|tool_call_end|>\n<|tool_call_begin|>now<|tool_call_argument_begin|>{{}}<|tool_call_end|>",
     ("gemma4", "quoted keys"): '<|tool_call>call:get_weather{<|"|>city<|"|>: <|"|>Zürich "süd"<|"|>, days: 3}'

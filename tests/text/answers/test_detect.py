@@ -41,6 +41,12 @@ PRINTED = {
             "{% endfor %}</function>\n</tool_call>"
         )
     ],
+    "mimo": [
+        printing(
+            "<tool_call><function={{ c.name }}>" + ITEMS + "<parameter={{ k }}>{{ v }}</parameter>{% endfor %}"
+            "</function></tool_call>"
+        )
+    ],
     "seed-oss": [
         printing(
             "<seed:tool_call>\n<function={{ c.name }}>\n" + ITEMS + "<parameter={{ k }}>{{ v }}</parameter>\n"
@@ -62,6 +68,14 @@ PRINTED = {
             after="</tool_calls:opensource>",
         )
     ],
+    "hunyuan-v3-preview": [
+        printing(
+            "<tool_call>{{ c.name }}<tool_sep>\n" + ITEMS + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}"
+            "</arg_value>\n{% endfor %}</tool_call>\n",
+            before="<tool_calls>\n",
+            after="</tool_calls>",
+        )
+    ],
     "minimax-m1": [printing(f"{OBJECT}\n", before="<tool_calls>\n", after="</tool_calls>")],
     "minimax-m2": [
         printing(
@@ -69,6 +83,14 @@ PRINTED = {
             "{% endfor %}</invoke>\n",
             before="\n<minimax:tool_call>\n",
             after="</minimax:tool_call>[e~[\n",
+        )
+    ],
+    "minimax-m3": [
+        printing(
+            ']<]minimax[>[<invoke name="{{ c.name }}">' + ITEMS + "]<]minimax[>[<{{ k }}>{{ v }}]<]minimax[>["
+            "</{{ k }}>{% endfor %}]<]minimax[>[</invoke>\n",
+            before="]<]minimax[>[<tool_call>\n",
+            after="]<]minimax[>[</tool_call>[e~[\n",
         )
     ],
     "minicpm": [
@@ -155,6 +177,14 @@ PRINTED = {
             after="</atem:function_calls><|eot|>",
         )
     ],
+    "inkling": [
+        printing(
+            '<|message_model|>{{ c.name }}<|content_invoke_tool_json|>{"args": {{ c.arguments | tojson }}, '
+            '"name": "{{ c.name }}"}<|end_message|>',
+            before="<|end_message|>",
+            after="<|content_model_end_sampling|>",
+        )
+    ],
     "mistral": [
         printing('{{ (c | tojson)[:-1] }}, "id": "{{ t.id }}"}', before="[TOOL_CALLS][", after="]</s>"),
         printing("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
@@ -201,6 +231,9 @@ def test_the_printed_call_tells_the_format(name, source):
         ("qwen3-coder", "as <tool_call><function=name></function></tool_call>"),
         ("phi4", "<|tool|>[]<|/tool|>"),
         ("kimi-k2", "<|tool_calls_section_begin|>"),
+        ("inkling", "<|content_invoke_tool_json|>"),
+        ("minimax-m3", "in one ]<]minimax[>[<tool_call>]<]minimax[>[</tool_call> block"),
+        ("hunyuan-v3-preview", "<tool_call>name<tool_sep><arg_key>"),
         ("function-gemma", "<start_function_call>call:f{}"),
         ("pythonic", "List of tools: [{}]"),
         ("pythonic", "List of tools: <|tool_list_start|>"),
@@ -230,12 +263,6 @@ UNKNOWN = {
     "Kimi K3": printing(
         '<|open|>call tool="{{ c.name }}" index="1"<|sep|>' + ITEMS + '<|open|>argument key="{{ k }}" type="string"'
         "<|sep|>{{ v }}<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>"
-    ),
-    "MiniMax M3": printing(
-        ']<]minimax[>[<invoke name="{{ c.name }}">' + ITEMS + "]<]minimax[>[<{{ k }}>{{ v }}]<]minimax[>[</{{ k }}>"
-        "{% endfor %}]<]minimax[>[</invoke>\n",
-        "]<]minimax[>[<tool_call>\n",
-        "]<]minimax[>[</tool_call>",
     ),
 }
 
@@ -271,6 +298,8 @@ def test_the_prompt_tells_whether_the_answer_begins_inside_reasoning():
 
 def test_messages_have_markers_of_reasoning_of_their_own():
     assert answer_format(ChatTemplate(PRINTED["harmony"][0])).reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
+    inkling = answer_format(ChatTemplate(PRINTED["inkling"][0])).reasoning
+    assert inkling == ("<|content_thinking|>", "<|end_message|>")
     assert answer_format(ChatTemplate(PRINTED["muse"][0])).reasoning == (" to=self<|message|>", "<|eom|>")
 
 

@@ -91,7 +91,7 @@ def test_calls_or_a_text_that_fits_are_told_apart(name):
     assert matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
     assert matcher.is_accepting()
     kinds = set()
-    for seed in range(5):
+    for seed in range(8):
         parts = read(name, [sample(grammar, True, seed)], tools=tools)
         calls, content = calls_in(parts), content_of(parts)
         assert broken_in(parts) == []

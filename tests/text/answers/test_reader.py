@@ -245,6 +245,18 @@ def test_an_end_of_reasoning_that_nothing_began_is_dropped_once():
     assert read("hermes", "`</think>` ends it", reasoning=THINK) == [Content("`</think>` ends it")]
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.opener)
+def test_an_answer_that_begins_with_the_end_of_reasoning_has_none(pair):
+    """MiniMax M3 begins so where it decides not to reason."""
+    assert read("hermes", f"{pair.closer}Yes. {pair.closer}", reasoning=pair) == [Content(f"Yes. {pair.closer}")]
+
+
+def test_line_breaks_of_mimo_belong_to_the_value():
+    text = "<tool_call><function=get_weather><parameter=city>\nZug\n</parameter></function></tool_call>"
+    assert calls_in(read("mimo", text, tools=TOOLS)) == [("get_weather", {"city": "\nZug\n"})]
+    assert calls_in(read("qwen3-coder", text, tools=TOOLS)) == [("get_weather", {"city": "Zug"})]
+
+
 def test_the_word_think_later_in_an_answer_is_content():
     assert read(None, "Write <think> first.", reasoning=THINK) == [Content("Write <think> first.")]
 
@@ -269,9 +281,34 @@ def test_muse_sorts_messages_by_recipient():
     assert calls_in(parts) == TWO_CALLS
 
 
+def test_inkling_sorts_messages_by_kind():
+    text = (
+        "<|content_thinking|>Need it.<|end_message|><|message_model|><|content_text|>Looking.<|end_message|>"
+        f"<|message_model|>{ANSWERS['inkling'].removesuffix('<|content_model_end_sampling|>')}"
+        "<|message_model|><|content_text|>It rains.<|end_message|><|content_model_end_sampling|>"
+    )
+    parts = read("inkling", text, tools=TOOLS)
+    assert (reasoning_of(parts), content_of(parts)) == ("Need it.", "Looking.It rains.")
+    assert calls_in(parts) == TWO_CALLS
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS, None])
+def test_inkling_text_without_a_marker_is_content(tools):
+    """The prompt may have opened it."""
+    text = "now it rains.<|end_message|><|content_model_end_sampling|>"
+    assert read("inkling", text, tools=tools) == [Content("now it rains.")]
+
+
+def test_an_inkling_call_inside_reasoning_that_is_not_closed_is_a_call():
+    text = '<|content_thinking|>Hm.<|content_invoke_tool_json|>{"name": "now", "args": {}}<|end_message|>'
+    parts = read("inkling", text, tools=TOOLS)
+    assert (reasoning_of(parts), calls_in(parts), content_of(parts)) == ("Hm.", [("now", {})], "")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("inkling", "<|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>Yes.<|end_message|>"),
         ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
         ("muse", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes."),
     ],
@@ -316,6 +353,63 @@ def test_gemma_arguments_nest():
     assert calls_in(read("gemma4", written + "<tool_call|>")) == [("f", arguments)]
     deep = "<|tool_call>call:f{a:" + "[" * 10_000
     assert broken_in(read("gemma4", [deep])) == [0]
+
+
+def m3(text: str) -> str:
+    """Write MiniMax M3's tags, with a bar for the token before each."""
+    return text.replace("|", "]<]minimax[>[")
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "lists": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        "one": {"type": "object", "properties": {"item": {"type": "string"}}},
+        "none": {"type": "array"},
+        "nothing": {"type": "object"},
+        "maybe": {"anyOf": [{"type": "array", "items": {"type": "boolean"}}, {"type": "null"}]},
+        "refers": {"$ref": "#/$defs/Pair"},
+    },
+    "$defs": {"Pair": {"type": "object", "properties": {"left": {"type": "string"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "schema", "arguments"),
+    [
+        ("|<text>1 <b> |</text>", NESTED, {"text": "1 <b> "}),
+        (
+            "|<lists>|<item>|<item>1|</item>|<item>2|</item>|</item>|<item>|</item>|</lists>",
+            NESTED,
+            {"lists": [[1, 2], []]},
+        ),
+        ("|<lists>[[1], []]|</lists>", NESTED, {"lists": [[1], []]}),
+        ("|<one>|<item>1|</item>|</one>", NESTED, {"one": {"item": "1"}}),
+        (
+            "|<none>|</none>|<nothing>|</nothing>|<text>|</text>",
+            NESTED,
+            {"none": [], "nothing": {}, "text": ""},
+        ),
+        ("|<maybe>|<item>true|</item>|</maybe>", NESTED, {"maybe": [True]}),
+        ("|<maybe>null|</maybe>", NESTED, {"maybe": None}),
+        ("|<refers>|<left>7|</left>|<more>7|</more>|</refers>", NESTED, {"refers": {"left": "7", "more": 7}}),
+        ("|<a>|<item>1|</item>|<item>b c|</item>|</a>|<d>|<e>2.5|</e>|</d>", {}, {"a": [1, "b c"], "d": {"e": 2.5}}),
+        ("|<a b>1|</a b>\n |<invoke>2|</invoke>", {}, {"a b": 1, "invoke": 2}),
+    ],
+)  # fmt: skip
+def test_minimax_arguments_nest(written, schema, arguments):
+    text = m3(f'|<tool_call>\n|<invoke name="f">{written}|</invoke>\n|</tool_call>')
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for pieces in ([text], text):
+        parts = read("minimax-m3", pieces, tools=tools)
+        assert (calls_in(parts), content_of(parts), broken_in(parts)) == ([("f", arguments)], "", [])
+
+
+@pytest.mark.parametrize("written", ["|<a>1|</b>", "|<a>|<item>1|</item>", "|<a>" * 10_000, "text", "|<a"])
+def test_a_minimax_call_that_does_not_close_its_tags_is_broken(written):
+    parts = read("minimax-m3", [m3(f'|<tool_call>|<invoke name="now">|<z>1|</z>{written}')], tools=TOOLS)
+    assert broken_in(parts) == [0]
 
 
 def test_markers_that_are_special_tokens_are_told():

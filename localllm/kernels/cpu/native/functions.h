@@ -75,6 +75,13 @@ ALWAYS_INLINE v16f exp16(v16f x) {
 
 ALWAYS_INLINE v16f sigmoid16(v16f x) { return all_lanes(1.0f) / (all_lanes(1.0f) + exp16(-x)); }
 
+ALWAYS_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+ALWAYS_INLINE v16f softplus16(v16f x) {
+  for (int i = 0; i < 16; i++) x[i] = softplus(x[i]);
+  return x;
+}
+
 ALWAYS_INLINE v16f tanh16(v16f x) { return all_lanes(2.0f) * sigmoid16(x + x) - all_lanes(1.0f); }
 
 // The normal distribution's function, (1 + erf(x / sqrt(2))) / 2, off by at most 1e-7 (Abramowitz & Stegun 7.1.26).

@@ -30,8 +30,6 @@ static const float DELTA_EPS = 1e-6f;  // added to the squared length of q and k
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 static v16f silu16(v16f x) { return x * sigmoid16(x); }
@@ -167,7 +165,7 @@ static DeltaToken delta_token(const GatedDelta* d, int64_t head, int64_t token) 
   t.q_scale = 1.0f / sqrtf((dot_rows(t.q, t.q, n) + DELTA_EPS) * (float)n);
   t.k_scale = 1.0f / sqrtf(dot_rows(t.k, t.k, n) + DELTA_EPS);
   t.decay = expf(d->rate[head] * softplus(d->a[token * d->a_stride + head] + d->dt_bias[head]));
-  t.beta = sigmoid(d->b[token * d->b_stride + head]);
+  t.beta = (float)d->beta_scale * sigmoid(d->b[token * d->b_stride + head]);
   return t;
 }
 

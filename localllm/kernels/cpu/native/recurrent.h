@@ -26,6 +26,7 @@ typedef struct {
   float* states;                // [places, heads, key_dim, value_dim]
   int64_t key_heads, heads, key_dim, value_dim;
   int64_t is_tiled;  // head h has key head h % key_heads, else h / (heads / key_heads)
+  double beta_scale;
 } GatedDelta;
 
 // The selective scan of Mamba-2, as kernels/selective_scan.py defines it.

@@ -81,7 +81,7 @@ def is_recurrence_right(pool: Multiplies) -> bool:
     each = [array.ctypes.data for array in (keys, keys, values, gates, gates, y)]
     constants = [array.ctypes.data for array in (zero, zero, state)]
     rows = NativeStateRows(bounds.ctypes.data, *(places[i:].ctypes.data for i in range(3)), 1)
-    pool.run_recurrent(NativeGatedDelta(*each, 5, 5, 80, 1, 1, 80, *constants, 1, 1, 5, 80, 0), rows)
+    pool.run_recurrent(NativeGatedDelta(*each, 5, 5, 80, 1, 1, 80, *constants, 1, 1, 5, 80, 0, 1.0), rows)
     units = keys / np.sqrt((keys * keys).sum(1, keepdims=True) + 1e-6)
     first = np.outer(units[0], values[0]) / 2
     expected = first + np.outer(units[1], values[1] - units[1] @ first) / 2

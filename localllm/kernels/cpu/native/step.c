@@ -154,6 +154,7 @@ ALWAYS_INLINE v16f activate16(int64_t activation, v16f x) {
     case ACT_RELU2: return choose(x < zero, zero, x * x);
     case ACT_QUICK_GELU: return x * sigmoid16(x * all_lanes(1.702f));
     case ACT_SIGMOID: return sigmoid16(x);
+    case ACT_SOFTPLUS: return softplus16(x);
     default: return x;
   }
 }
@@ -163,8 +164,9 @@ ALWAYS_INLINE v16f limit16(v16f x, float low, float high) {
   return choose(x > all_lanes(high), all_lanes(high), x);
 }
 
-// Return activation(gate) * up.
-ALWAYS_INLINE v16f gate16(int64_t activation, v16f gate, v16f up) {
+// Return activation(gate) * up, both limited if the limit is not 0.
+ALWAYS_INLINE v16f gate16(int64_t activation, float limit, v16f gate, v16f up) {
+  if (limit > 0) return limit16(activate16(activation, gate), -INFINITY, limit) * limit16(up, -limit, limit);
   if (activation != ACT_SWIGLU_CLAMPED) return activate16(activation, gate) * up;
   gate = limit16(gate, -INFINITY, 7.0f);
   return (limit16(up, -7.0f, 7.0f) + all_lanes(1.0f)) * gate * sigmoid16(gate * all_lanes(1.702f));
@@ -316,9 +318,9 @@ static void run_linear_block(const Operation* o, const Rows* rows, int64_t block
   finish_block(o, y, rows->rows, first, count);
 }
 
-// gated [rows, 64]. low_rank: NULL: none
+// gated [rows, 64]. matrix, low_rank: of the operation, or of an expert
 static void multiply_gated(
-    const Matrix* matrix, const LowRank* low_rank, int64_t activation, const Rows* rows, int64_t block, float* gated) {
+    const Operation* o, const Matrix* matrix, const LowRank* low_rank, const Rows* rows, int64_t block, float* gated) {
   const int64_t outputs = matrix->outputs / 2, first = block * OUTPUTS, count = clamp(outputs - first, 0, OUTPUTS);
   const int64_t up_block = (outputs + first) / OUTPUTS, offset = (outputs + first) % OUTPUTS;
   float up[MAX_ROWS * 2 * OUTPUTS];
@@ -335,13 +337,15 @@ static void multiply_gated(
   }
   for (int64_t r = 0; r < rows->rows; r++) {
     float *g = gated + r * OUTPUTS, *u = up + r * 2 * OUTPUTS;
-    for (int64_t i = 0; i < OUTPUTS; i += 16) store16(g + i, gate16(activation, load16(g + i), load16(u + i)));
+    for (int64_t i = 0; i < OUTPUTS; i += 16) {
+      store16(g + i, gate16(o->activation, (float)o->limit, load16(g + i), load16(u + i)));
+    }
   }
 }
 
 static void run_gated_block(const Operation* o, const Rows* rows, int64_t block) {
   float y[MAX_ROWS * OUTPUTS];
-  multiply_gated(&o->matrix, o->low_rank, o->activation, rows, block, y);
+  multiply_gated(o, &o->matrix, o->low_rank, rows, block, y);
   finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs / 2 - block * OUTPUTS, 0, OUTPUTS));
 }
 
@@ -572,7 +576,7 @@ static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64
   const Rows* rows = prepare_sharing(step, operation, matrix, &sharing, 0, thread);
   float y[MAX_ROWS * OUTPUTS];
   for (int64_t block = p.first; block < p.end; block++) {
-    multiply_gated(matrix, NULL, o->activation, rows, block, y);
+    multiply_gated(o, matrix, NULL, rows, block, y);
     for (int64_t i = 0; i < sharing.count; i++) {
       const int64_t row = sharing.items[i] / e->top_k, choice = sharing.items[i] % e->top_k;
       memcpy(o->y + row * o->y_stride + choice * outputs + block * OUTPUTS, y + i * OUTPUTS,
@@ -641,7 +645,7 @@ static void run_gate(const Operation* o, int64_t row) {
     v16f gate = all_lanes(0), up = gate;
     memcpy(&gate, x + i, size);
     memcpy(&up, x + n + i, size);
-    v16f result = gate16(o->activation, gate, up);
+    v16f result = gate16(o->activation, (float)o->limit, gate, up);
     memcpy(y + i, &result, size);
   }
 }
@@ -653,9 +657,17 @@ static void run_scale(const Operation* o, int64_t row) {
 }
 
 static void run_multiply(const Operation* o, int64_t row) {
-  const int64_t n = o->matrix.outputs;
+  const int64_t n = o->matrix.outputs, factors = o->matrix.inputs;
   const float* x = o->x + row * o->x_stride;
   float* y = o->y + row * o->y_stride;
+  if (factors < n) {
+    const int64_t each = n / factors;
+    for (int64_t i = 0; i < factors; i++) {
+      const float factor = activate16(o->activation, all_lanes(x[i]))[0];
+      for (int64_t j = 0; j < each; j++) y[i * each + j] *= factor;
+    }
+    return;
+  }
   for (int64_t i = 0; i < n; i += 16) {
     const size_t size = (size_t)clamp(n - i, 0, 16) * sizeof(float);
     v16f factor = all_lanes(0), value = factor;

@@ -19,7 +19,7 @@ enum Op {
   OP_SCALE,   // y *= activation(x[0])
   OP_EXPERTS_GATED,  // y[c] = activation(gate) * up of norm(x) for each choice c; y [rows, top_k * N]
   OP_EXPERTS_DOWN,   // y = sum over choices c of weights[c] * (x[c] W^T + bias), times factor, or added to y
-  OP_MULTIPLY,    // y *= activation(x)
+  OP_MULTIPLY,    // y *= activation(x), K values of x for N of y: each multiplies N / K of them, one after another
   OP_CONVOLVE,    // a Convolution of one token a row
   OP_DELTA,       // a GatedDelta, likewise
   OP_SCAN,        // a SelectiveScan, likewise
@@ -47,7 +47,8 @@ enum Activation {
   ACT_RELU2,
   ACT_QUICK_GELU,
   ACT_SIGMOID,
-  ACT_SWIGLU_CLAMPED  // of gate and up (gpt-oss): g = min(gate, 7), u = clamp(up, -7, 7): (u + 1) * g * sigmoid(1.702 g)
+  ACT_SWIGLU_CLAMPED,  // of gate and up (gpt-oss): g = min(gate, 7), u = clamp(up, -7, 7): (u + 1) * g * sigmoid(1.702 g)
+  ACT_SOFTPLUS
 };
 
 enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8, CACHE_I4 };
@@ -130,6 +131,7 @@ typedef struct {
   int64_t adds;        // y += instead of y =
   int64_t activation;
   double factor;       // of the result; 1: none
+  double limit;        // OP_GATED, OP_GATE, OP_EXPERTS_GATED: of activation(gate), and of up on both sides; 0: none
   const Attention* attention;  // OP_ATTEND
   const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
   const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r

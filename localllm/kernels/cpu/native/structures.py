@@ -97,6 +97,7 @@ class Activation(IntEnum):
     QUICK_GELU = 6
     SIGMOID = 7
     SWIGLU_CLAMPED = 8
+    SOFTPLUS = 9
 
 
 class CacheType(IntEnum):
@@ -270,6 +271,7 @@ class NativeOperation(ctypes.Structure):
         ("adds", c_int64),
         ("activation", c_int64),
         ("factor", c_double),
+        ("limit", c_double),
         ("attention", c_void_p),
         ("experts", c_void_p),
         ("recurrent", c_void_p),
@@ -339,6 +341,7 @@ class NativeGatedDelta(ctypes.Structure):
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("is_tiled", c_int64),
+        ("beta_scale", c_double),
     )
 
 

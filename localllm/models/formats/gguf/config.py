@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import NoReturn
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.registry import GGUF_OF
@@ -28,6 +29,17 @@ ENDS = frozenset((
     "<|END_OF_TURN_TOKEN|>", "<turn|>", "<|tool_response>",
 ))  # fmt: skip
 """Tokens that always end an answer: metadata names one, but chat models have two or three."""
+OF_CLASSES = {
+    "deepseek4": "DeepseekV4ForCausalLM",
+    "glm5-next": "Glm5NextForConditionalGeneration",
+    "hy_v4": "HYV4ForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "kimi-linear": "KimiLinearForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "minimax-m3": "MiniMaxM3SparseForConditionalGeneration",
+}
+"""general.architecture of families that only a class of transformers computes, from unquantised weights -> the class in
+their config.json. In 16 bits their weights are several times as large as such a file."""
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _VISIBLE_ENDS = frozenset(("<|tool_response>",))
 """Gemma 4's, stored as user-defined tokens; the others are control tokens."""
@@ -37,11 +49,7 @@ def config_of_header(header: GGUFHeader, checkpoint: GGUFTensors) -> Fields:
     """Return the config. header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
     metadata = Metadata(header.file, header.metadata)
     if metadata.architecture not in GGUF_OF:
-        raise UnsupportedModel(
-            f"{header.file.name} is a GGUF file of {metadata.architecture!r}, which is not supported.",
-            f"Supported in GGUF: {', '.join(sorted(GGUF_OF))}.",
-            "Use the model's safetensors repository: more architectures are supported there.",
-        )
+        _refuse(metadata)
     architecture = GGUF_OF[metadata.architecture]
     metadata.varying = architecture.varying
     config = _common(metadata, checkpoint)
@@ -52,6 +60,33 @@ def config_of_header(header: GGUFHeader, checkpoint: GGUFTensors) -> Fields:
     config["quantization_config"] = _quantization(metadata, checkpoint)
     config["dtype"] = _dtype(config, checkpoint)
     return config
+
+
+def _refuse(metadata: Metadata) -> NoReturn:
+    """Refuse an architecture by name, and name the repository that the file was made from."""
+    name, source = f"{metadata.file.name} is a GGUF file of {metadata.architecture!r}", _source_of(metadata)
+    hint = f"Use {source}" if source else "Use the model's safetensors repository (its name without -GGUF)"
+    if (made_for := OF_CLASSES.get(metadata.architecture)) is not None:
+        raise UnsupportedModel(
+            f"{name}, a family that is read from safetensors.",
+            f"Only transformers' {made_for} computes it, from weights of 16 bits, several times as large.",
+            f"{hint}, with {made_for} in its config.json.",
+        )
+    raise UnsupportedModel(
+        f"{name}, which is not supported.",
+        f"Supported in GGUF: {', '.join(sorted(GGUF_OF))}.",
+        f"{hint}: more architectures are supported there.",
+    )
+
+
+def _source_of(metadata: Metadata) -> str:
+    """Return the repository on the Hugging Face hub that the file was made from; "": it does not say."""
+    keys = ("general.source.huggingface.repository", "general.source.repo_url", "general.base_model.0.repo_url")
+    for key in keys:
+        path = str(metadata.values.get(key) or "").removeprefix("https://huggingface.co/")
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            return path
+    return ""
 
 
 def _common(metadata: Metadata, checkpoint: GGUFTensors) -> Fields:

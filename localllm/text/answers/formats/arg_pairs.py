@@ -10,9 +10,10 @@
     <arg_key:opensource>a</arg_key:opensource>
     <arg_value:opensource>1</arg_value:opensource>
     </tool_call:opensource>
-    </tool_calls:opensource>          Hunyuan 3
+    </tool_calls:opensource>          Hunyuan 3; its preview without :opensource
 
-A string is written as plain text, any other value as JSON.
+A string is written as plain text, any other value as JSON. In a call without arguments models may write the end of a
+value for the end of the call.
 """
 
 from __future__ import annotations
@@ -45,8 +46,13 @@ class Glm4(ToolFormat):
         name = yield from scan.name()
         arguments = TaggedArguments(scan, output, name)
         yield from scan.skip_space()
-        if (yield from scan.accept(*others[:1])):
-            yield from scan.skip_space()
+        mark = yield from scan.accept(value_end, *others[:1])
+        yield from scan.skip_space()
+        if mark == value_end and not (yield from scan.next_of(key_begin)):
+            arguments.end()
+            yield from scan.accept(call_end)
+            yield from scan.accept_behind_space(*others[1:])
+            return
         while (yield from scan.accept(key_begin)):
             key, end = yield from scan.until(key_end)
             yield from scan.skip_space()
@@ -77,7 +83,7 @@ class Glm4(ToolFormat):
 class Hunyuan3(Glm4):
     name = "hunyuan-v3"
     openers = ("<tool_calls:opensource>", "<tool_call:opensource>")
-    closers = (
+    closers: tuple[str, ...] = (
         "</tool_call:opensource>",
         "<arg_key:opensource>",
         "</arg_key:opensource>",
@@ -86,3 +92,9 @@ class Hunyuan3(Glm4):
         "<tool_sep:opensource>",
         "</tool_calls:opensource>",
     )
+
+
+class Hunyuan3Preview(Hunyuan3):
+    name = "hunyuan-v3-preview"
+    openers = ("<tool_calls>", "<tool_call>")
+    closers = (*Glm4.closers, "<tool_sep>", "</tool_calls>")

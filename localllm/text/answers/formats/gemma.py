@@ -18,6 +18,7 @@ from localllm.text.answers.grammar import (
     Schema,
     checked_name,
     dumps,
+    length_bounds,
     plain_properties,
     require_only,
     with_definitions,
@@ -142,12 +143,7 @@ class Gemma4(ToolFormat):
         return grammar.json(with_definitions(schema, root))
 
     def _array(self, grammar: GrammarBuilder, schema: Schema, root: Schema) -> str:
-        require_only(schema, "type", "items", "minItems", "maxItems")
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not isinstance(least, int) or not isinstance(most, int | None) or most == 0:
-            raise CannotForce
-        if not 0 <= least <= (least if most is None else most):
-            raise CannotForce
+        least, most = length_bounds(schema)
         item = grammar.rule(self._value(grammar, schema.get("items"), root))
         others = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}' if most != 1 else ""
         return f'"[" ({item} {others}){"" if least else "?"} "]"'

@@ -1,4 +1,5 @@
-"""gpt-oss and Muse Glimmer: the answer is a chain of messages with headers; reasoning and calls are messages too.
+"""gpt-oss, Muse Glimmer and Inkling: the answer is a chain of messages with headers; reasoning and calls are messages
+too.
 
     <|channel|>analysis<|message|>...<|end|>                                                        reasoning
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>      a call
@@ -16,8 +17,14 @@ user.
     </atem:function_calls><|eot|>                                                                    a call
     <|start|>assistant to=user<|message|>...<|eot|>                                                  content
 
-In Muse Glimmer it names a recipient. The prompt of both ends with `<|start|>assistant`. The markers in bars are special
-tokens.
+In Muse Glimmer it names a recipient. The prompt of both ends with `<|start|>assistant`.
+
+    <|content_thinking|>...<|end_message|>                                                          reasoning
+    <|message_model|>f<|content_invoke_tool_json|>{"name": "f", "args": {...}}<|end_message|>            a call
+    <|message_model|><|content_text|>...<|end_message|><|content_model_end_sampling|>               content
+
+In Inkling a marker says what kind of text follows, and the header is the name of a tool or empty. Its prompt ends with
+`<|message_model|>`. The markers in bars are special tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
 from localllm.text.answers.formats.tagged import Tagged
-from localllm.text.answers.grammar import CannotForce, GrammarBuilder, Schema, checked_name
+from localllm.text.answers.grammar import CannotForce, GrammarBuilder, Schema, checked_name, dumps
+from localllm.text.answers.json_text import read_json_call
 from localllm.text.answers.output import PartCollector
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
@@ -44,6 +52,9 @@ class MessageFormat(ToolFormat):
     reasoning: ReasoningPair
     final: str  # start of the answer itself
     ends: tuple[str, ...]  # of a message
+    begins: tuple[str, ...]  # markers that end a message too, since they begin the next one
+    bodies: tuple[str, ...] = (MESSAGE,)  # between a header and its text
+    next_message: str  # from the end of a message to the next header
     to_next: str  # from the end of a message to the part of the next header that names its kind
     thought: str  # kind of a message of reasoning
 
@@ -55,25 +66,11 @@ class MessageFormat(ToolFormat):
             except NotACall as why:
                 output.no_call(why)
                 scan.rewind()
-                header, end = yield from scan.until(MESSAGE, *self.ends)
+                header, end = yield from scan.until(*self.bodies, *self.ends)
                 output.content(header + end)
-                if end == MESSAGE:
+                if end in self.bodies:
                     yield from self.pass_body(scan, output.content)
             scan.commit()
-
-    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
-        """Read one message of any kind."""
-        if not (yield from scan.next_of(*self.openers)):
-            yield from self.pass_body(scan, output.content)
-            return
-        header, end = yield from scan.until(MESSAGE, *self.ends)
-        if end != MESSAGE:
-            raise NotACall("a message ends before its text")
-        yield from self.read_body(header, scan, output)
-
-    @abstractmethod
-    def read_body(self, header: str, scan: Scanner, output: PartCollector) -> Read[None]:
-        """Read a message's text and its end."""
 
     @abstractmethod
     def write_call(self, grammar: GrammarBuilder, name: str, schema: Schema) -> str:
@@ -89,11 +86,11 @@ class MessageFormat(ToolFormat):
 
     def _thought(self, grammar: GrammarBuilder) -> str:
         """Return optional reasoning followed by the start of the next message."""
-        if not grammar.has_token(START):
+        if not grammar.has_token(self.openers[0]):
             raise CannotForce
         opener, closer = self.reasoning
         thought = grammar.rule(grammar.marker(opener), grammar.text_until(closer))
-        return f'({thought} {grammar.marker(START)} "assistant")?'
+        return f"({thought} {grammar.marker(self.next_message)})?"
 
     def pass_body(self, scan: Scanner, give: Callable[[str], None]) -> Read[None]:
         """Pass on a message's text and read its end marker; the next message's start stays unread."""
@@ -103,17 +100,37 @@ class MessageFormat(ToolFormat):
             scan.commit()
 
         scan.commit()
-        yield from scan.give_until((*self.ends, *self.openers[:-1]), give_and_commit)
+        yield from scan.give_until((*self.ends, *self.begins), give_and_commit)
         yield from scan.accept(*self.ends)
 
 
-class Harmony(MessageFormat):
+class HeaderFormat(MessageFormat):
+    """Format of messages whose header says what their text is."""
+
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
+        """Read one message of any kind."""
+        if not (yield from scan.next_of(*self.openers)):
+            yield from self.pass_body(scan, output.content)
+            return
+        header, end = yield from scan.until(MESSAGE, *self.ends)
+        if end != MESSAGE:
+            raise NotACall("a message ends before its text")
+        yield from self.read_body(header, scan, output)
+
+    @abstractmethod
+    def read_body(self, header: str, scan: Scanner, output: PartCollector) -> Read[None]:
+        """Read a message's text and its end."""
+
+
+class Harmony(HeaderFormat):
     name = "harmony"
-    openers = (START, CHANNEL, " to=")
+    begins = (START, CHANNEL)
+    openers = (*begins, " to=")
     ends = ("<|end|>", "<|return|>", "<|call|>")
     closers = (MESSAGE, CONSTRAIN, *ends)
     thought = "analysis"
-    to_next = f"{START}assistant{CHANNEL}"
+    next_message = f"{START}assistant"
+    to_next = f"{next_message}{CHANNEL}"
     reasoning = ReasoningPair(f"{CHANNEL}{thought}{MESSAGE}", ends[0])
     final = f"{CHANNEL}final{MESSAGE}"
 
@@ -145,14 +162,16 @@ class _Atem(Tagged):
     argument = '<atem:parameter name="'
 
 
-class Muse(MessageFormat):
+class Muse(HeaderFormat):
     name = "muse"
     calls = _Atem()
+    begins = (START,)
     openers = (START, " to=")
     ends = ("<|eom|>", "<|eot|>")
     closers = (MESSAGE, *ends, *calls.closers)
     thought = "self"
-    to_next = f"{START}assistant to="
+    next_message = f"{START}assistant"
+    to_next = f"{next_message} to="
     reasoning = ReasoningPair(f" to={thought}{MESSAGE}", ends[0])
     final = f" to=user{MESSAGE}"
 
@@ -175,3 +194,44 @@ class Muse(MessageFormat):
     def write_call(self, grammar: GrammarBuilder, name: str, schema: Schema) -> str:
         calls = self.calls.write_calls(grammar, {name: schema}, parallel=False)
         return f"{grammar.text(f' to={name}')} {grammar.marker(MESSAGE)} {calls}"
+
+
+class Inkling(MessageFormat):
+    name = "inkling"
+    bodies = ("<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>")
+    begins = ("<|message_model|>", *bodies)
+    openers = begins
+    ends = ("<|end_message|>", "<|content_model_end_sampling|>")
+    closers = ends
+    thought = bodies[0]
+    next_message = begins[0]
+    to_next = next_message
+    reasoning = ReasoningPair(thought, ends[0])
+    final = bodies[1]
+
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
+        """Read one message of any kind. The first one has no marker before its header: the prompt ends with it."""
+        thought, _, call = self.bodies
+        begun = yield from scan.accept(self.next_message)
+        name = yield from scan.name(may_go_on=None if begun else output.begins_name)
+        is_header = begun or not name or output.begins_name(name)
+        kind = (yield from scan.accept(*self.bodies)) if is_header else None
+        if not kind:
+            scan.rewind()
+            if begun:
+                raise NotACall("a message begins without its kind")
+        if kind != call:
+            yield from self.pass_body(scan, output.reasoning if kind == thought else output.content)
+            return
+        if name:
+            output.schema(name)
+        yield from scan.skip_space()
+        yield from read_json_call(scan, output, self.ends, name=name or None)
+        scan.commit()
+        yield from scan.skip_space()
+        yield from self.pass_body(scan, output.content)
+
+    def write_call(self, grammar: GrammarBuilder, name: str, schema: Schema) -> str:
+        begin, end = f'{{"name": {dumps(name)}, "args": ', grammar.marker(self.ends[0])
+        head = f"{grammar.text(name)} {grammar.marker(self.bodies[2])} {grammar.text(begin)}"
+        return f"{head} {grammar.arguments(schema)} {grammar.text('}')} {end}"

@@ -6,7 +6,8 @@
 1
 </parameter>
 </function>
-</tool_call>                      Qwen3-Coder, Qwen3.5; <seed:tool_call> in Seed-OSS. Some leave <tool_call> out
+</tool_call>                      Qwen3-Coder, Qwen3.5; <seed:tool_call> in Seed-OSS. Some leave <tool_call> out. In
+                                  MiMo V2 without line breaks; a value keeps its own
 
 <minimax:tool_call>
 <invoke name="f">
@@ -44,6 +45,7 @@ class Tagged(ToolFormat):
     line = LINE  # between tags
     value_space = ""  # around a value
     typed = False  # tags state which values are text
+    verbatim = False  # line breaks around a value belong to it
     cdata = False
 
     def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
@@ -63,9 +65,10 @@ class Tagged(ToolFormat):
                 break
             types = {TEXT: frozenset({"string"}), NO_TEXT: frozenset[str]()}.get(said) if self.typed else None
             in_cdata = self.cdata and (yield from scan.accept(CDATA))
-            if not in_cdata and (yield from scan.peek()) == LINE:
+            if not in_cdata and not self.verbatim and (yield from scan.peek()) == LINE:
                 scan.at += 1
-            ends = (CDATA_END + value_end,) if in_cdata else (LINE + value_end, value_end)
+            ends = (value_end,) if self.verbatim else (LINE + value_end, value_end)
+            ends = (CDATA_END + value_end,) if in_cdata else ends
             if not (yield from arguments.read(key, *ends, types=types)):
                 return
             yield from scan.skip_space()
@@ -105,6 +108,13 @@ class Qwen3Coder(Tagged):
     quote = ""
     wraps_each = True
     value_space = LINE
+
+
+class MiMo(Qwen3Coder):
+    name = "mimo"
+    line = ""
+    value_space = ""
+    verbatim = True
 
 
 class SeedOss(Qwen3Coder):
