@@ -324,6 +324,7 @@ def _write_tensors(
     as_stored = {"gemma3n": _gemma3n_tensors, "gemma4": _gemma4_tensors}.get(architecture, _stacked)
     for name, weight in as_stored(converted, config).items():
         stored_name = (_gemma4_name(name) if architecture == "gemma4" else None) or name_of(name)
+        stored_name = name if name.startswith("blk.") else stored_name
         assert stored_name is not None, name
         order = _order(name, weight, config) if architecture in _PERMUTED else None
         moved = weight.float() if order is None else weight.float()[order]

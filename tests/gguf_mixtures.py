@@ -33,9 +33,13 @@ ARCHITECTURES = {
     "cohere2_moe": "cohere2moe",
     "exaone_moe": "exaone-moe",
     "granitemoeshared": "granitemoe",
+    "laguna": "laguna",
+    "mellum": "mellum",
 }
 """model_type in config.json -> general.architecture."""
-NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "exaone-moe", "cohere2moe": "dots1"}
+NAMED_AS = {
+    "deepseek32": "glm-dsa", "hy_v3": "exaone-moe", "cohere2moe": "dots1", "laguna": "dots1", "mellum": "qwen3moe",
+}  # fmt: skip
 """Architectures that the gguf package does not have -> one whose table has the same names."""
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
@@ -76,6 +80,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"head_dim": 32, "prefix_dense_intermediate_size": 64},
     "exaone_moe": {"moe_intermediate_size": 64},
     "granite_moe_shared": {"shared_intermediate_size": 64},
+    "laguna": {"head_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "mellum": {"moe_intermediate_size": 64, "mlp_layer_types": None},
 }
 """Families of tests/tiny.py with sizes of whole blocks; what a file cannot say is set to what is assumed then."""
 
@@ -232,6 +238,26 @@ def _granite(config: Config) -> dict[str, Any]:
     }
 
 
+def _windows(config: Config) -> dict[str, Any]:
+    kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": kinds}
+
+
+def _laguna(config: Config) -> dict[str, Any]:
+    ropes = config["rope_parameters"]
+    return {
+        **_windows(config),
+        "attention.head_count": config["num_attention_heads_per_layer"],
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config["moe_routed_scaling_factor"]),
+        "expert_gating_func": int(ExpertGatingFuncType.SIGMOID),
+        "leading_dense_block_count": _dense(config),
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.scaling.yarn_attn_factor": ropes["full_attention"]["attention_factor"],
+    }
+
+
 KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "deepseek2": _latent,
     "deepseek32": _latent,
@@ -250,6 +276,8 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "cohere2moe": _cohere2,
     "exaone-moe": _exaone,
     "granitemoe": _granite,
+    "laguna": _laguna,
+    "mellum": _windows,
 }
 """general.architecture -> keys of its metadata without the prefix, beside the general ones."""
 
@@ -290,6 +318,9 @@ def restored(meant: State, config: Config, state: State) -> dict[str, Tensor]:
 
 
 def _renamed(name: str) -> str:
+    if (gate := re.search(r"layers\.(\d+)\.self_attn\.g_proj\.", name)) is not None:  # not in the package's table
+        return f"blk.{gate[1]}.attn_gate.weight"
+    name = name.replace(".mlp.experts.e_score", ".mlp.gate.e_score")
     renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
     renamed = renamed.replace("attention_sink_bias", "attention_sink_bias.weight")
     return renamed.replace(".mlp.router.gate.", ".mlp.gate.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")

@@ -29,6 +29,7 @@ class MTPKind:
     stored_prefix: str = f"model.layers.{LAYERS}."
     around: str | None = None  # prefix of the parts around the layer, if it is not the layer's own
     norm_plus_one: bool = False  # norms are stored as w - 1
+    window: int | None = None  # of the layer
     config: tuple[tuple[str, Any], ...] = ()
     overrides: tuple[tuple[str, Any], ...] = ()
 
@@ -60,6 +61,16 @@ KINDS = {
         around="mtp.",
         norm_plus_one=True,
         overrides=_HYBRID,
+    ),
+    "mellum": MTPKind(
+        "mellum",
+        _QWEN,
+        hands_on_normed=True,
+        has_copies=False,
+        stored_prefix="mtp.layers.0.",
+        around="mtp.",
+        window=20,
+        overrides=(("layer_types", ["full_attention", "sliding_attention", "sliding_attention"]),),
     ),
     "mimo": MTPKind(
         "qwen2",
@@ -140,7 +151,11 @@ class MTPOracle:
         x = (torch.cat(both, dim=1) @ self.parts["projection"].T)[None]
         positions = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
-        rotation = self._model.rotary_emb(x, positions)
+        kinds = ()
+        if (window := self.kind.window) is not None:
+            mask += torch.full_like(mask, torch.finfo(torch.float32).min).tril(-window)
+            kinds = ("sliding_attention",)
+        rotation = self._model.rotary_emb(x, positions, *kinds)
         out = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
         out = (out[0] if isinstance(out, tuple) else out)[0]
         return self._norm("final", out) if self.kind.hands_on_normed else out

@@ -118,6 +118,7 @@ _KINDS: dict[PreTokenizer, str] = {
     PreTokenizer(partial(_patterns, _QWEN2), nfc=True):
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez",
     PreTokenizer(partial(_patterns, _QWEN2)): "stablelm2 hunyuan solar-open grok-2",
+    PreTokenizer(partial(_patterns, r"[^\n]+|\n+", _QWEN2)): "laguna",
     PreTokenizer(partial(_patterns, _QWEN35)): "qwen35",
     PreTokenizer(partial(_patterns, _TEKKEN), whole_words=True, adds_bos=True): "tekken",
     PreTokenizer(partial(_patterns, _GPT4O)): "gpt-4o llama4 kanana2 minimax-m2",

@@ -174,6 +174,9 @@ def test_llama_options(overrides: dict[str, Any], tmp_path: Path) -> None:
         ),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16}),
         ("phi3", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": None}),
+        ("laguna", {"layer_types": None, "num_attention_heads_per_layer": [8] * 3, "mlp_layer_types": None}),
+        ("mellum", {"layer_types": None, "mlp_layer_types": None, "norm_topk_prob": False, "attention_bias": True}),
     ],
     ids=str,
 )

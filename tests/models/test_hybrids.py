@@ -35,7 +35,17 @@ from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
 SHORT = RecurrentSpec("short_conv")
-EACH_KIND = ("lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "granite_hybrid_moe", "nemotron_h", "falcon_h1")
+EACH_KIND = (
+    "lfm2",
+    "lfm3",
+    "qwen3_5",
+    "olmo_hybrid",
+    "qwen3_next",
+    "granite_hybrid",
+    "granite_hybrid_moe",
+    "nemotron_h",
+    "falcon_h1",
+)
 """Between them: every recurrence, one and several groups, single-part layers, and layers with KV and state."""
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 
@@ -104,6 +114,7 @@ GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "3 key heads in two matrices": ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
     "3 groups of Mamba-2": ("bamba", {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 3, "mamba_expand": 1}),
     "1 group of Mamba-2": ("nemotron_h", {"n_groups": 1}),
+    "3 key heads in three matrices": ("olmo_hybrid", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
     "channels of a convolution": ("lfm2", {}),
 }
 """Groups that two and three ranks do not share evenly."""
@@ -172,7 +183,7 @@ def test_plain_matrices_beside_quantised_ones_in_one_layer(tmp_path: Path) -> No
     assert [isinstance(part, Int4Weight) for part in weight.parts] == [True, False]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "lfm2", "granite_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "lfm3", "granite_hybrid"])
 def test_quantised_at_load(family: str, tiny_model_path: PathOf) -> None:
     """The rates of a delta net are kept: their rounding would add up over the tokens."""
     path, tokens = tiny_model_path(family), prompt(30)
@@ -183,13 +194,16 @@ def test_quantised_at_load(family: str, tiny_model_path: PathOf) -> None:
     assert (logits - wanted).norm() < 0.2 * wanted.norm()
     predicted = resident_bytes(path, spec, CPU, torch.float32, quantization="int8", cpu_weights="exact")
     assert held_bytes(model) == predicted
-    if family.startswith("qwen"):
+    if family.startswith(("qwen", "olmo")):
         weight = model.layers[0].attention.recurrence.in_proj.weight
         assert isinstance(weight, StackedWeight)
-        assert isinstance(weight.parts[1], torch.Tensor)
+        assert isinstance(weight.parts[-1], torch.Tensor)
+        assert not isinstance(weight.parts[0], torch.Tensor)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", "lfm3", "qwen3_5", "qwen3_next", "olmo_hybrid", "granite_hybrid", "nemotron_h"]
+)
 def test_adapters_of_recurrent_layers(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
     path, tokens = tiny_model_path(family), prompt(40)
     adapter = make_tiny_adapter(tmp_path / "adapter", path)
@@ -216,6 +230,11 @@ def test_adapters_of_recurrent_layers(family: str, tiny_model_path: PathOf, tmp_
         ("qwen3_5", {"linear_num_value_heads": 6, "attention_bias": True}),
         ("qwen3_next", {"linear_num_value_heads": 6, "norm_topk_prob": False}),
         ("qwen3_5", {"linear_num_value_heads": 2, "layer_types": None, "full_attention_interval": 2}),
+        ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False, "attention_bias": True}),
+        ("olmo_hybrid", {"linear_num_key_heads": 4, "linear_key_head_dim": None, "linear_value_head_dim": None}),
+        ("lfm3", {"use_attention_gate": False, "conv_bias": True, "tie_word_embeddings": False}),
+        ("lfm3", {"layer_types": None, "num_hidden_layers": 6}),
     ],
 )
 def test_fields(family: str, fields: dict[str, Any], tmp_path: Path) -> None:

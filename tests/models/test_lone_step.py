@@ -39,7 +39,7 @@ from tests.models.harness import CPU, LoneHarness, token
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
 from tests.models.vision_models import make_model
-from tests.tiny import FAMILIES, VOCAB_SIZE
+from tests.tiny import FAMILIES
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -115,7 +115,10 @@ def test_gates_of_heads_and_activations_with_limits(tmp_path: Path) -> None:
         "gpt_oss",
         "glm4_moe",
         "lfm2",
+        "lfm3",
         "qwen3_5",
+        "olmo_hybrid",
+        "laguna",
         "granite_hybrid",
         "gemma4",
         "gemma4_moe",

@@ -1,6 +1,7 @@
 """config.json in the styles the field has used, and the ways it can be wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.families.registry import FAMILY_OF
-from localllm.models.read_spec import read_spec, weights_bytes
+from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token
 from localllm.models.spec.shard import divides_by_layers
 from tests.draws import draws
-from tests.tiny import FAMILIES, tiny_config
+from tests.tiny import FAMILIES, class_of, tiny_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -282,6 +283,29 @@ def test_junk_in_a_field_is_refused_or_harmless(base: str, name: str, value: Any
         except (UnsupportedModel, CorruptModel):
             return
         assert spec.num_layers > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "message"),
+    [
+        ("laguna", {"gating": "per-layer"}, UnsupportedModel, "gating = 'per-layer'"),
+        ("laguna", {"moe_router_logit_softcapping": 30.0}, UnsupportedModel, "moe_router_logit_softcapping"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8]}, CorruptModel, "It must list 3 numbers above 0"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8, "8"]}, CorruptModel, "It must list 3 numbers above 0"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 7, 7]}, CorruptModel, "cannot share 2 key/value heads"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4, 8]}, UnsupportedModel, "one number in windowed layers"),
+        ("lfm3", {"use_sandwich_norm": False}, UnsupportedModel, "use_sandwich_norm = False"),
+        ("lfm3", {"attention_bias": True}, UnsupportedModel, "attention_bias = True"),
+        ("lfm2", {"layer_types": ["sliding_attention"] * 3}, UnsupportedModel, "of the kind 'sliding_attention'"),
+        ("olmo_hybrid", {"linear_num_key_heads": 3}, CorruptModel, "4 recurrent heads cannot share 3"),
+    ],
+)
+def test_what_a_family_does_not_support(
+    family: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = tiny_config(family)
+    with pytest.raises(error, match=re.escape(message)):
+        spec_of_config({**config.to_dict(), "architectures": [class_of(config).__name__], **changes})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"x"', "\x00\xff"])

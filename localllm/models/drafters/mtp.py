@@ -105,13 +105,14 @@ class MTPDrafter:
 
     def _attention_step(self, step: DraftStep, kv: LayerKV) -> AttentionStep:
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-        group, table = step.groups[0], self._target.rope_table(self.parts.layer.kind)
+        kind = replace(self.parts.layer.kind, windowed=self.spec.mtp_is_windowed)
+        group, table = step.groups[0], self._target.rope_table(kind)
         assert table is not None, "the families with such a layer rotate"
         index = self.spec.index
         seen, sparse = step, None
         if index is not None:
             sparse, seen = sparse_step(step, group, kv.k.shape[2], index.topk, ChosenKeys())
-        plan = plan_step(seen, group, kv.k, heads, None)
+        plan = plan_step(seen, group, kv.k, heads, self.spec.sliding_window)
         valid = has_no_skipped_slot(group.slot_mapping)
         return AttentionStep(plan, plan_rotation(table, step.positions), group.slot_mapping, valid, sparse=sparse)
 
@@ -181,14 +182,15 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
 
 
 def _layer_spec(target: ModelSpec, *, has_experts: bool, has_indexer: bool) -> ModelSpec:
-    """Return the spec of a model of the prediction layer alone: the target's, with one layer that sees all tokens."""
+    """Return the spec of a model of the prediction layer alone: the target's, with one layer that keeps all tokens,
+    also if it sees a window of them."""
     mixture = replace(target.mixture, layers=()) if target.mixture is not None and has_experts else None
     latent = target.latent
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, layers=(True,)) if has_indexer else None)
     return replace(
-        target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None, drafter=None, layer_kinds=(),
-        recurrent=None, latent=latent,
+        target, num_layers=1, mixture=mixture, layer_is_windowed=(), drafter=None, layer_kinds=(), recurrent=None,
+        sliding_window=target.sliding_window if target.mtp_is_windowed else None, latent=latent,
     )  # fmt: skip
 
 

@@ -1,15 +1,16 @@
 """LFM2 and LFM2.5: Llama's layers with norms of q and k, most of them with a gated short convolution in attention's
 place (arXiv:2511.23404). LFM2-MoE also has experts in all but the first layers, scored by sigmoids with a correction
-for the choice.
+for the choice. LFM3 also norms what each part returns, has a gate on each head's output, windows in some of the layers
+with attention, and longer convolutions (Liquid AI, 2026).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from localllm.errors import CorruptModel
+from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.text_part import of_family
-from localllm.models.spec.family import Config, Family, Storage
+from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, size
 from localllm.models.spec.gguf import (
     EXPERTS,
@@ -58,15 +59,39 @@ def _feed_forward_width(config: Config) -> int:
     return width
 
 
-def _differences(config: Config) -> dict[str, Any]:
+def _lfm3_names(config: Config) -> Config:
+    """Return the config with the kinds of its layers, which it may leave out: half of them are convolutions."""
+    kinds = ("sliding_attention", "conv", "full_attention", "conv")
+    stated = config.get("layer_types")
+    layers = ["conv", *(kinds[layer % 4] for layer in range(1, size(config, "num_hidden_layers")))]
+    return {**config, "layer_types": layers if stated is None else stated}
+
+
+def _differences(config: Config, **more: LayerPart) -> dict[str, Any]:
+    """Return the differences of all families of this file. more: further kinds of layers."""
     hidden, bias = config["hidden_size"], bool(config["conv_bias"])
     return {
         "norm": NormSpec(number(config, "norm_eps")),
         "qk_norm": "head",
-        "layer_kinds": kinds_of_layers(config["layer_types"], _KINDS),
+        "layer_kinds": kinds_of_layers(config["layer_types"], {**_KINDS, **more}),
         "recurrent": RecurrentSpec(
             "short_conv", size(config, "conv_L_cache"), conv_bias=bias, width=hidden, projection_bias=bias
         ),
+    }
+
+
+def _lfm3(config: Config) -> dict[str, Any]:
+    for name, only in (("attention_bias", False), ("use_sandwich_norm", True)):
+        if bool(config.get(name, only)) != only:
+            raise UnsupportedModel(
+                f"{name} = {config[name]!r} is not supported for LFM3.", f"Supported: {only}, as released."
+            )
+    return {
+        **_differences(config, sliding_attention="attention"),
+        "topology": "sandwich",
+        "attention_gate": "heads" if config["use_attention_gate"] else None,
+        "sliding_window": config["sliding_window"],
+        "layer_is_windowed": windowed_layers(config, lambda layer: False),
     }
 
 
@@ -178,4 +203,35 @@ MOE = Family(
             norms=_LFM2_NORMS,
         )
     },
+)
+LFM3 = Family(
+    "LFM3",
+    ("Lfm3ForCausalLM",),
+    _lfm3,
+    {
+        **_DEFAULTS,
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "use_attention_gate": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    storage=Storage(
+        renames=(
+            (r"^model\.norm\.", "model.embedding_norm."),
+            (r"\.input_layernorm\.", ".operator_norm."),
+            (r"\.post_attention_layernorm\.", ".post_operator_norm."),
+            (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
+            (r"\.post_feedforward_layernorm\.", ".post_ffn_norm."),
+            (r"\.mlp\.gate_proj\.", ".feed_forward.w1."),
+            (r"\.mlp\.up_proj\.", ".feed_forward.w3."),
+            (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
+        ),
+        alternatives=((r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),),
+    ),
+    common_names=_lfm3_names,
 )

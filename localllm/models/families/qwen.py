@@ -7,6 +7,7 @@ same with a layer that predicts further tokens (arXiv:2505.07608).
 Qwen3 (dense): RMSNorm over each head of q and k, no biases by default (arXiv:2505.09388).
 Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 with experts whose weights need not sum to one, and a shared expert with its
 own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one (arXiv:2505.09388).
+Mellum 2 (JetBrains, 2026): Qwen3-MoE with windowed layers, which rotate by another base and without scaling.
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL 2.5 to 3.5 in the form that transformers has a class for: their multimodal
 rotary embedding gives text the same position in every section, which is the plain rotary embedding. GGUF files of them
 hold only the text part. LLaVA 1.5, 1.6 and OneVision, Pixtral and Granite Vision also have another family's text part
@@ -24,10 +25,18 @@ from localllm.models.families.gpt2 import GPT_NAMES
 from localllm.models.families.llama import LLAMA
 from localllm.models.families.mistral import MISTRAL
 from localllm.models.families.text_part import of_families, of_family
-from localllm.models.spec.family import MIMO_MTP, Config, Family, Storage, windowed_layers
+from localllm.models.spec.family import MIMO_MTP, QWEN_MTP, Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, size
-from localllm.models.spec.gguf import EXPERTS, Fields, GGUFFacts, GGUFTensors, Metadata
-from localllm.models.spec.mixture import mixture, sparse_layers
+from localllm.models.spec.gguf import (
+    EXPERTS,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    layer_types,
+    ropes_of_windows,
+)
+from localllm.models.spec.mixture import mixture, sparse_layers, typed_layers
 
 
 def _common_names(config: Config) -> Config:
@@ -158,6 +167,28 @@ def _qwen3(config: Config) -> dict[str, Any]:
     }
 
 
+_SLIDING = "sliding_attention"
+
+
+def _mellum(config: Config) -> dict[str, Any]:
+    bias, windowed = bool(config.get("attention_bias")), windowed_layers(config, lambda layer: False)
+    return {
+        "qk_norm": "head",
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "sliding_window": config["sliding_window"],
+        "layer_is_windowed": windowed,
+        "mtp_is_windowed": any(windowed) and (config.get("mtp_layer_types") or [_SLIDING])[0] == _SLIDING,
+        **({} if any(windowed) else {"local_rope": None}),
+        "mixture": mixture(config, layers=typed_layers(config), renormalize=bool(config["norm_topk_prob"])),
+    }
+
+
+def _gguf_mellum(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    window = {} if config.get("sliding_window") is None else {"layer_types": layer_types(metadata)}
+    return {**_gguf_experts(metadata, checkpoint, config), **ropes_of_windows(metadata, config), **window}
+
+
 def _gguf_experts(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
     """Return sizes that some files omit, from the shapes of the experts' tensors."""
     gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
@@ -199,6 +230,26 @@ QWEN3_MOE = Family(
         "qwen3moe": GGUFFacts("Qwen3MoeForCausalLM", EXPERTS, _gguf_experts, {"norm_topk_prob": True}),
         "qwen3vlmoe": GGUFFacts("Qwen3MoeForCausalLM", EXPERTS, _gguf_experts, {"norm_topk_prob": True}),
     },
+)
+MELLUM = Family(
+    "Mellum 2",
+    ("MellumForCausalLM",),
+    _mellum,
+    {
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "sliding_window": 1024,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    Storage(ignored=(r"mtp\..*",)),
+    note="the multi-token prediction layer is run with --speculative mtp",
+    mtp=QWEN_MTP,
+    gguf={"mellum": GGUFFacts("MellumForCausalLM", EXPERTS, _gguf_mellum)},
 )
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 QWEN2_VL = of_family(

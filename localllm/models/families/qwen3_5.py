@@ -2,7 +2,7 @@
 
 The other layers have full attention, with a gate on each head's output and a quarter of each head that rotates. Norms
 are stored as w - 1, except in the delta nets. Qwen3-Next stores the delta net's inputs in two matrices whose rows are
-grouped by key head, Qwen3.5 in four.
+grouped by key head, Qwen3.5 in four. `delta_net` also reads OLMo Hybrid's fields, which have the same names.
 """
 
 from __future__ import annotations
@@ -49,14 +49,9 @@ RATES = FusedRecurrent("in_proj_ba", ("in_proj_b", "in_proj_a"), _rows_of_rates)
 _KINDS: dict[str, LayerPart] = {"linear_attention": "recurrent", "full_attention": "attention"}
 
 
-def _dense(config: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias"))
+def delta_net(config: Config, **more: Any) -> dict[str, Any]:
+    """Return which layers are gated delta nets, and their sizes. more: further fields of `RecurrentSpec`."""
     return {
-        "norm": NormSpec(number(config, "rms_norm_eps"), plus_one=True),
-        "qk_norm": "head",
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "attention_gate": "interleaved",
         "layer_kinds": kinds_of_layers(_layer_types(config), _KINDS),
         "recurrent": RecurrentSpec(
             "gated_delta",
@@ -65,8 +60,20 @@ def _dense(config: Config) -> dict[str, Any]:
             num_groups=size(config, "linear_num_key_heads"),
             head_size=size(config, "linear_value_head_dim"),
             state_size=size(config, "linear_key_head_dim"),
-            tiled_heads=bool(config.get("tiled_value_heads")),
+            **more,
         ),
+    }
+
+
+def _dense(config: Config) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias"))
+    return {
+        "norm": NormSpec(number(config, "rms_norm_eps"), plus_one=True),
+        "qk_norm": "head",
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "attention_gate": "interleaved",
+        **delta_net(config, tiled_heads=bool(config.get("tiled_value_heads"))),
     }
 
 

@@ -161,6 +161,23 @@ def layer_types(metadata: Metadata) -> list[str]:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
+def ropes_of_windows(metadata: Metadata, config: Fields) -> Fields:
+    """Return the rotary embeddings of full and of windowed layers: only the first may be scaled."""
+    full_share = config.get("partial_rotary_factor", 1.0)
+    scaling: Fields = {"rope_type": "default", **(config.get("rope_scaling") or {})}
+    factor = metadata.number("rope.scaling.yarn_attn_factor")
+    if scaling["rope_type"] == "yarn" and factor is not None:
+        scaling["attention_factor"] = factor
+    full = {**scaling, "rope_theta": config.get("rope_theta"), "partial_rotary_factor": full_share}
+    rotary = metadata.optional_count("rope.dimension_count_swa")
+    windowed = {
+        "rope_type": "default",
+        "rope_theta": metadata.number("rope.freq_base_swa") or config.get("rope_theta"),
+        "partial_rotary_factor": rotary / config["head_dim"] if rotary else full_share,
+    }
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
+
+
 def attention_biases(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
     return {"attention_bias": has(checkpoint, "attn_q.bias") or has(checkpoint, "attn_qkv.bias")}
 
