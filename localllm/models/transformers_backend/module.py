@@ -1,13 +1,12 @@
-"""Modules of `transformers`: load them, build them from shapes alone, put their matrices into our layouts.
+"""Modules of `transformers`: load them, and build them from shapes alone.
 
 Does not know: attention, caches, steps.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.bamba import time_step_limits
 from localllm.models.families.text_part import WITHIN
 from localllm.models.formats.registry import open_checkpoint
-from localllm.models.layers.linear import Linear
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.transformers_backend.config_class import (
     causal_classes,
@@ -181,33 +179,3 @@ def keep_decoder(module: Any) -> Any:
         if all(inner is not decoder for inner in part.modules()):
             delattr(base, name)
     return decoder
-
-
-class _DeviceLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
-def code_names(module: nn.Module) -> set[str]:
-    """Return the names that the code of a module's forward function uses."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return set() if code is None else {*code.co_names, *code.co_varnames}
-
-
-def use_device_layouts(module: nn.Module, unchanged: Sequence[nn.Module] = ()) -> None:
-    """Replace every plain Linear by one in the layout that the device reads fastest.
-
-    unchanged: modules that keep theirs. So do modules whose own code reads a weight by name.
-    """
-    kept = {id(part) for each in unchanged for part in each.modules()}
-    for parent in list(module.modules()):
-        if id(parent) in kept or "weight" in code_names(parent):
-            continue
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _DeviceLinear(child))
