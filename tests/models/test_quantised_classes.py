@@ -2,6 +2,7 @@
 dequantised weights, in mixed batches and chunks; bytes are those that were predicted."""
 
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.cpu.pack import cpu_layout
+from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.models.formats.at_load import AT_LOAD
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
@@ -90,8 +93,16 @@ def test_any_class_computes_a_format_of_ours(name: str, plain: Path, tmp_path: P
     model = load(packed, verify=True, cpu_weights="exact")
     assert held(model) == (6 * model.spec.num_layers, 0)
     assert difference(model, dense) < 2e-3
-    if name == "blocks":
-        assert difference(load(packed), dense) < 5e-2  # products of 8 bits, as the processor has them
+
+
+def test_a_cpu_packs_large_matrices_as_for_decoders_of_ours(tmp_path: Path) -> None:
+    make_class_model(tmp_path / "model", "apertus", intermediate_size=1024)
+    packed, dense = quantise(tmp_path / "model", tmp_path, *FORMATS["blocks"])
+    stored, model = (load(packed, cpu_weights=layout) for layout in ("exact", "fast"))
+    before, after = (each.module.model.layers[0].mlp.up_proj.linear.weight for each in (stored, model))
+    assert isinstance(before, Fp8Weight)
+    assert isinstance(after, Fp8Weight) == (cpu_layout(before, "fast") is None)
+    assert difference(model, dense) < 5e-2
 
 
 @pytest.mark.parametrize("asked", AT_LOAD)
@@ -115,6 +126,22 @@ def test_experts_are_quantised_at_load_however_they_are_stored(tmp_path: Path) -
     assert [held(model)[1] for model in models] == [3, 3]
     first, second = (ModelHarness(model).prefill(PROMPTS[1])[1] for model in models)
     assert torch.equal(first, second)
+
+
+def test_bytes_count_what_a_class_keeps_in_fp32(tmp_path: Path) -> None:
+    packed, _ = quantised_class("hy_v4", tmp_path)
+    spec = read_spec(packed)
+    model = load_model(packed, spec, CPU, torch.bfloat16, verify=False)
+    assert {p.dtype for p in model.module.parameters()} == {torch.float32, torch.bfloat16}
+    assert held_bytes(model) == resident_bytes(packed, spec, CPU, torch.bfloat16)
+
+
+def test_an_older_transformers_is_named(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = quantise(plain, tmp_path, *FORMATS["blocks"])
+    spec = read_spec(packed)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    with pytest.raises(UnsupportedModel, match="with this version of transformers"):
+        resident_bytes(packed, spec, CPU, torch.float32)
 
 
 def changed(packed: Path, tensors: Mapping[str, Tensor]) -> Path:

@@ -207,9 +207,15 @@ class _Names:
     """Names of a checkpoint's tensors as names of a module's parameters, as transformers converts them."""
 
     def __init__(self, module: Any) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, WeightRenaming
+        except ImportError as error:
+            raise UnsupportedModel(
+                f"Quantised matrices of {type(module).__name__} are not supported with this version of transformers.",
+                f"It cannot convert names of checkpoints: {error}.",
+                "pip install 'transformers>=5.23,<5.24'",
+            ) from error
         mapping, self._module = get_model_conversion_mapping(module), module
         self.known: dict[str, Tensor] = module.state_dict()
         self.tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,7 +201,12 @@ def bytes_through_transformers(
             matrices, packer = Quantization(checkpoint, format, quantize), CpuPacker(cpu_weights)
             reader = QuantizedReader(matrices, device, dtype, packer, sizes_only=True)
             module = quantized_on_meta(path, spec, reader, trust_remote_code=is_remote)
-    total: int = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
+    plan = module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ()  # what stays in fp32
+    in_fp32 = [re.compile(each.replace("*", ".*")) for each in plan]
+    total: int = 0
+    for name, parameter in module.named_parameters():
+        is_wide = any(each.search(name) for each in in_fp32)
+        total += parameter.numel() * (torch.float32 if is_wide else dtype).itemsize
     total += quantized_bytes(module)
     total += sum(buffer.numel() * buffer.dtype.itemsize for buffer in module.buffers())
     head = spec.vocab_size * spec.hidden_size
