@@ -29,7 +29,7 @@ from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts, held_mlp, record_bytes
 from localllm.models.families import text_part
-from localllm.models.formats.at_load import AtLoad, at_load
+from localllm.models.formats.at_load import at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
@@ -103,14 +103,16 @@ def load_model(
     """
     _refuse_shard(spec, shard, verify=verify)
     kept: dict[str, Any] = {
-        "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
+        "quantize": at_load(quantization, spec.quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
         from localllm.models.transformers_backend.loading import load_through_transformers
 
-        length = max_model_len or spec.max_position
-        return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
+        return load_through_transformers(
+            path, spec, device, dtype, max_model_len or spec.max_position, verify=verify is not False,
+            quantize=kept["quantize"], cpu_weights=cpu_weights,
+        )  # fmt: skip
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(Weights, checkpoint, spec, device, dtype, progress, lora=bank, **kept)
@@ -178,13 +180,16 @@ def count_model(
     experts are stored alike, the experts are built once: there may be 36,000 of their matrices."""
     _refuse_shard(spec, shard)
     kept: dict[str, Any] = {
-        "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
+        "quantize": at_load(quantization, spec.quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
         from localllm.models.transformers_backend.loading import bytes_through_transformers
 
-        return HeldBytes(bytes_through_transformers(path, spec, device, dtype), 0, {}, {})
+        through = bytes_through_transformers(
+            path, spec, device, dtype, quantize=kept["quantize"], cpu_weights=cpu_weights
+        )
+        return HeldBytes(through, 0, {}, {})
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
@@ -223,7 +228,7 @@ def expert_bytes(
     """Return the exact bytes of each layer's routed experts, or of a dense model's feed-forward parts, from the
     headers: on `device`, and in RAM beside it. known: those on `device`, if they were counted before."""
     kept: dict[str, Any] = {
-        "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
+        "quantize": at_load(quantization, spec.quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
     mixture = spec.mixture
     layers = [layer for layer in range(spec.num_layers) if mixture is None or mixture.is_in(layer)]
@@ -392,7 +397,7 @@ def open_further_layer(
         )
         weights = (MetaWeights if sizes_only else Weights)(
             StoredLayout(checkpoint, spec, storage, _format(checkpoint, spec)), device, dtype,
-            quantize=_at_load(spec, quantization), cpu_weights=cpu_weights, half_weights=half_weights,
+            quantize=at_load(quantization, spec.quantization), cpu_weights=cpu_weights, half_weights=half_weights,
         )  # fmt: skip
         with torch.device("meta") if sizes_only else nullcontext():
             yield checkpoint, weights, DecoderBuilder(spec, weights, device, dtype, shard, group)
@@ -440,18 +445,6 @@ def _weights(
     storage = _storage(checkpoint, spec)
     layout = StoredLayout(checkpoint, spec, storage, _format(checkpoint, spec))
     return kind(layout, device, dtype, progress, lora_storage=_lora_storage(spec, storage), **options)
-
-
-def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
-    found = at_load(asked, spec.quantization)
-    if found is not None and spec.implementation != "localllm":
-        raise UnsupportedOption(
-            f"--quantization {asked} is not supported for {spec.architecture}.",
-            "It runs through transformers' code, which supports unquantised matrices only.",
-            "Leave the flag out.",
-            param="quantization",
-        )
-    return found
 
 
 def _lora_bank(spec: ModelSpec, limits: LoraLimits | None, shard: Shard | None) -> LoraBank | None:

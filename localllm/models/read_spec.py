@@ -183,11 +183,11 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
     from localllm.models.transformers_backend.spec import transformers_fields
 
     architecture = str(config["architectures"][0])
-    if path.is_file() or config.get("quantization_config") is not None:
+    if path.is_file():
         raise UnsupportedModel(
             f"{architecture} in {path.name} is quantised, and localllm has no decoder for it.",
-            "Models that run through transformers need unquantised safetensors.",
-            "Use the unquantised repository of the same model.",
+            "Models that run through transformers need safetensors.",
+            "Use the safetensors of the same model.",
         )
     fields = transformers_fields(path, architecture, trust_remote_code=trust_remote_code)
     return ModelSpec(
@@ -198,9 +198,19 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
         hidden_act="silu",
         rope=RopeSpec(rotary_dim=fields["head_dim"]),
         dtype=_dtype({**_DEFAULTS, **config}),
+        quantization=_quantization_of_class(config),
         **_generation(config, _read_generation_config(path), fields["vocab_size"]),
         **fields,
     )
+
+
+def _quantization_of_class(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the quantisation of the model or of its text part. DeepSeek V4 names the type of its experts beside it."""
+    text = config.get("text_config")
+    found = _quantization(config) or _quantization(text if isinstance(text, Mapping) else {})
+    if found is None or "expert_dtype" not in config:
+        return found
+    return _quantization({"quantization_config": {"expert_dtype": config["expert_dtype"], **found}})
 
 
 def _generation(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

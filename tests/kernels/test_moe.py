@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from localllm.kernels.int4_linear import pack_int4
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.moe import grouped_gemm as grouped_gemm_module
 from localllm.kernels.moe.align import align, align_single, combine, max_blocks
-from localllm.kernels.moe.experts import experts
-from localllm.kernels.moe.grouped_gemm import MoeGemmTile, block_rows, grouped_gemm
+from localllm.kernels.moe.experts import experts, experts_by_code
+from localllm.kernels.moe.grouped_gemm import MoeGemmTile, act_reference, block_rows, grouped_gemm
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, ScaledExperts, pack_experts, stack_experts
 from tests.kernels.conftest import DTYPES
@@ -236,22 +237,35 @@ class Mixture:
         gate_up: ExpertWeights | None = None,
         down: ExpertWeights | None = None,
     ) -> Tensor:
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
+        operands, biases = self._laid_out(device, gate_up, down)
+        return experts(
+            x.to(device), ids.to(device), weights.to(device), *operands, activation,
+            gate_up_bias=biases[0], down_bias=biases[1],
+        ).cpu()  # fmt: skip
 
-        def laid_out(weight: Tensor) -> ExpertWeights:  # packed for a CPU where the twin runs, plain for the kernel
+    def run_by_code(
+        self, x: Tensor, ids: Tensor, weights: Tensor, activation: str, device: torch.device,
+        gate_up: ExpertWeights | None = None, down: ExpertWeights | None = None,
+    ) -> Tensor:  # fmt: skip
+        operands, biases = self._laid_out(device, gate_up, down)
+        return experts_by_code(
+            x.to(device), ids.long().to(device), weights.to(device), *operands,
+            partial(act_reference, activation=activation), first_bias=biases[0], down_bias=biases[1],
+        ).cpu()  # fmt: skip
+
+    def _laid_out(
+        self, device: torch.device, gate_up: ExpertWeights | None, down: ExpertWeights | None
+    ) -> tuple[list[ExpertWeights], list[Tensor | None]]:
+        """The weights packed for a CPU where the twin runs, plain for the kernel; and the biases."""
+
+        def laid_out(weight: Tensor) -> ExpertWeights:
             return weight.to(device) if INTERPRETED else pack_experts(weight.to(device))
 
-        return experts(
-            x.to(device),
-            ids.to(device),
-            weights.to(device),
+        operands = [
             laid_out(self.gate_up) if gate_up is None else gate_up,
             laid_out(self.down) if down is None else down,
-            activation,
-            gate_up_bias=moved(self.gate_up_bias),
-            down_bias=moved(self.down_bias),
-        ).cpu()
+        ]
+        return operands, [None if b is None else b.to(device) for b in (self.gate_up_bias, self.down_bias)]
 
 
 def assert_near(out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -411,6 +425,20 @@ def test_weights_of_four_bits(num_tokens: int, kind: str, dtype: torch.dtype, de
     ids = some_ids(num_tokens, 2, 3, skewed=True, padding=num_tokens // 10)
     out = mixture.run(x, ids, weights, "silu", device, *stacked)
     assert_near(out, mixture.by_hand(x, ids, weights, "silu"), dtype)
+    if num_tokens == 1:
+        assert_near(mixture.run_by_code(x, ids, weights, "silu", device, *stacked), out.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "biased"), [(1, True), (9, False), (40, True)])
+def test_experts_whose_activation_is_code(
+    num_tokens: int, biased: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    mixture = Mixture(5, 72, 40, dtype, biased=biased)
+    x, weights = (torch.randn(num_tokens, 72) * 3).to(dtype), torch.rand(num_tokens, 2).to(dtype)
+    ids = some_ids(num_tokens, 2, 5, skewed=True, padding=0)
+    out = mixture.run_by_code(x, ids, weights, "swiglu_clamped", device)
+    assert_near(out, mixture.by_hand(x, ids, weights, "swiglu_clamped"), dtype)
 
 
 def test_experts_with_an_order_of_inputs_are_refused() -> None:

@@ -256,20 +256,20 @@ def composite_names() -> dict[str, str]:
     return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items() if kind not in others}
 
 
-def tiny_config(model_type: str) -> Any:
-    """Return a small config of the type. Raises what its class raises."""
+def tiny_config(model_type: str, **sizes: Any) -> Any:
+    """Return a small config of the type. sizes: in place of those of `SIZES`. Raises what its class raises."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    return kind(**_shrunk(kind, SPECIAL.get(model_type, {})))
+    return kind(**_shrunk(kind, {**SPECIAL.get(model_type, {}), **sizes}))
 
 
-def make_class_model(path: Path, model_type: str, *, seed: int = 0) -> None:
-    """Build a small model of the type with random weights, and save it in folder `path`."""
+def make_class_model(path: Path, model_type: str, *, seed: int = 0, **sizes: Any) -> None:
+    """Build a small model of the type with random weights, and save it in folder `path`. sizes: of its config."""
     import torch
     import transformers
 
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **sizes)
     config.dtype = torch.float32
     torch.manual_seed(seed)
     is_causal = model_type in class_names()

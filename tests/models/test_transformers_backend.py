@@ -103,7 +103,15 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> Path:
         ),
         (
             {"architectures": ["FooForCausalLM"], "quantization_config": {"quant_method": "awq"}},
-            "is quantised, and localllm has no decoder for it",
+            "FooForCausalLM is not supported",
+        ),
+        (
+            {
+                "architectures": ["ApertusForCausalLM"],
+                "model_type": "apertus",
+                "quantization_config": {"quant_method": "torchao"},
+            },
+            r"quantised \(torchao\).*Supported: awq",
         ),
     ],
 )

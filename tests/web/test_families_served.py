@@ -11,6 +11,7 @@ from tests.gguf_hybrids import HYBRIDS, write_hybrid
 from tests.models.class_models import make_class_model
 from tests.models.classes import class_logits
 from tests.models.harness import prompt, reference, reference_greedy, reference_logits
+from tests.models.quantised_classes import CLASSES, quantised_class
 from tests.models.vision_models import VISION_MODELS as VISION
 from tests.models.vision_models import make_model
 from tests.tiny import make_tiny_model, save_tiny_tokenizer
@@ -31,9 +32,9 @@ WITHOUT_GGUF = ("axk2", "flex_olmo")  # their tensors have no names in GGUF file
 TOKENS, STEPS = prompt(40), 8
 
 
-def answered(model: Path, folder: Path) -> list[int]:
+def answered(model: Path, folder: Path, *more: str) -> list[int]:
     """Return the greedy ids of a server of its own."""
-    flags = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", "8MiB")
+    flags = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", "8MiB", *more)
     with ChildServer(folder, *flags, model=str(model), with_bystander=False) as server:
         body = {
             "model": model.name.removesuffix(".gguf"), "prompt": TOKENS, "max_tokens": STEPS, "temperature": 0,
@@ -61,6 +62,16 @@ def test_a_class_of_transformers_answers(model_type: str, tmp_path: Path) -> Non
     save_tiny_tokenizer(path)
     ids = answered(path, tmp_path)
     (logits,) = class_logits(path, [[*TOKENS, *ids]])
+    assert ids == logits[len(TOKENS) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_a_class_answers_from_its_quantised_checkpoint(model_type: str, tmp_path: Path) -> None:
+    packed, dense = quantised_class(model_type, tmp_path)
+    save_tiny_tokenizer(packed)
+    ids = answered(packed, tmp_path, "--cpu-weights", "exact")
+    (logits,) = class_logits(dense, [[*TOKENS, *ids]])
     assert ids == logits[len(TOKENS) - 1 : -1].argmax(-1).tolist()
 
 

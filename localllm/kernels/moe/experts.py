@@ -6,6 +6,9 @@ distinct. On a CPU the experts that have tokens run one after another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,7 +75,8 @@ class ArrivingExperts:
         if not runs_triton(x, "experts"):
             if self._out is None:
                 self._out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            _add_experts(self._out, x, own, weights, gate_up, down, self._activation, gate_up_bias, down_bias)
+            act = partial(act_reference, activation=self._activation)
+            _add_experts(self._out, x, own, weights, gate_up, down, act, gate_up_bias, down_bias)
             return
         blocks = align(own, count, _block_rows(x, ids, gate_up, down, self._num_experts))
         hidden = _product(x, gate_up, blocks, weights, self._activation, gate_up_bias)
@@ -84,6 +88,27 @@ class ArrivingExperts:
         """Return [T, H] in x's type, once all experts have been added."""
         assert self._out is not None, "a layer without experts"
         return combine(self._out, self._ids) if runs_triton(self._x, "experts") else self._out.to(self._x.dtype)
+
+
+def experts_by_code(
+    x: Tensor, ids: Tensor, weights: Tensor, first: ExpertWeights, down: ExpertWeights,
+    act: Callable[[Tensor], Tensor], *, first_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return what `experts` returns with an activation that is any code. act maps rows of first's outputs [n, N] to
+    inputs of down [n, I]. ids [T, top_k] of any integer type, none of them -1. On a GPU nothing is fused: the rows of
+    both products are copied into the order of the experts.
+    """
+    weights = weights.float().contiguous()
+    if not runs_triton(x, "experts"):
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        _add_experts(out, x, ids, weights, first, down, act, first_bias, down_bias)
+        return out.to(x.dtype)
+    ids = ids.to(torch.int32)
+    blocks = align(ids, len(first), _block_rows(x, ids, first, down, len(first)))
+    assert blocks.rows is not None, "`align` returns rows"
+    pairs = blocks.rows.long().clamp_min(0)  # a row of padding is any row: its product is not written
+    outputs = _product(x[pairs // ids.shape[1]], first, blocks, torch.ones_like(weights), None, first_bias)
+    return combine(_product(act(outputs)[pairs], down, blocks, weights, None, down_bias), ids)
 
 
 def _block_rows(x: Tensor, ids: Tensor, gate_up: ExpertWeights, down: ExpertWeights, num_experts: int) -> int:
@@ -123,13 +148,15 @@ def experts_reference(
     """The definition, expert by expert.
     A token's outputs are added in the order of expert ids, independent of other tokens."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    _add_experts(out, x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias, padding)
+    act = partial(act_reference, activation=activation)
+    _add_experts(out, x, ids, weights, gate_up, down, act, gate_up_bias, down_bias, padding)
     return out.to(x.dtype)
 
 
 def _add_experts(
     out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights,
-    activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None, padding: tuple[int, int] = (0, 0),
+    act: Callable[[Tensor], Tensor], gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    padding: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """Add the experts' outputs to out [T, H] fp32, expert by expert."""
     flat, flat_weights = ids.flatten(), weights.flatten()
@@ -140,7 +167,7 @@ def _add_experts(
             continue
         tokens = rows // ids.shape[1]
         y = expert_linear(x[tokens], gate_up, expert, gate_up_bias)
-        y = expert_linear(_padded(act_reference(y, activation), padding), down, expert, down_bias)
+        y = expert_linear(_padded(act(y), padding), down, expert, down_bias)
         out.index_add_(0, tokens, y * flat_weights[rows, None])
 
 

@@ -26,7 +26,8 @@ from localllm.files.json_file import read_json, read_json_object
 from localllm.models.encoders.recipe import PoolingRecipe, Want
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from localllm.models.transformers_backend.config_class import load_config
-from localllm.models.transformers_backend.module import read_module, use_device_layouts
+from localllm.models.transformers_backend.layouts import use_device_layouts
+from localllm.models.transformers_backend.module import read_module
 
 TENSORS: dict[str, tuple[tuple[str, bool], ...]] = {
     "reward": (("score.0", True), ("score.2", True)),

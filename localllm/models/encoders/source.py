@@ -22,7 +22,8 @@ from localllm.models.formats.at_load import AtLoad, of_sound
 from localllm.models.inputs import SourceInputs
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.transformers_backend.config_class import load_config
-from localllm.models.transformers_backend.module import read_module, use_device_layouts
+from localllm.models.transformers_backend.layouts import use_device_layouts
+from localllm.models.transformers_backend.module import read_module
 from localllm.models.weights.parameters import held_bytes
 
 

@@ -33,7 +33,8 @@ from localllm.models.encoders.whisper import WhisperModel, load_whisper
 from localllm.models.loader import resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.transformers_backend.config_class import load_config
-from localllm.models.transformers_backend.module import read_module, use_device_layouts
+from localllm.models.transformers_backend.layouts import use_device_layouts
+from localllm.models.transformers_backend.module import read_module
 from localllm.models.weights.parameters import held_bytes
 
 RATE = 16_000

@@ -77,6 +77,46 @@ class CutCheckpoint:
     def __exit__(self, *exc: object) -> None: ...
 
 
+class RenamedCheckpoint:
+    """A checkpoint some of whose tensors have other names; a `Checkpoint`."""
+
+    def __init__(self, whole: Checkpoint, names: Mapping[str, str]) -> None:
+        """names: new ones by the stored ones."""
+        self.path, self._whole = whole.path, whole
+        self._stored = {names.get(name, name): name for name in whole.tensors}
+        self.tensors: Mapping[str, TensorInfo] = {new: whole.tensors[name] for new, name in self._stored.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a view into the file; copy it to keep it."""
+        return self._whole.tensor(self._stored[name])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class ExpertCheckpoint:
+    """Tensors of one expert from a checkpoint that stores the same ones of all experts as one; a `Checkpoint`."""
+
+    def __init__(self, whole: Checkpoint, names: Iterable[str], expert: int) -> None:
+        self.path, self._whole, self._expert = whole.path, whole, expert
+        infos = {name: whole.tensors[name] for name in names}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: replace(info, shape=info.shape[1:], num_bytes=info.num_bytes // max(1, *info.shape[:1]), start=None)
+            for name, info in infos.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a view into the file; copy it to keep it."""
+        return self._whole.tensor(name)[self._expert]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
 def _cut_info(whole: TensorInfo, ranges: Sequence[range]) -> TensorInfo:
     shape = (*map(len, ranges), *whole.shape[len(ranges) :])
     num_bytes = whole.num_bytes * prod(shape) // max(1, prod(whole.shape))

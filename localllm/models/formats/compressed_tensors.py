@@ -26,15 +26,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from localllm.errors import CorruptModel
-from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.fp4 import Fp4, Fp4Names
 from localllm.models.formats.fp8 import Fp8, block_size
-from localllm.models.formats.linear_format import StoredPart
-from localllm.models.formats.matrices import MatrixFormat, group_size, is_kv_scale, refuse, whole_number
+from localllm.models.formats.matrices import FormatByMatrix, MatrixFormat, group_size, is_kv_scale, refuse, whole_number
 from localllm.models.formats.stored_ints import Ints, PackedInts, PlainInts
 
 FORMATS = (
@@ -145,10 +141,8 @@ def _check_patterns(targets: Sequence[str]) -> None:
             raise CorruptModel(f"quantization_config's target {target!r} cannot be read.", f"{error}.") from error
 
 
-class CompressedTensors(MatrixFormat):
+class CompressedTensors(FormatByMatrix):
     """All matrices of the checkpoint, each with the scheme of its group."""
-
-    stored_by_outputs = False
 
     def __init__(self, groups: Sequence[QuantGroup], notes: Sequence[str]) -> None:
         self.groups = groups
@@ -169,25 +163,7 @@ class CompressedTensors(MatrixFormat):
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
         if not any(f"{stem}.{ending}" in checkpoint.tensors for ending in ("weight_packed", "weight_scale")):
             return None
-        return self._of(checkpoint, stem).kind(checkpoint, stem)
-
-    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        return self._of(checkpoint, stem).shape(checkpoint, stem)
-
-    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        return self._of(checkpoint, stem).tensors(checkpoint, stem)
-
-    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
-        self._of(checkpoint, stem)._check(checkpoint, stem)
-
-    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
-        return self._of(checkpoint, stem).widened(checkpoint, stem, columns)
-
-    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
-        return self._of(checkpoint, part.stem)._part(checkpoint, part, device)
-
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
-        return self._of(checkpoint, stem)._meta_matrix(checkpoint, stem, shape)
+        return super().kind(checkpoint, stem)
 
     def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
         """Return the format of a matrix. A group that names it takes precedence over one that names a class."""

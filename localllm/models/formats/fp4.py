@@ -51,6 +51,9 @@ from localllm.models.formats.matrices import (
     table_weight,
 )
 
+PACKED = ("U8", "I8")
+"""Types of bytes that hold two weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fp4Names:
@@ -79,7 +82,7 @@ class Fp4(BlockFormat):
 
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
         codes = checkpoint.tensors.get(f"{stem}.{self.names.codes}")
-        return self.name if codes is not None and codes.dtype == "U8" else None
+        return self.name if codes is not None and codes.dtype in PACKED else None
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         rows, columns = shape_of(checkpoint, f"{stem}.{self.names.codes}")
@@ -87,11 +90,11 @@ class Fp4(BlockFormat):
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
         named = [self.names.codes, self.names.scales, self.names.global_scale or ""]
-        return present(checkpoint, stem, [*named, "input_global_scale", "input_scale"])
+        return present(checkpoint, stem, [*filter(None, named), "input_global_scale", "input_scale"])
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         rows, columns = self.shape(checkpoint, stem)
-        check_tensor(checkpoint, f"{stem}.{self.names.codes}", ["U8"])
+        check_tensor(checkpoint, f"{stem}.{self.names.codes}", PACKED)
         types = ["U8", "F8_E8M0"] if self.names.global_scale is None else ["F8_E4M3"]
         check_tensor(checkpoint, f"{stem}.{self.names.scales}", types, (rows, -(-columns // self.group)))
         if self.names.global_scale is not None:
@@ -106,7 +109,7 @@ class Fp4(BlockFormat):
 
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> PlanarWeight:
         scales = self._powers(checkpoint, stem) if self.names.global_scale is None else self._products(checkpoint, stem)
-        packed = stored(checkpoint, f"{stem}.{self.names.codes}", device)
+        packed = stored(checkpoint, f"{stem}.{self.names.codes}", device).view(torch.uint8)
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         return table_weight(codes, scales.to(device), self.group, E2M1_DOUBLED)
 

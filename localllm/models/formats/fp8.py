@@ -2,11 +2,14 @@
 
     quant_method   weight                 scale                                             static input scale
     fp8            {stem}.weight e4m3     weight_scale_inv, per 128 x 128 block; or         input_scale or
-                                          weight_scale, per tensor or output                activation_scale
+                                          weight_scale, per tensor or output; scale         activation_scale
+                                          (DeepSeek V4) or qscale_weight (Mistral)
     fbgemm_fp8     the same               weight_scale, per output
     modelopt FP8   the same               weight_scale, per tensor                          input_scale
 
-w = weight * scale, even if the scale is called "inv". Matrices that are stored unquantised stay so.
+w = weight * scale, even if the scale is called "inv". Matrices that are stored unquantised stay so. With
+expert_dtype = fp4 (DeepSeek V4) the experts are MXFP4 beside them: {stem}.weight int8 [N, K / 2], two weights per byte,
+and a power of two for each 32 weights.
 Does not know: how matrices are multiplied (kernels/fp8_linear.py).
 """
 
@@ -23,7 +26,10 @@ from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.quantized_weight import SCALE_BLOCK
 from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.fp4 import PACKED, Fp4, Fp4Names
 from localllm.models.formats.matrices import (
+    FormatByMatrix,
+    MatrixFormat,
     check_tensor,
     load_copy,
     load_scales,
@@ -34,19 +40,23 @@ from localllm.models.formats.matrices import (
 
 E4M3 = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-ENDINGS = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub",
-           "weight_zero_point", "input_zero_point")  # fmt: skip
+SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+ENDINGS = ("weight", *SCALES, "input_scale", "activation_scale", "qscale_act", "input_scale_ub", "weight_zero_point",
+           "input_zero_point")  # fmt: skip
 Activations = Literal["dynamic", "static", "16-bit"]
 
 
-def fp8(config: Mapping[str, Any]) -> Fp8:
+def fp8(config: Mapping[str, Any]) -> MatrixFormat:
     scheme = config.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise refuse(f"This FP8 checkpoint has the activation_scheme {scheme!r}.", "Supported: dynamic and static.")
     if config.get("fmt", "e4m3") != "e4m3":
         raise refuse(f"This checkpoint is FP8 in {config['fmt']}.", "Supported: e4m3.")
-    block = config.get("weight_block_size")
-    return Fp8("FP8", scheme, None if block is None else block_size(block))
+    block, experts = config.get("weight_block_size"), config.get("expert_dtype", "fp8")
+    if experts not in ("fp8", "fp4"):
+        raise refuse(f"This checkpoint is FP8 with an expert_dtype of {experts!r}.", "Supported: fp8 and fp4.")
+    matrices = Fp8("FP8", scheme, None if block is None else block_size(block))
+    return matrices if experts == "fp8" else Fp8AndFp4(matrices)
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
@@ -111,7 +121,7 @@ class Fp8(BlockFormat):
 
     @property
     def _axes(self) -> Mapping[str, str]:
-        return {"weight": "NK", "weight_scale_inv": "NK", "weight_scale": "NK"}
+        return {"weight": "NK", **dict.fromkeys(SCALES, "NK")}
 
     def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         return self.block or (1, 1)
@@ -138,13 +148,33 @@ class Fp8(BlockFormat):
         return self.activations == "static" and self.block is None
 
     def _scale(self, checkpoint: Checkpoint, stem: str) -> str:
-        inverse, plain = f"{stem}.weight_scale_inv", f"{stem}.weight_scale"
-        wanted = plain if self.block is None else inverse
-        return next((name for name in (inverse, plain) if name in checkpoint.tensors), wanted)
+        wanted = f"{stem}.weight_scale" if self.block is None else f"{stem}.weight_scale_inv"
+        return next(iter(present(checkpoint, stem, SCALES)), wanted)
 
     def _input_scale(self, checkpoint: Checkpoint, stem: str) -> str:
-        other = f"{stem}.activation_scale"
-        return other if other in checkpoint.tensors else f"{stem}.input_scale"
+        return next(iter(present(checkpoint, stem, ("activation_scale", "qscale_act"))), f"{stem}.input_scale")
+
+
+class Fp8AndFp4(FormatByMatrix):
+    """FP8 matrices, and MXFP4 ones beside them."""
+
+    def __init__(self, matrices: Fp8) -> None:
+        self._fp8, self.notes = matrices, matrices.notes
+
+    @property
+    def name(self) -> str:
+        return f"{self._fp8.name}; experts in MXFP4"
+
+    @property
+    def runs_as(self) -> str:
+        return f"{self._fp8.runs_as}, packed fp4"
+
+    def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
+        weight = checkpoint.tensors.get(f"{stem}.weight")
+        if weight is None or weight.dtype not in PACKED:
+            return self._fp8
+        scales = next(iter(present(checkpoint, stem, SCALES)), f"{stem}.scale")
+        return Fp4(Fp4Names("weight", scales.rpartition(".")[2], None))
 
 
 def check_fp8_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None) -> None:

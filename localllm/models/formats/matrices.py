@@ -129,6 +129,37 @@ class MatrixFormat(ABC):
         return self.shape(checkpoint, part.stem)[1] if part.columns is None else len(part.columns)
 
 
+class FormatByMatrix(MatrixFormat):
+    """A `MatrixFormat` whose matrices are each stored in one of several others."""
+
+    stored_by_outputs = False
+
+    @abstractmethod
+    def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
+        """Return the format of a matrix."""
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        return self._of(checkpoint, stem).kind(checkpoint, stem)
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return self._of(checkpoint, stem).shape(checkpoint, stem)
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        return self._of(checkpoint, stem).tensors(checkpoint, stem)
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        self._of(checkpoint, stem)._check(checkpoint, stem)
+
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        return self._of(checkpoint, stem).widened(checkpoint, stem, columns)
+
+    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
+        return self._of(checkpoint, part.stem)._part(checkpoint, part, device)
+
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
+        return self._of(checkpoint, stem)._meta_matrix(checkpoint, stem, shape)
+
+
 # ---- matrices --------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import plan_step
 from localllm.models.spec.model_spec import ModelSpec, layer_window
-from localllm.models.transformers_backend.module import code_names
+from localllm.models.transformers_backend.layouts import code_names
 
 NAME = "localllm_paged"  # name of the attention function in transformers' table
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table, which every module that uses the interface reads by this name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,18 @@ import torch
 from torch import Tensor
 
 from localllm.errors import ModelError, UnsupportedModel
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
 from localllm.kernels.linear import should_pack
 from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.formats.at_load import AtLoad
+from localllm.models.formats.registry import linear_format, open_checkpoint
 from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs
 from localllm.models.spec.model_spec import ModelSpec, index_size, kv_groups, kv_shape
 from localllm.models.transformers_backend.config_class import first_line
+from localllm.models.transformers_backend.layouts import Quantization, QuantizedReader, quantized_bytes
 from localllm.models.transformers_backend.model import TransformersModel
-from localllm.models.transformers_backend.module import load_module, module_on_meta
+from localllm.models.transformers_backend.module import load_module, module_on_meta, quantized_on_meta
 
 T = TypeVar("T")
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
@@ -150,10 +155,14 @@ log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def load_through_transformers(
-    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int, *, verify: bool
-) -> TransformersModel:
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int, *, verify: bool,
+    quantize: AtLoad | None = None, cpu_weights: str = "fast",
+) -> TransformersModel:  # fmt: skip
     """Load the model and compare it with eager attention. Raises `UnsupportedModel` with the difference."""
-    module = load_module(path, spec, device, dtype, trust_remote_code=spec.implementation == "remote")
+    module = load_module(
+        path, spec, device, dtype, trust_remote_code=spec.implementation == "remote",
+        format=linear_format(spec.quantization), at_load=quantize, packer=CpuPacker(cpu_weights),
+    )  # fmt: skip
     token_ids = short_prompt(spec)
     name, expected = spec.architecture, None
     if verify:
@@ -179,10 +188,26 @@ def verify_decoder(path: Path, model: CausalModel, spec: ModelSpec, device: torc
     log.info("verified architecture=%s logits_error=%.1e", spec.architecture, error)
 
 
-def bytes_through_transformers(path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
+def bytes_through_transformers(
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, quantize: AtLoad | None = None,
+    cpu_weights: str = "fast",
+) -> int:  # fmt: skip
     """Return the bytes of weights and buffers that `load_through_transformers` will hold, from shapes alone."""
-    module: Any = module_on_meta(path, spec.architecture, trust_remote_code=spec.implementation == "remote")
-    total: int = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
+    is_remote, format = spec.implementation == "remote", linear_format(spec.quantization)
+    if format is None and quantize is None:
+        module: Any = module_on_meta(path, spec.architecture, trust_remote_code=is_remote)
+    else:
+        with open_checkpoint(path) as checkpoint:
+            matrices, packer = Quantization(checkpoint, format, quantize), CpuPacker(cpu_weights)
+            reader = QuantizedReader(matrices, device, dtype, packer, sizes_only=True)
+            module = quantized_on_meta(path, spec, reader, trust_remote_code=is_remote)
+    plan = module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ()  # what stays in fp32
+    in_fp32 = [re.compile(each.replace("*", ".*")) for each in plan]
+    total: int = 0
+    for name, parameter in module.named_parameters():
+        is_wide = any(each.search(name) for each in in_fp32)
+        total += parameter.numel() * (torch.float32 if is_wide else dtype).itemsize
+    total += quantized_bytes(module)
     total += sum(buffer.numel() * buffer.dtype.itemsize for buffer in module.buffers())
     head = spec.vocab_size * spec.hidden_size
     if spec.tie_word_embeddings and should_pack(head, device, dtype):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from localllm.errors import UnsupportedModel
 from localllm.kernels.layer_cache import LayerState, state_of
 from localllm.models.transformers_backend.attention import Step
-from localllm.models.transformers_backend.module import code_names
+from localllm.models.transformers_backend.layouts import code_names
 
 Key = tuple[Literal["conv", "matrix"], int]  # a state by kind and number, as transformers' caches name it
 _UPDATES = {"update_conv_state", "update_recurrent_state"}

@@ -21,8 +21,9 @@ from localllm.kernels.rotary_store_kv import has_no_skipped_slot
 from localllm.models.inputs import ForwardInputs
 from localllm.models.spec.model_spec import ModelSpec, group_of_layers
 from localllm.models.transformers_backend.attention import Step, replace_attention
+from localllm.models.transformers_backend.layouts import use_device_layouts
 from localllm.models.transformers_backend.mixers import find_mixers, run_by_rows
-from localllm.models.transformers_backend.module import keep_decoder, use_device_layouts
+from localllm.models.transformers_backend.module import keep_decoder
 from localllm.models.transformers_backend.spec import first_position
 
 

@@ -1,85 +1,132 @@
-"""Modules of `transformers`: load them, build them from shapes alone, put their matrices into our layouts.
+"""Modules of `transformers`: load them, and build them from shapes alone.
 
 Does not know: attention, caches, steps.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.quantized_weight import MetaWeight
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.models.families.bamba import time_step_limits
 from localllm.models.families.text_part import WITHIN
 from localllm.models.formats.at_load import AtLoad
+from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.registry import open_checkpoint
-from localllm.models.layers.linear import Linear, Weight, device_layout_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.transformers_backend.config_class import (
     causal_classes,
     first_line,
     load_causal_config,
     load_config,
+    text_part,
     whole_names,
 )
+from localllm.models.transformers_backend.layouts import (
+    NameOf,
+    Quantization,
+    QuantizedReader,
+    find_places,
+    place_parts,
+)
 
-CPU = torch.device("cpu")
 _TEXT_PART = re.compile(rf"{WITHIN}(?:model\.)?(.*)")
 """Names of tensors of a text part."""
 
 
-def load_module(
-    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
-) -> Any:
-    """Load the causal language model of folder `path` with eager attention onto the device. If only the whole model has
-    a class, or reads the stored names, the whole model."""
+class ModelClass(NamedTuple):
+    """A class of transformers that may compute a checkpoint, and how."""
+
+    auto: Any  # the class, or an Auto class that finds it
+    config: Any
+    name_of: NameOf | None  # names of the text part's tensors; None: all tensors are the model's, as they are named
+
+
+def classes_of(path: Path, spec: ModelSpec, *, trust_remote_code: bool) -> list[ModelClass]:
+    """Return the classes to try. If the model reads more than text: that of its text part, then the whole model's,
+    which may read other names."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = load_causal_config(path, spec.architecture, trust_remote_code=trust_remote_code)
-    # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
-    attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
-    if config.model_type == spec.text_type:
-        whole = load_config(path, trust_remote_code=trust_remote_code)
-        has_whole = spec.architecture in whole_names(whole)
+    if config.model_type != spec.text_type:
+        return [ModelClass(AutoModelForCausalLM, config, None)]
+    whole = load_config(path, trust_remote_code=trust_remote_code)
+    found = [ModelClass(kind, config, _name_in_text) for kind in causal_classes(config)[:1]]
+    if not found or spec.architecture in whole_names(whole):
+        found.append(ModelClass(AutoModelForImageTextToText, whole, None))
+    return found
+
+
+def load_module(
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool,
+    format: LinearFormat | None = None, at_load: AtLoad | None = None, packer: CpuPacker | None = None,
+) -> Any:  # fmt: skip
+    """Load the causal language model of folder `path` with eager attention onto the device. If only the whole model has
+    a class, or reads the stored names, the whole model.
+
+    format: how matrices are stored; None: unquantised. at_load: quantises unquantised matrices. packer: packs quantised
+    ones on a CPU.
+    """
+    found = classes_of(path, spec, trust_remote_code=trust_remote_code)
+    for kind in found:
+        # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
+        attention = "sdpa" if kind.config.model_type == "falcon" and kind.config.alibi else "eager"
+        options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
         try:
-            if not causal_classes(config):
-                module = read_module(AutoModelForImageTextToText, path, whole, dtype, **options)
+            if format is not None or at_load is not None:
+                with open_checkpoint(path) as checkpoint:
+                    matrices = Quantization(checkpoint, format, at_load)
+                    reader = QuantizedReader(matrices, device, dtype, packer or CpuPacker())
+                    module = _read_quantized(kind, path, reader, **options)
             else:
-                state = _text_tensors(path)
-                module = read_module(causal_classes(config)[0], path, config, dtype, state=state, **options)
+                state = None
+                if kind.name_of is not None:
+                    with open_checkpoint(path) as checkpoint:
+                        names = {name: kind.name_of(name) for name in checkpoint.tensors}
+                        state = {new: checkpoint.tensor(old).clone() for old, new in names.items() if new is not None}
+                module = read_module(kind.auto, path, kind.config, dtype, state=state, **options)
         except CorruptModel as error:
-            if has_whole and causal_classes(config):
-                module = read_module(AutoModelForImageTextToText, path, whole, dtype, **options)
-            else:
-                what = f"The text part of {spec.architecture} is not read alone."
-                raise UnsupportedModel(what, f"{error.what} {error.why}") from error
-    else:
-        module = read_module(AutoModelForCausalLM, path, config, dtype, **options)
+            if kind is not found[-1]:
+                continue
+            if kind.name_of is None:
+                raise
+            what = f"The text part of {spec.architecture} is not read alone."
+            raise UnsupportedModel(what, f"{error.what} {error.why}") from error
+        break
     _remove_floor_of_time_steps(module)
     return module.to(device)
 
 
-def _text_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of the text part of a model that reads more than text, by their names in a model of text."""
-    found = dict[str, Tensor]()
-    with open_checkpoint(path) as checkpoint:
-        for name in checkpoint.tensors:
-            inner = _TEXT_PART.fullmatch(name)
-            if inner is None and not name.startswith("lm_head."):
-                continue
-            plain = name if inner is None else inner[1] if inner[1].startswith("lm_head.") else f"model.{inner[1]}"
-            found[plain] = checkpoint.tensor(name).clone()
-    return found
+def _read_quantized(
+    kind: ModelClass, path: Path, reader: QuantizedReader, *, attention: str, trust_remote_code: bool
+) -> Any:
+    """Load a model whose matrices stay quantised. They are read before the class allocates memory for its others."""
+    empty = _on_meta(kind.auto, kind.config, trust_remote_code=trust_remote_code)
+    places = find_places(empty, reader.quantization, kind.name_of or str)
+    if places.unknown:
+        raise _does_not_match(path, empty, "unexpected keys", [f"{stem}.weight" for stem in places.unknown])
+    parts, state = reader.parts(empty, places), reader.others(places)
+    return read_module(
+        type(empty), path, kind.config, reader.dtype, state=state, attention=attention,
+        trust_remote_code=trust_remote_code, prepare=lambda module: place_parts(module, parts, reader.packer),
+    )  # fmt: skip
+
+
+def _name_in_text(name: str) -> str | None:
+    """Return the name of a tensor of a text part in a model of text; None: it belongs to another part."""
+    inner = _TEXT_PART.fullmatch(name)
+    if inner is None:
+        return name if name.startswith("lm_head.") else None
+    return inner[1] if inner[1].startswith("lm_head.") else f"model.{inner[1]}"
 
 
 def _remove_floor_of_time_steps(module: nn.Module) -> None:
@@ -106,12 +153,15 @@ def read_module(
     trust_remote_code: bool,
     unused: tuple[str, ...] = (),
     state: dict[str, Tensor] | None = None,
+    prepare: Callable[[Any], None] | None = None,
 ) -> Any:
     """Load a transformers module from folder `path` onto the CPU.
 
     Raises `CorruptModel` if the module and the checkpoint do not have the same tensors, `UnsupportedModel` if the
     class fails. unused: prefixes of names that may differ. state: the tensors, in place of those in the folder.
+    prepare: called with the module before tensors are allocated for its parameters, which it may take away.
     """
+    more = {} if prepare is None else {"quantization_config": _calling(prepare)}
     try:
         with _quiet():
             module, report = auto.from_pretrained(
@@ -123,17 +173,57 @@ def read_module(
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                **more,
             )
     except Exception as error:  # the class may raise anything
         raise _translated(path, config, error) from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(name for name in map(str, report.get(kind) or ()) if not name.startswith(unused))
         if names:
-            raise CorruptModel(
-                f"The checkpoint in {path} does not match {type(module).__name__}.",
-                f"{kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
-            )
+            raise _does_not_match(path, module, kind.replace("_", " "), names)
     return module.eval().requires_grad_(False)
+
+
+def _does_not_match(path: Path, module: Any, what: str, names: Sequence[str]) -> CorruptModel:
+    return CorruptModel(
+        f"The checkpoint in {path} does not match {type(module).__name__}.",
+        f"{what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
+    )
+
+
+_METHOD = "localllm"  # the name of the method in transformers' table
+
+
+def _calling(prepare: Callable[[Any], None]) -> Any:
+    """Return a quantization_config with which transformers calls `prepare` before it loads a model's weights.
+
+    Its quantisers are the place where a model may be changed between its making, without data, and its loading.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if _METHOD not in AUTO_QUANTIZER_MAPPING:
+
+        class Preparing(HfQuantizer):  # type: ignore[misc]
+            def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+                self.quantization_config.prepare(model)
+
+            def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+                self.remove_quantization_config(model)
+                return model
+
+            def is_serializable(self) -> bool:
+                return False
+
+            @property
+            def is_trainable(self) -> bool:
+                return False
+
+        register_quantizer(_METHOD)(Preparing)
+    config = QuantizationConfigMixin(quant_method=_METHOD)
+    config.prepare = prepare
+    return config
 
 
 def _translated(path: Path, config: Any, error: Exception) -> Exception:
@@ -168,12 +258,35 @@ def module_on_meta(path: Path, architecture: str, *, trust_remote_code: bool) ->
 
     config = load_causal_config(path, architecture, trust_remote_code=trust_remote_code)
     whole = load_config(path, trust_remote_code=trust_remote_code)
+    if config.model_type != whole.model_type and not causal_classes(config):
+        module = _on_meta(AutoModelForImageTextToText, whole, trust_remote_code=trust_remote_code)
+        keep_decoder(module)
+        return module
+    return _on_meta(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
+
+
+def quantized_on_meta(path: Path, spec: ModelSpec, reader: QuantizedReader, *, trust_remote_code: bool) -> Any:
+    """Build the model that `load_module` loads with quantised matrices, on `meta`. reader: reads sizes only."""
+    found = classes_of(path, spec, trust_remote_code=trust_remote_code)
+    for kind in found:
+        module = _on_meta(kind.auto, kind.config, trust_remote_code=trust_remote_code)
+        places = find_places(module, reader.quantization, kind.name_of or str)
+        if not places.unknown or kind is found[-1]:
+            break
+    place_parts(module, reader.parts(module, places), reader.packer)
+    if spec.text_type not in ("", kind.config.model_type):
+        keep_decoder(module)
+    return module
+
+
+def _on_meta(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
+    for part in (config, text_part(config)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     with torch.device("meta"):
-        if config.model_type != whole.model_type and not causal_classes(config):
-            module = AutoModelForImageTextToText.from_config(whole)
-            keep_decoder(module)
-            return module
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        if not hasattr(auto, "from_config"):
+            return auto._from_config(config)
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def keep_decoder(module: Any) -> Any:
@@ -184,39 +297,3 @@ def keep_decoder(module: Any) -> Any:
         if all(inner is not decoder for inner in part.modules()):
             delattr(base, name)
     return decoder
-
-
-class _DeviceLinear(nn.Module):
-    def __init__(self, linear: nn.Linear, quantize: AtLoad | None = None) -> None:
-        super().__init__()
-        weight: Weight = linear.weight.detach()
-        if quantize is not None:
-            is_meta, weight = linear.weight.is_meta, quantize(linear.weight.detach())
-            if is_meta:
-                weight = MetaWeight((weight.shape[0], weight.shape[1]), device_layout_bytes(weight, CPU, "fast"))
-        self.linear = Linear(weight, None if linear.bias is None else linear.bias.detach())
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
-def code_names(module: nn.Module) -> set[str]:
-    """Return the names that the code of a module's forward function uses."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return set() if code is None else {*code.co_names, *code.co_varnames}
-
-
-def use_device_layouts(module: nn.Module, unchanged: Sequence[nn.Module] = (), quantize: AtLoad | None = None) -> None:
-    """Replace every plain Linear by one in the layout that the device reads fastest.
-
-    unchanged: modules that keep theirs. So do modules whose own code reads a weight by name. quantize: how the matrices
-    of a module on the CPU are quantised before; None: they are not. On `meta`, their sizes on the CPU are kept.
-    """
-    kept = {id(part) for each in unchanged for part in each.modules()}
-    for parent in list(module.modules()):
-        if id(parent) in kept or "weight" in code_names(parent):
-            continue
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _DeviceLinear(child, quantize))
