@@ -104,6 +104,10 @@ PROMPTS = {
                  "language German<asr_text>",
     "glmasr": "<|im_start|>user\n<|begin_of_audio|><|pad|><|end_of_audio|>Please transcribe this audio "
               "into text<|im_end|>\n<|im_start|>assistant\n",
+    "gemma4": "<|im_start|>user\nTranscribe the following speech segment in German into German text.\n\nFollow these "
+              "specific instructions for formatting the answer:\n* Only output the transcription, with no newlines.\n"
+              "* When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 "
+              "instead of three.<|audio><|audio|><audio|><|im_end|>\n<|im_start|>assistant\n",
     "granite_speech": "<|im_start|>user\n<|audio|>can you transcribe the speech into a written format?<|im_end|>\n"
                       "<|im_start|>assistant\n",
 }  # fmt: skip
@@ -245,10 +249,6 @@ def test_what_cannot_be_heard_is_refused_by_name(served: Served, part: Any, stat
     assert served.live.post("/v1/chat/completions", chat({"type": "text", "text": QUESTION})).status_code == 200
 
 
-def test_granites_adapter_answers_prompts_with_sound_alone(tmp_path: Path) -> None:
-    """As transformers' generate: the adapter of the checkpoint is on if there is sound."""
-    from safetensors.torch import save_file
-
 def test_a_request_has_as_many_sounds_as_the_setting_allows(served: Served) -> None:
     answer = served.live.post("/v1/chat/completions", chat(*[sound_part()] * 33))
     assert answer.status_code == 400
@@ -264,6 +264,10 @@ def test_a_model_can_be_loaded_without_the_part_that_hears(tmp_path: Path) -> No
     assert answer.status_code == 400
     assert "was not loaded: start without --limit-mm-per-prompt audio=0" in answer.json()["error"]["message"]
 
+
+def test_granites_adapter_answers_prompts_with_sound_alone(tmp_path: Path) -> None:
+    """As transformers' generate: the adapter of the checkpoint is on if there is sound."""
+    from safetensors.torch import save_file
 
     model = make_hearing(tmp_path, "granite_speech")
     draws, tensors = torch.Generator().manual_seed(1), {}
