@@ -13,14 +13,24 @@ import pytest
 import torch
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import CorruptModel
+from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.machine.hardware import Hardware
+from localllm.models.families.text_part import QWEN_ENDS, without_thinker
 from localllm.models.fit import plan_memory
 from localllm.models.fit.pictures import sound_encode_bytes, with_tower
 from localllm.models.read_spec import read_spec
 from localllm.models.vision.tower import load_sound_tower, sound_tower_bytes
 from tests.golden_engine import NUM_MEDIA_TOKENS, Engine, MediaCase
-from tests.models.hearing import HEARING, make_hearing, noise, opened, prompt_of, reference_with_sounds, spans
+from tests.models.hearing import (
+    HEARING,
+    make_hearing,
+    noise,
+    opened,
+    prompt_of,
+    publish_as_qwen,
+    reference_with_sounds,
+    spans,
+)
 from tests.models.peak_bytes import PeakBytes
 
 SECONDS = (5.3, 0.7, 3.0)
@@ -177,6 +187,8 @@ _WIDE: dict[str, dict[str, Any]] = {
     "glmasr": {"audio_config": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2,
                                 "num_attention_heads": 4, "num_mel_bins": 128}},
     "granite_speech": {"encoder_config": {"num_layers": 2, "hidden_dim": 256, "num_heads": 4}},
+    "gemma4": {"audio_config": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                "output_proj_dims": 64}},
 }  # fmt: skip
 
 
@@ -276,6 +288,44 @@ def test_features_and_rows_of_glm_are_those_of_its_processor(num_samples: int, f
     assert torch.equal(made.tensors["input_features_mask"], expected["attention_mask"].long())
     frames = expected["attention_mask"].sum()
     assert made.rows == int(GlmAsrProcessor._get_audio_token_length(None, frames))  # type: ignore[arg-type]
+
+
+def test_qwens_own_files_answer_as_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    case = case_of(folder, "qwen3_asr")
+    make_hearing(tmp_path, "qwen3_asr")
+    publish_as_qwen(tmp_path)
+    spec, given = read_spec(tmp_path), case.spec
+    assert dataclasses.replace(spec, rope=given.rope) == given
+    assert dataclasses.replace(spec.rope, parameters=given.rope.parameters) == given.rope  # one position of a token
+    assert without_thinker(json.loads((tmp_path / "config.json").read_text()))["eos_token_id"] == list(QWEN_ENDS)
+    ids, expected = case.prompt((0, 1))
+    engine = Engine(tmp_path, encoder_rows=case.rows)
+    assert engine.generate([ids], NUM_MEDIA_TOKENS, media=[spans(ids, case.media((0, 1)))])[0] == expected
+    assert sound_tower_bytes(tmp_path, spec.hearing, torch.float32) == with_tower(case.path, given).hearing.tower_bytes
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for changes, error, text in (
+        ({"classify_num": 5000}, UnsupportedModel, "Qwen3-ForcedAligner is not supported."),
+        ({"audio_config": None}, CorruptModel, "must be an object with text_config and audio_config"),
+    ):
+        file.write_text(json.dumps({**config, "thinker_config": {**config["thinker_config"], **changes}}))
+        with pytest.raises(error, match=text):
+            read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("num_samples", [400, 16_000, 16_161, 79_840, 480_000])
+def test_features_and_rows_of_gemma_are_those_of_its_processor(num_samples: int, folder: Path) -> None:
+    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+    samples = noise(num_samples / 16_000)[:num_samples]
+    made = opened(case_of(folder, "gemma4").spec).process(samples)
+    extract: Any = Gemma4AudioFeatureExtractor(feature_size=16)
+    expected = extract([samples.astype(np.float32) / 32768], return_tensors="pt")
+    mask = expected["input_features_mask"][0]
+    features = made.tensors["input_features"]
+    torch.testing.assert_close(features, expected["input_features"][:, : features.shape[1]], atol=2e-5, rtol=0)
+    assert features.shape[1] == int(mask.sum())
+    assert made.rows == int(mask[::2][::2].sum())
 
 
 def test_a_family_whose_sound_is_not_read_says_so(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json_object
+from localllm.models.families.text_part import is_thinker, without_thinker
 from localllm.models.formats.checkpoint import is_gguf
 from localllm.models.formats.registry import linear_format, open_checkpoint
 from localllm.models.spec.family import Family
@@ -123,6 +124,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         _refuse_folder(path)
     config = read_json_object(path / "config.json")
+    config = without_thinker(config) if is_thinker(config) else config
     if config.get("quantization_config") is None and config.get("compression_config") is None:
         config |= _quantization_beside(path)
     return config

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from localllm.engine.media import MediaSpan, spans_of
 from localllm.models.vision.sound import ProcessedSound, SoundProcessor
 from tests.models.vision_models import TEXT
-from tests.tiny import SPECIAL_TOKENS, save_tiny_tokenizer
+from tests.tiny import SPECIAL_TOKENS, VOCAB_SIZE, save_tiny_tokenizer
 
 PAD = 10
 """The placeholder's id in every tiny model."""
@@ -53,6 +54,14 @@ HEARING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "residual_multiplier": 0.5},
         {"encoder_config": _CONFORMER, "projector_config": _QFORMER},
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 24, "num_kv_shared_layers": 2,
+         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "pad_token_id": 3,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"audio_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24,
+                          "subsampling_conv_channels": [16, 8]}, "vision_config": None},
+    ),
 }  # fmt: skip
 """Class, fields of the text part, further fields of the config."""
 CHATS = {
@@ -60,6 +69,7 @@ CHATS = {
     "glmasr": "<|begin_of_audio|><|pad|><|end_of_audio|>",
     "qwen3_asr": "<|audio_start|><|audio_pad|><|audio_end|>",
     "granite_speech": "<|audio|>",
+    "gemma4": "<|audio|>",
 }
 """What each family's chat template writes for a sound; empty: its checkpoints have none."""
 
@@ -82,6 +92,29 @@ def make_hearing(path: Path, name: str, **changes: Any) -> Any:
     model.save_pretrained(path)
     save_tokenizer(path, name)
     return model
+
+
+def publish_as_qwen(path: Path) -> None:
+    """Rewrite the files of a tiny Qwen3-ASR as Qwen publishes them: a `thinker` with other names."""
+    config = json.loads((path / "config.json").read_text())
+    audio, text = config.pop("audio_config"), config.pop("text_config")
+    audio |= {"model_type": "qwen3_asr_audio_encoder", "max_source_positions": 1500, "conv_chunksize": 500}
+    text |= {"model_type": "qwen3_asr_text", "rope_theta": 1e4}
+    text["rope_scaling"] = {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3],
+                            "mrope_interleaved": True, "interleaved": True}  # fmt: skip
+    text.pop("rope_parameters", None)
+    thinker = {"audio_config": audio, "text_config": text, "audio_token_id": config.pop("audio_token_id")}
+    whole = {name: config[name] for name in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
+    thinker["model_type"] = "qwen3_asr_thinker"
+    written = {**whole, "support_languages": ["German"], "thinker_config": thinker}
+    (path / "config.json").write_text(json.dumps(written))
+    (path / "generation_config.json").unlink()
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        name = name.replace("model.language_model.", "model.").replace("model.audio_tower.", "audio_tower.")
+        name = name.replace("model.multi_modal_projector.linear_", "audio_tower.proj")
+        tensors[f"thinker.{name}"] = tensor
+    save_file(tensors, path / "model.safetensors")
 
 
 def save_tokenizer(path: Path, name: str) -> None:
@@ -142,6 +175,8 @@ def spans(ids: Sequence[int], sounds: Sequence[ProcessedSound], salt: str | None
 def reference_with_sounds(model: Any, ids: Sequence[int], sounds: Sequence[ProcessedSound]) -> Tensor:
     """Return transformers' logits [T, vocab] of a prompt with sounds in one pass."""
     tokens = torch.tensor([list(ids)])
+    if model.config.model_type == "gemma4":  # its layers read the tokens' ids, too
+        return whole_with_sounds(model, tokens, sounds)
     rows = []
     for each in sounds:
         out = model.model.get_audio_features(**each.tensors, return_dict=True).pooler_output
@@ -152,3 +187,18 @@ def reference_with_sounds(model: Any, ids: Sequence[int], sounds: Sequence[Proce
     # transformers 5.23 does not divide the logits of Granite Speech, which its decoder was trained with
     scaling = getattr(model.config.text_config, "logits_scaling", 1.0)
     return model(inputs_embeds=embeds, attention_mask=torch.ones_like(tokens)).logits[0] / scaling
+
+
+def whole_with_sounds(model: Any, tokens: Tensor, sounds: Sequence[ProcessedSound]) -> Tensor:
+    """Return the logits of the model's own forward pass, whose sounds are padded to the longest."""
+    if not sounds:
+        return model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0]
+    names, most = (
+        ("input_features", "input_features_mask"),
+        max(each.tensors["input_features"].shape[1] for each in sounds),
+    )
+    padded: dict[str, Tensor] = {}
+    for name in names:
+        each = [sound.tensors[name][0] for sound in sounds]
+        padded[name] = torch.stack([torch.cat((x, x.new_zeros(most - len(x), *x.shape[1:]))) for x in each])
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **padded).logits[0]

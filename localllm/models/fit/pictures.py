@@ -20,6 +20,7 @@ from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from localllm.models.spec.vision import HearingSpec, ImageLimits, VisionSpec
 from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE, family_of
+from localllm.models.vision.sound import sound_family_of
 from localllm.units import format_bytes, format_count
 
 FEWER_TOKENS = (2048, 1024, 512)
@@ -83,7 +84,8 @@ def sound_sizes(spec: ModelSpec, config: EngineConfig, dtype: str, batched_token
     assert hearing is not None, "a model without a tower of sound"
     context = min(config.max_model_len or spec.max_position, spec.max_position)
     rows = max(context - TEXT_TOKENS, context // 2)
-    chunks = max(1, min(rows // hearing.chunk_rows, MOST_SOUND_S * 100 // hearing.chunk))
+    most_s = sound_family_of(hearing).most_s or MOST_SOUND_S
+    chunks = max(1, min(rows // hearing.chunk_rows, round(min(most_s, MOST_SOUND_S) * 100) // hearing.chunk))
     rows, frames = chunks * hearing.chunk_rows, chunks * hearing.chunk
     size = 4 if dtype == "float16" else DTYPE_BYTES[dtype]
     at_once = min(frames, hearing.piece or frames)
@@ -103,6 +105,11 @@ def sound_encode_bytes(hearing: HearingSpec, frames: int, at_once: int, size: in
     width, states = hearing.width * size, at_once // 2  # the first layers halve the frames
     features = frames * hearing.num_mels * (4 + (size if size < 4 else 0))
     mlp = states * (4 * width + 2 * hearing.mlp_width * size)
+    if hearing.channels and not hearing.piece:  # two convolutions halve both; attention is in float32
+        states, pairs = at_once // 4, (at_once // 4) ** 2
+        front = 3 * (at_once // 2) * (hearing.num_mels // 2) * hearing.channels * size
+        layer = states * (2 * hearing.mlp_width * size + 16 * hearing.width * 4)
+        return features + max(front, layer + 3 * pairs * size)
     if hearing.channels:  # convolutions over frames and mels halve both, three times
         front = at_once * hearing.num_mels // 4 * hearing.channels * 2 * size
         return features + max(front, mlp // 4)

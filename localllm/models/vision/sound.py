@@ -4,6 +4,7 @@
     Qwen3-ASR       seconds are read by convolutions, and 8 s attend to each other; 13 rows a second
     GLM-ASR         the same, with rotary positions, and without the rows behind the end of the sound
     Granite Speech  a conformer over the whole sound, whose frames are asked in groups of 15 by three queries
+    Gemma 4         a conformer whose states attend to the 13 before them; 25 rows a second, of at most 30 s
 
 Features are logarithms of mel spectrograms, computed here in torch: the same as transformers' extractors have.
 Does not know: files of sound, messages, the tower.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -68,10 +70,13 @@ class SoundFamily:
     written: Callable[[str], tuple[str, str]]  # an answer: code of the language or "", and the text
     languages: Mapping[str, str]  # names by code; empty: the model takes no language
     before: str = ""  # text in front of the rows, if the template has not written it
+    after: str = ""  # likewise behind them
     translates: bool = False
     prompts: bool = False  # whether a text can come with the sound: names, style
     template: str = ""  # of a checkpoint without a chat template
     others: tuple[str, ...] = ("language_model",)  # attributes of transformers' model that are not the tower
+    attention: str = "sdpa"  # of transformers' code
+    most_s: float | None = None  # seconds of the longest sound; None: no limit of its own
 
 
 # ---- features ----------------------------------------------------------------------------------------------------
@@ -84,7 +89,9 @@ def _filters(num_mels: int, num_bins: int, scale: str) -> Tensor:
     from transformers.audio_utils import mel_filter_bank
 
     norm = "slaney" if scale == "slaney" else None
-    made = mel_filter_bank(num_bins, num_mels, 0.0, 8000.0, RATE, norm=norm, mel_scale=scale)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "At least one mel filter has all zero values")  # the highest one of Gemma 4
+        made = mel_filter_bank(num_bins, num_mels, 0.0, 8000.0, RATE, norm=norm, mel_scale=scale)
     return torch.from_numpy(made.T.astype(np.float32))
 
 
@@ -353,7 +360,79 @@ GRANITE = SoundFamily(
     prompts=True,
 )
 
-FAMILIES = (VOXTRAL, QWEN3_ASR, GRANITE, GLM_ASR)
+# ---- Gemma 4 -----------------------------------------------------------------------------------------------------
+
+
+def _read_gemma(config: Config) -> dict[str, Any]:
+    encoder = config["audio_config"]
+    width, channels = int(encoder.get("hidden_size", 1024)), encoder.get("subsampling_conv_channels", (128, 32))
+    return {
+        "num_mels": int(channels[0]),
+        "width": width,
+        "mlp_width": 4 * width,
+        "layers": int(encoder.get("num_hidden_layers", 12)),
+        "heads": int(encoder.get("num_attention_heads", 8)),
+        "chunk": 4,
+        "piece": 0,
+        "chunk_rows": 1,
+        "context": int(encoder.get("attention_chunk_size", 12)) + int(encoder.get("attention_context_left", 13)) - 1,
+        "channels": int(channels[0]),
+    }
+
+
+def _gemma_frames(num_samples: int) -> int:
+    """Return the frames whose samples are all of the sound. The first one has half a frame of silence before it."""
+    return (max(num_samples, 400) - 161) // HOP + 1
+
+
+def _gemma_rows(spec: HearingSpec, num_samples: int) -> int:
+    frames = _gemma_frames(num_samples)
+    return ((frames - 1) // 2 + 2) // 2
+
+
+def _gemma_features(spec: HearingSpec, samples: Int16) -> dict[str, Tensor]:
+    import torch
+
+    count = _gemma_frames(len(samples))
+    padded = torch.cat((torch.zeros(160), _floats(samples, 400))).double()
+    frames = padded.unfold(0, 321, HOP)[:count, :-1] * torch.hann_window(320, dtype=torch.float64).float()
+    mels = torch.fft.rfft(frames, 512).abs() @ _filters(spec.num_mels, 257, "htk").double().T
+    features = (mels + 1e-3).log().float()[None]
+    return {"input_features": features, "input_features_mask": torch.ones(1, count, dtype=torch.bool)}
+
+
+def _gemma_spoken(wish: Wish) -> Spoken:
+    name = _QWEN_LANGUAGES.get(wish.language or "")
+    where = f"{name} into {name} text" if name else "its original language"
+    text = (
+        f"Transcribe the following speech segment in {where}.\n\n"
+        "Follow these specific instructions for formatting the answer:\n"
+        "* Only output the transcription, with no newlines.\n"
+        "* When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of "
+        "three."
+    )
+    return Spoken(({"role": "user", "content": [{"type": "text", "text": text}, {"type": "audio"}]},))
+
+
+GEMMA4 = SoundFamily(
+    "Gemma 4",
+    "Gemma4ForConditionalGeneration",
+    ("gemma4",),
+    "<|audio|>",
+    ("<|audio|>", "<|audio>", "<audio|>"),
+    _read_gemma,
+    _gemma_rows,
+    _gemma_features,
+    _gemma_spoken,
+    _plain,
+    _QWEN_LANGUAGES,
+    before="<|audio>",
+    after="<audio|>",
+    attention="eager",
+    most_s=30.0,
+)
+
+FAMILIES = (VOXTRAL, QWEN3_ASR, GRANITE, GLM_ASR, GEMMA4)
 _OF_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
@@ -362,8 +441,9 @@ def sound_family_of(spec: HearingSpec) -> SoundFamily:
 
 
 def hears(config: Config) -> bool:
-    """Return whether there is a family for a config.json."""
-    return config.get("model_type") in _OF_TYPE
+    """Return whether there is a family for a config.json, and the model has the part that reads sound."""
+    is_known = config.get("model_type") in _OF_TYPE
+    return is_known and (config.get("model_type") not in GEMMA4.model_types or config.get("audio_config") is not None)
 
 
 def read_hearing(config: Config, path: Path) -> HearingSpec:

@@ -28,8 +28,11 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.files.json_file import read_json_object
+from localllm.models.families.text_part import is_thinker, without_thinker
 from localllm.models.formats.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from localllm.models.formats.gguf.matrices import widen
+from localllm.models.formats.registry import open_checkpoint
 from localllm.models.spec.gguf import LLAMA_ROWS
 from localllm.models.spec.vision import HearingSpec, VisionSpec
 from localllm.models.transformers_backend.config_class import load_config
@@ -43,6 +46,11 @@ _OF_SOUND = (
     r"^model\.(layers|embed_tokens|norm)\b",
 )  # fmt: skip
 """Stored names of what a tower of sound does not read."""
+_SHORT_TEXT = {
+    "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+    "head_dim": 8, "intermediate_size": 8, "vocab_size": 8, "pad_token_id": 0,
+}  # fmt: skip
+"""Sizes of a decoder that is built and dropped before any weight is read."""
 _OF_OTHERS = (
     r"(^|\.)(language_model|text_model|audio_tower|embed_audio)\.", r"^lm_head",
     r"^model\.(layers|embed_tokens|norm)\b", r"^mtp\.",
@@ -204,8 +212,22 @@ def load_sound_tower(path: Path, spec: HearingSpec, device: torch.device, dtype:
     """Load the tower that reads sound of the model in folder `path`. Raises like `load_tower`."""
     config = _sound_config(path)
     kind = _without(_base(config), sound_family_of(spec).others, _OF_SOUND)
-    module = read_module(kind, path, config, dtype, attention="sdpa", trust_remote_code=False)
+    state = _of_thinker(path) if is_thinker(read_json_object(path / "config.json")) else None
+    attention = sound_family_of(spec).attention
+    module = read_module(kind, path, config, dtype, attention=attention, trust_remote_code=False, state=state)
     return SoundTower(module.to(device), spec, device, dtype)
+
+
+def _of_thinker(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of the tower of sound that Qwen publishes, by transformers' names."""
+    found = dict[str, Tensor]()
+    with open_checkpoint(path) as checkpoint:
+        for stored in checkpoint.tensors:
+            if stored.startswith("thinker.audio_tower."):
+                name = stored.removeprefix("thinker.")
+                name = re.sub(r"^audio_tower\.proj([12])\.", r"multi_modal_projector.linear_\1.", name)
+                found[name] = checkpoint.tensor(stored).clone()
+    return found
 
 
 def sound_tower_bytes(path: Path, spec: HearingSpec, dtype: torch.dtype) -> int:
@@ -226,9 +248,16 @@ def load_towers(
 
 
 def _sound_config(path: Path) -> Any:
+    if is_thinker(stored := read_json_object(path / "config.json")):
+        from transformers import AutoConfig
+
+        flat = without_thinker(stored)
+        return AutoConfig.for_model("qwen3_asr", audio_config=flat["audio_config"], text_config=_SHORT_TEXT)
     config = load_config(path, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    if getattr(config, "vision_config", None) is not None:
+        config.vision_config = None
     return config
 
 

@@ -177,7 +177,8 @@ class Hearing:
             )
         found = between[0]
         for sound, text in zip(sounds, between[1:], strict=True):
-            found += ("" if found.endswith(family.before) else family.before) + sound.layout.prompt + text
+            found += ("" if found.endswith(family.before) else family.before) + sound.layout.prompt
+            found += ("" if text.startswith(family.after) else family.after) + text
         return found
 
     def spans_of(
