@@ -25,7 +25,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.activations import decode, encode
 from localllm.kernels.cpu.blocks import BLOCK, Examples, reorder
-from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import FEW_ROWS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
@@ -92,7 +92,7 @@ class CpuInt8Table:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
+        y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= FEW_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

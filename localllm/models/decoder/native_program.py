@@ -81,7 +81,7 @@ class NativeProgram:
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
         self._adapters = writer.adapters
         self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
-        self.most_rows = most_rows(writer.kinds)
+        self.most_rows = FEW_ROWS if self._calls else most_rows(writer.kinds)  # as many as the host multiplies alike
         self._num_groups = len(kv_groups(model.spec))
         self._rows = (NativeRow * ((self._num_groups + bool(sources)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 4)
