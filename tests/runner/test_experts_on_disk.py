@@ -466,6 +466,7 @@ def test_steps_of_a_model_with_experts_on_disk_run_natively(
     whole = load_model(path, spec, CPU, torch.float32)
     assert isinstance(whole, DecoderModel)
     together, wanted, alone = (LoneHarness(each, seed=seed) for seed, each in enumerate((model, whole, model)))
+    assert together.lone.most_rows == FEW_ROWS, "of more rows the host's bits depend on all"
     rows, theirs, single = ([h.prefill([token(i, n) for i in range(3 + n)])[0] for n in range(FEW_ROWS)]
                             for h in (together, wanted, alone))  # fmt: skip
     crossing = model.crossing
