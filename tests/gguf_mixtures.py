@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "laguna": "laguna",
     "mellum": "mellum",
+    "phimoe": "phimoe",
 }
 """model_type in config.json -> general.architecture."""
 NAMED_AS = {
@@ -81,6 +82,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "exaone_moe": {"moe_intermediate_size": 64},
     "granite_moe_shared": {"shared_intermediate_size": 64},
     "laguna": {"head_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "phimoe": {"sliding_window": None, "router_jitter_noise": 0.01},
     "mellum": {"moe_intermediate_size": 64, "mlp_layer_types": None},
 }
 """Families of tests/tiny.py with sizes of whole blocks; what a file cannot say is set to what is assumed then."""
@@ -278,6 +280,7 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "granitemoe": _granite,
     "laguna": _laguna,
     "mellum": _windows,
+    "phimoe": lambda config: {},
 }
 """general.architecture -> keys of its metadata without the prefix, beside the general ones."""
 

@@ -268,6 +268,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": True}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 24}),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            "num_local_experts": 6,
+            "sliding_window": 24,
+            "router_jitter_noise": 0.3,  # so that several experts are near the best one
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {
@@ -535,7 +545,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1}),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
-        {**_GROUPS, **_LATENT, **_INDEXER, "first_k_dense_replace": 1, "indexer_types": ["full", "shared"]},
+        {
+            **_GROUPS,
+            **_LATENT,
+            **_INDEXER,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "indexer_types": ["full", "shared", "full"],
+        },
     ),
     "lfm2": (
         "Lfm2Config",

@@ -60,11 +60,11 @@ class Pipe(Protocol):
     """The connections of a rank to the same shard of the stages before and after."""
 
     def receive(self, stream: Tensor) -> Tensor:
-        """Receive the stream [T, hidden] of the stage before, in place."""
+        """Receive the stream [T, width] of the stage before, in place."""
         ...
 
     def send(self, stream: Tensor) -> None:
-        """Send the stream [T, hidden] to the next stage."""
+        """Send the stream [T, width] to the next stage."""
         ...
 
 
@@ -86,7 +86,7 @@ class StageModel:
         """taps: of a last stage, the hidden state after the final norm alone."""
         model, stream = self._model, None
         if model.embedding is None:
-            shape = (len(inputs.token_ids), model.spec.hidden_size)
+            shape = (len(inputs.token_ids), model.stage_width)
             stream = self._pipe.receive(inputs.token_ids.new_empty(shape, dtype=model.dtype))
         hidden = model.forward(inputs, cache, stream, taps)
         if model.lm_head is None:

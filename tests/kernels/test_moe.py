@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,27 @@ def test_route(name: str, dtype: torch.dtype, device: torch.device) -> None:
     assert weights.dtype == torch.float32
     assert ids.tolist() == wanted[0]
     torch.testing.assert_close(weights.cpu().double(), torch.tensor(wanted[1], dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.4, 3.0])
+@pytest.mark.parametrize("shift", [0.0, -4.0, 4.0])
+def test_sparse_mixer_is_that_of_transformers(shift: float, tolerance: float, device: torch.device) -> None:
+    """Logits of either sign, whose shares of the best one differ."""
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = (torch.randn(7, 16) + shift).to(device)
+    options: dict[str, Any] = {"scoring": "sparsemixer", "renormalize": False, "tolerance": tolerance}
+    ids, weights = route(logits, 2, **options)
+    wanted, chosen = sparsemixer(logits.cpu(), tolerance / 2, training=False)
+    assert torch.equal(ids.cpu().long(), chosen)
+    torch.testing.assert_close(weights.cpu(), wanted, rtol=1e-5, atol=0)
+    slots = torch.tensor([5, -1, 7, 0, 1, 2, 3], device=device)
+    logits[2, 4] = float("nan")
+    padded, none = route(logits, 2, slot_mapping=slots, **options)
+    assert padded[1].tolist() == [-1, -1]
+    assert none[1].tolist() == [0, 0]
+    assert all(0 <= expert < 16 for expert in padded[2].tolist())
+    assert torch.equal(padded[3:], ids[3:])
 
 
 @pytest.mark.parametrize(("least", "total"), [(1e-20, 1.0), (0.01, 1.0), (0.5, 0.2)])

@@ -271,6 +271,12 @@ def _route(operation: NativeOperation, row: int, _: NativeRow) -> None:
     ids, weights = _choices(e, row)
     total = max(scores[chosen].sum(), e.least_sum) if e.renormalizes else 1.0
     scale = _floats(e.expert_scale, e.count)[chosen] * e.scale if e.expert_scale else e.scale
+    if e.is_sparse_mixer:
+        for place, best in enumerate(chosen):
+            left = np.setdiff1d(np.arange(e.count), chosen[:place])
+            limit = e.tolerance * np.maximum(np.abs(logits[left]), logits[best])
+            near = left[logits[best] - logits[left] <= limit]
+            scores[best] = 1 / np.exp(logits[near] - logits[best]).sum()
     ids[:], weights[:] = chosen, scores[chosen] / total * scale
 
 

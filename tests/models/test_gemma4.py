@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import CorruptModel, UnsupportedModel, UnsupportedOption
+from localllm.errors import ConfigError, CorruptModel, UnsupportedModel, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import kv_bytes_per_token, plan_memory
 from localllm.models.layers.rotary import rope_table
@@ -298,13 +298,13 @@ def test_given_embeddings_are_refused_where_layers_need_token_ids(tiny_model_pat
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
-def test_stages_that_would_lack_what_a_layer_reads_are_refused(family: str, tiny_model_path: PathOf) -> None:
+def test_stages_are_cut_where_no_layer_reads_keys_of_an_earlier_one(family: str, tiny_model_path: PathOf) -> None:
+    """In these models, only behind the first layer; without a flag they are not spread over stages."""
     shared, apart = read_spec(tiny_model_path(family)), read_spec(tiny_model_path("gemma4_moe"))
-    with pytest.raises(
-        UnsupportedOption,
-        match="Its layers read K and V of other layers, and per-layer embeddings of the tokens, which",
-    ):
-        plan(shared, TWO_GPUS, pipeline_parallel_size=2)
+    ranks = plan(shared, TWO_GPUS, pipeline_parallel_size=2).ranks
+    assert [rank.shard.layers for rank in ranks] == [range(1), range(1, shared.num_layers)]
+    with pytest.raises(ConfigError, match="a stage can begin at layer 1"):
+        plan(shared, TWO_GPUS, pipeline_parallel_size=2, pipeline_layer_partition=(2, shared.num_layers - 2))
     assert len(plan(apart, TWO_GPUS, pipeline_parallel_size=2).ranks) == 2
     assert len(plan(shared, TWO_GPUS, tensor_parallel_size=2).ranks) == 2
     assert not plan(shared, TWO_GPUS).ranks

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from localllm.kernels.linear import should_pack
+from localllm.models.layers.rotary import rope_table
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
@@ -138,6 +139,21 @@ def test_longrope_uses_the_factors_of_the_served_length(served: int, length: int
     tokens = prompt(length)
     _, logits = Harness(path, max_model_len=served).prefill(tokens, chunk=13)
     assert_close(logits, reference_logits(load_reference(path), tokens))
+
+
+def test_phi_moe_has_a_factor_on_rotations_for_each_length(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.3, "long_mscale": 1.7, **factors}
+    path = make_tiny_model(
+        tmp_path, "phimoe", max_position_embeddings=256,
+        rope_parameters={**rope, "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    tokens = prompt(41)
+    _, logits = Harness(path, max_model_len=64).prefill(tokens, chunk=16)
+    assert_close(logits, reference_logits(load_reference(path), tokens))
+    long, short = (rope_table(read_spec(path).rope, count)[:9] for count in (256, 64))
+    assert torch.allclose(short.square().sum(1) / 8, torch.tensor(1.3**2))
+    assert torch.allclose(long.square().sum(1) / 8, torch.tensor(1.7**2))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_the_cache_takes_the_planned_bytes(kv_dtype: str, tiny_model_path: Calla
     spec = read_spec(tiny_model_path("glm_moe_dsa"))
     cache = KVCache(spec, (5, 7), 8, CPU, kv_dtype)
     assert cache.allocated_bytes == kv_cache_bytes(spec, (5, 7), 8, kv_dtype)
-    with_index, without = (layer.index_keys for layer in cache.layers if layer is not None)
+    with_index, without, _ = (layer.index_keys for layer in cache.layers if layer is not None)
     assert with_index is not None
     assert without is None
     assert with_index.dtype == (torch.float32 if kv_dtype == "float32" else torch.bfloat16)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import CorruptModel, UnsupportedOption
+from localllm.errors import ConfigError, CorruptModel, UnsupportedOption
 from localllm.models.fit.devices import (
     Division,
     require_possible,
@@ -34,7 +34,7 @@ from localllm.models.layers.moe import renumbered
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import SourceSpec
-from localllm.models.spec.shard import Shard, even_heads, shards_of
+from localllm.models.spec.shard import Shard, even_heads, shards_of, stage_starts
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter
@@ -120,7 +120,7 @@ def test_two_stages_of_every_family(family: str, tiny_model_path: PathOf) -> Non
             require_possible(spec, Division(1, 2), 2)
         return
     require_possible(spec, Division(1, 2), 2)
-    cut = spec.num_layers // 2
+    cut = min(stage_starts(spec), key=lambda layer: abs(layer - spec.num_layers // 2))
     model = ShardedModel(
         path, *(even_shards(path, 1, layers=own) or [] for own in (range(cut), range(cut, spec.num_layers)))
     )
@@ -157,6 +157,43 @@ def test_more_shards(family: str, size: int, tiny_model_path: PathOf) -> None:
     """Most families have fewer KV heads than four, which are then repeated."""
     path = tiny_model_path(family)
     assert_close(ShardedModel(path, shards_or_skip(path, size)).logits(TOKENS), whole_logits(path))
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma3n"])
+def test_stages_of_layers_that_read_others_keys(family: str, tmp_path: Path) -> None:
+    """Three stages, alone and of two shards. The last layers read what an earlier one of their stage keeps; per-layer
+    embeddings, and several residual streams, go from stage to stage."""
+    kinds = ["sliding_attention", "full_attention"] * 4
+    sparse = {"activation_sparsity_pattern": [0.9, 0.0] * 4} if family == "gemma3n" else {}
+    path = make_tiny_model(
+        tmp_path, family, num_hidden_layers=8, layer_types=kinds, num_kv_shared_layers=3, use_double_wide_mlp=False,
+        **sparse,
+    )  # fmt: skip
+    spec = read_spec(path)
+    assert stage_starts(spec) == (1, 2, 3)
+    for size in (1, 2):
+        each = [shards_or_skip(path, size, layers=own) for own in (range(1), range(1, 3), range(3, 8))]
+        model = ShardedModel(path, *each)
+        assert_close(model.logits(TOKENS), whole_logits(path))
+        for shards, held in zip(each, model.stages, strict=True):
+            predicted = [resident_bytes(path, spec, CPU, torch.float32, shard=shard) for shard in shards]
+            assert [held_bytes(own) for own in held] == predicted
+
+
+def test_a_stage_that_would_read_keys_of_an_earlier_one_is_refused(tiny_model_path: PathOf) -> None:
+    spec = read_spec(tiny_model_path("gemma4"))  # of six layers, the last three read the keys of layers 1 and 2
+    assert stage_starts(spec) == (1,)
+    require_possible(spec, Division(1, 2, layers=(1, 5)), 3)
+    for division in (Division(1, 3), Division(1, 2, layers=(3, 3))):
+        with pytest.raises(ConfigError, match="a stage can begin at layer 1"):
+            require_possible(spec, division, 3)
+    spec = read_spec(tiny_model_path("glm_moe_dsa"))  # the second of three layers attends to keys that the first chose
+    assert stage_starts(spec) == (2,)
+    assert spec.latent is not None
+    assert spec.index is not None
+    last = replace(spec, latent=replace(spec.latent, index=replace(spec.index, layers=(True, False, False))))
+    with pytest.raises(UnsupportedOption, match="attend to keys that a layer of an earlier stage has chosen"):
+        require_possible(last, Division(1, 2), 2)
 
 
 @pytest.mark.parametrize("stages", [(1, 1), (2, 2), (2, 1, 1)], ids=str)

@@ -77,7 +77,7 @@ def test_an_indexer_may_be_shared_by_layers(tiny_model_path: Callable[[str], Pat
     path = tiny_model_path("glm_moe_dsa")
     config, spec = json.loads((path / "config.json").read_text()), read_spec(path)
     assert (spec.max_position, spec.context_limit) == (config["max_position_embeddings"], "")
-    assert [(group.layers, group.index_size) for group in kv_groups(spec)] == [((0,), 32), ((1,), 0)]
+    assert [(group.layers, group.index_size) for group in kv_groups(spec)] == [((0, 2), 32), ((1,), 0)]
     assert not divides_by_layers(spec)
     kinds = {"indexer_types": None, "num_hidden_layers": 6, "mlp_layer_types": ["dense"] * 6}
     spaced = spec_of(tmp_path, {**config, **kinds, "index_topk_freq": 3})
@@ -294,6 +294,7 @@ def test_junk_in_a_field_is_refused_or_harmless(base: str, name: str, value: Any
         ("laguna", {"num_attention_heads_per_layer": [4, 8, "8"]}, CorruptModel, "It must list 3 numbers above 0"),
         ("laguna", {"num_attention_heads_per_layer": [4, 7, 7]}, CorruptModel, "cannot share 2 key/value heads"),
         ("laguna", {"num_attention_heads_per_layer": [4, 4, 8]}, UnsupportedModel, "one number in windowed layers"),
+        ("phimoe", {"num_experts_per_tok": 3}, UnsupportedModel, "Its routing chooses 2 experts"),
         ("lfm3", {"use_sandwich_norm": False}, UnsupportedModel, "use_sandwich_norm = False"),
         ("lfm3", {"attention_bias": True}, UnsupportedModel, "attention_bias = True"),
         ("lfm2", {"layer_types": ["sliding_attention"] * 3}, UnsupportedModel, "of the kind 'sliding_attention'"),

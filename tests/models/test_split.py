@@ -133,7 +133,7 @@ def test_layers_are_divided_as_well_as_can_be(stages: int, seed: int) -> None:
         return max(size / device.bandwidth for size, device in zip(held, devices, strict=True)) if fits else None
 
     possible = [found for counts in compositions(len(layers), stages) if (found := time(counts)) is not None]
-    counts = solve_layers(devices, layers, [0.0] * len(layers), first, last, 0)
+    counts = solve_layers(devices, layers, [0.0] * len(layers), first, last, 0, range(1, len(layers)))
     assert sum(counts) == len(layers)
     assert min(counts) >= 1
     if possible:
@@ -142,7 +142,7 @@ def test_layers_are_divided_as_well_as_can_be(stages: int, seed: int) -> None:
 
 def test_the_longest_context_is_taken_where_the_wanted_one_does_not_fit() -> None:
     devices = [SplitDevice(100, 1), SplitDevice(100, 1)]
-    assert solve_layers(devices, [10.0] * 8, [1.0] * 8, 30, 0, 1000) == [3, 5]
+    assert solve_layers(devices, [10.0] * 8, [1.0] * 8, 30, 0, 1000, range(1, 8)) == [3, 5]
     stage = StageBytes(4, 10, 1.0, 0, 0.0, (RankPart(100, 1, 1.0),))
     found = solve_stage([SplitDevice(200, 1), SplitDevice(40, 1)], stage, 1000)
     assert found.heads == [3, 1]

@@ -86,6 +86,34 @@ def test_ranks_with_recurrent_states_generate_the_tokens_of_one_process(sizes: d
         local.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gemma4", {"pipeline_parallel_size": 2}),  # per-layer embeddings behind the stream
+        ("gemma3n", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),  # and several streams
+        ("laguna", {"tensor_parallel_size": 2}),  # layers with unlike numbers of heads
+    ],
+    ids=["gemma4", "gemma3n", "laguna"],
+)
+def test_ranks_of_unlike_layers_generate_the_tokens_of_one_process(
+    family: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    path = make_tiny_model(tmp_path / "model", family)
+    config, whole = config_for(**sizes), plan_for(path, config_for())
+    local = LocalExecutor.load(path, read_spec(path), config_for(), whole, lambda loaded, total: None)
+    alone = local.open_runner(config_for(), whole, HARDWARE, lambda text: None)
+    executor, plan = executor_of(path, config)
+    try:
+        assert executor.weights_bytes == plan.weights_bytes
+        runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
+        for asked in ({"temperature": 0.0}, {"seed": 7}):
+            assert tokens_of(runner, plan, **asked) == tokens_of(*alone, **asked)
+    finally:
+        executor.close()
+        local.close()
+
+
 # ---- recorded steps --------------------------------------------------------------------------------------------------
 
 # NCCL connects a communicator at its first use, which waits and so cannot be recorded: each must have been used before

@@ -20,12 +20,13 @@ from tests.web.child_server import ChildServer
 PathOf = Callable[[str], Path]
 
 RECURRENT = (
-    "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba",
+    "lfm2", "lfm2_moe", "lfm3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "granite_hybrid", "nemotron_h",
+    "falcon_h1", "bamba",
 )  # fmt: skip
 OTHERS = (
     "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "ernie4_5_moe", "dots1", "minimax_m2", "solar_open",
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
-    "afmoe", "exaone_moe", "granite_moe_shared", "mimo_v2",
+    "afmoe", "exaone_moe", "granite_moe_shared", "laguna", "mellum", "mimo_v2", "phimoe",
 )  # fmt: skip
 BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "inkling_text", "mistral_large4", "minimax_m3_vl")
 WITHOUT_GGUF = ("axk2", "flex_olmo")  # their tensors have no names in GGUF files

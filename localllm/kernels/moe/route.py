@@ -4,6 +4,9 @@
     the same, the k weights scaled to sum to one         Mixtral, Qwen3-MoE; equal to gpt-oss's softmax over the chosen
     sigmoid, chosen by score + bias out of the best      DeepSeek-V3 (arXiv:2412.19437, equations 15 and 16), GLM
     groups of experts, weights without the bias
+    SparseMixer: the best logit, weighed by a softmax    Phi-3.5-MoE (Liu et al. 2023, arXiv:2310.00811)
+    over those near it, then the best of the others,
+    weighed by a softmax over the others near that one
 
 On ties the lower expert id wins. One program per row: 128 logits are 512 bytes, so the launch is the cost.
 """
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 LEAST_SUM = 1e-20
 """Divisor of weights whose sum is smaller, in DeepSeek-V3's code and most others."""
 
@@ -31,6 +34,7 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    tolerance: float = 0.0,
     slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return expert ids [T, top_k] int32, best first, and weights [T, top_k] fp32. logits [T, E].
@@ -38,8 +42,10 @@ def route(
     bias [E] fp32 is added for the choice only. With num_groups > 1, E / num_groups consecutive experts form a group,
     and only the top_groups best groups take part: a group counts by its best score, or with a bias by the sum of its
     two best. With renormalize, the weights are divided by their sum, or by least_sum if that is larger. scale
-    multiplies the weights. Rows with slot_mapping [T] < 0 are padding: ids -1, weights 0. A row with a
-    NaN gets valid ids, and from softmax NaN weights; other rows are not affected.
+    multiplies the weights. tolerance: with sparsemixer, a logit s is near the best one b if b - s is at most this share
+    of the larger of b and |s|; there are no bias, no groups, and no sum then. Rows with slot_mapping [T] < 0 are
+    padding: ids -1, weights 0. A row with a NaN gets valid ids, and from softmax NaN weights; other rows are not
+    affected.
     """
     assert scoring in SCORINGS, scoring
     num_tokens, num_experts = logits.shape
@@ -56,6 +62,7 @@ def route(
             num_groups=num_groups,
             top_groups=top_groups,
             scale=scale,
+            tolerance=tolerance,
             slot_mapping=slot_mapping,
         )
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -70,6 +77,7 @@ def route(
             logits.stride(0),
             scale,
             least_sum,
+            tolerance,
             TOP_K=top_k,
             NUM_GROUPS=num_groups,
             TOP_GROUPS=top_groups,
@@ -78,6 +86,7 @@ def route(
             BLOCK_SIZE=next_power_of_2(num_experts // num_groups),
             BLOCK_K=next_power_of_2(top_k),
             SIGMOID=scoring == "sigmoid",
+            SPARSE_MIXER=scoring == "sparsemixer",
             RENORMALIZE=renormalize,
             num_warps=1,
             **early_launch(logits.device),
@@ -96,6 +105,7 @@ def route_reference(
     num_groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    tolerance: float = 0.0,
     slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, scores in fp32."""
@@ -107,7 +117,7 @@ def route_reference(
     if num_groups > 1:
         choice = _mask_groups(choice, num_groups, top_groups, 1 if bias is None else 2)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.gather(1, ids)
+    weights = _mixed_sparsely(wide, ids, tolerance) if scoring == "sparsemixer" else scores.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(least_sum)
     weights, ids = weights * scale, ids.int()
@@ -115,6 +125,17 @@ def route_reference(
         padding = (slot_mapping < 0)[:, None]
         weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
     return ids, weights
+
+
+def _mixed_sparsely(logits: Tensor, ids: Tensor, tolerance: float) -> Tensor:
+    """Return the weights [T, k] of the experts `ids`, each among those that are near it and not chosen before it."""
+    weights, left = [], logits.clone()
+    for place in range(ids.shape[1]):
+        best = logits.gather(1, ids[:, place, None].long())
+        is_near = best - logits <= tolerance * torch.maximum(logits.abs(), best)
+        weights.append(1 / (left - best).exp().masked_fill(~is_near, 0.0).sum(-1))
+        left.scatter_(1, ids[:, place, None].long(), float("-inf"))
+    return torch.stack(weights, 1)
 
 
 def _mask_groups(choice: Tensor, num_groups: int, top_groups: int, best: int) -> Tensor:
@@ -137,6 +158,7 @@ def _route_kernel(
     logits_stride,
     scale,
     least_sum,
+    tolerance,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -145,6 +167,7 @@ def _route_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SIGMOID: tl.constexpr,
+    SPARSE_MIXER: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -178,7 +201,13 @@ def _route_kernel(
         best = tl.max(tl.max(keys, 1), 0)
         hit = keys == best
         chosen = tl.where(place == k, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
-        weights = tl.where(place == k, tl.sum(tl.sum(tl.where(hit, scores, 0.0), 1), 0), weights)
+        if SPARSE_MIXER:
+            top = tl.sum(tl.sum(tl.where(hit, logits, 0.0), 1), 0)
+            near = (keys > _NONE) & (top - logits <= tolerance * tl.maximum(tl.abs(logits), top))
+            weight = 1.0 / tl.sum(tl.sum(tl.where(near, tl.exp(logits - top), 0.0), 1), 0)
+        else:
+            weight = tl.sum(tl.sum(tl.where(hit, scores, 0.0), 1), 0)
+        weights = tl.where(place == k, weight, weights)
         keys = tl.where(hit, _NONE, keys)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), least_sum, propagate_nan=tl.PropagateNan.ALL)

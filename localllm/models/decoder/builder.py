@@ -58,7 +58,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
 from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape, query_heads
-from localllm.models.spec.shard import Shard, heads_of, in_width, kv_heads_of, local_spec, whole_shard
+from localllm.models.spec.shard import Shard, heads_of, in_width, kv_heads_of, local_spec, stage_width, whole_shard
 from localllm.models.weights.source import (
     EMBEDDING,
     AlikeLayers,
@@ -106,6 +106,8 @@ class DecoderBuilder:
             layer_inputs=self.gemma.layer_inputs(), streams=self.gemma.streams(),
         )  # fmt: skip
         model.token_embedding = embedding
+        model.stage_width = stage_width(spec, shard.layers.start)
+        model.hands_on = shard.layers.stop < spec.num_layers
         model.crossing = None if self.share.far is None else self.share.far.crossing
         return model
 

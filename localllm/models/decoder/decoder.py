@@ -105,6 +105,8 @@ class DecoderModel:
         self.group, self._vocab = Alone() if group is None else group, vocab
         self.layer_inputs = layer_inputs  # per-layer embeddings
         self.streams = streams  # layers work on several streams of each token
+        self.stage_width = self.spec.hidden_size  # numbers of a token that a later pipeline stage receives (shard.py)
+        self.hands_on = False  # another stage has the next layers
         self._rope_tables = tables
         self.layer_groups = group_of_layers(self.spec)  # the KV group of each layer
         self._windows = tuple(own.window for own in kv_groups(self.spec))
@@ -134,8 +136,9 @@ class DecoderModel:
 
         cache: one entry per layer, None for a layer that keeps nothing.
 
-        A pipeline stage that is not the first starts from `stream`, what the stage before it returned, and may change
-        it; a stage that is not the last returns the stream before the norm. taps: filled with a drafter's features.
+        A pipeline stage that is not the first starts from `stream` [T, stage_width], what the stage before it returned,
+        and may change it; a stage that is not the last returns the stream before the norm, and behind it the per-layer
+        embeddings of the next layers. taps: filled with a drafter's features.
         """
         if self.lora is None:
             return self._forward(inputs, cache, stream, taps)
@@ -151,13 +154,15 @@ class DecoderModel:
         if self.crossing is not None:
             self.crossing.begin(len(inputs.token_ids))
         steps = self._prepare(inputs, cache)
+        given: Tensor | None = None  # [T, layers, size] per-layer embeddings
         if self.embedding is None:
             assert stream is not None, "a later stage starts from the stream of the stage before it"
-            residual = stream
+            residual, given = self._arrived(stream)
         else:
             residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
         if self.layer_inputs is not None:
             given = self.layer_inputs(inputs.token_ids, inputs.positions, residual, inputs.embeds)
+        if given is not None:
             steps = {
                 key: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
                 for key, step in steps.items()
@@ -167,7 +172,7 @@ class DecoderModel:
             steps = {
                 key: replace(step, source=source) for key, step in steps.items() if isinstance(step, AttentionStep)
             }
-        if self.streams is not None:
+        if self.streams is not None and self.embedding is not None:
             residual = self.streams.spread(residual)
         is_later_stage = self.embedding is None  # the first stage has the layers that rows are added behind
         deep = () if inputs.embeds is None or is_later_stage else inputs.embeds.deep_rows(self.spec.hidden_size)
@@ -181,12 +186,23 @@ class DecoderModel:
             delta = layer(residual, delta, kept, steps[key])
             if index < len(deep) and inputs.embeds is not None and delta is not None:
                 delta = whole(delta).index_add_(0, inputs.embeds.places, deep[index])
-        if self.streams is not None:
+        if self.streams is not None and not self.hands_on:
             residual = self.streams.join(residual)
         hidden = self._end(residual, delta)
+        if given is not None and self.hands_on:
+            hidden = torch.cat((hidden.flatten(1), given[:, len(self.layers) :].flatten(1)), 1)
         if taps is not None:
             taps.keep(FINAL_HIDDEN, hidden, None)
         return hidden
+
+    def _arrived(self, stream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream, or streams, and the per-layer embeddings of what the stage before has sent."""
+        sizes, hidden, altup = self.spec.per_layer_input, self.spec.hidden_size, self.spec.altup
+        if sizes is None:
+            return stream, None
+        width = hidden if altup is None else altup.num_streams * hidden
+        residual, given = stream[:, :width].contiguous(), stream[:, width:].unflatten(1, (-1, sizes.size))
+        return residual if altup is None else residual.unflatten(1, (-1, hidden)), given
 
     def _end(self, residual: Tensor, delta: Delta | None) -> Tensor:
         """Return the stream after the last layer, normed where this stage has the final norm."""

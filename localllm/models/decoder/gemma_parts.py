@@ -34,6 +34,11 @@ class GemmaParts:
     norm: NormOf
     dtype: torch.dtype
 
+    @property
+    def _first_layer(self) -> int:
+        """The shard's first layer: the first of those whose per-layer embeddings it has."""
+        return self.share.shard.layers.start
+
     def layer(
         self, index: int, kind: LayerKind, prefix: str, attention: MixerPart, mlp: FeedForward
     ) -> Gemma3nLayer | Gemma4Layer:
@@ -44,7 +49,7 @@ class GemmaParts:
     def layer_inputs(self) -> PerLayerInputs | None:
         """Return the per-layer embeddings. Their table keeps its stored type: only rows are read."""
         spec, sizes, weights = self.spec, self.spec.per_layer_input, self.share.source
-        if sizes is None:
+        if sizes is None or self._first_layer:
             return None
         width = spec.num_layers * sizes.size
         shard, shape = self.share.shard, (sizes.vocab_size, width)
@@ -64,11 +69,14 @@ class GemmaParts:
 
     def streams(self) -> AltUpEnds | None:
         """Return what makes several streams of one and one of several."""
-        altup = self.spec.altup
+        altup, own = self.spec.altup, self.share.shard.layers
         if altup is None:
             return None
-        ends = (self._matrices(f"model.altup_{name}", altup.num_streams - 1) for name in ("", "unembed_"))
-        return AltUpEnds(*ends)
+        is_here = {"": own.start == 0, "unembed_": own.stop == self.spec.num_layers}
+        return AltUpEnds(*(
+            self._matrices(f"model.altup_{name}", altup.num_streams - 1) if here else None
+            for name, here in is_here.items()
+        ))  # fmt: skip
 
     # -- Gemma 4
 
@@ -80,7 +88,7 @@ class GemmaParts:
             norm(f"{prefix}pre_feedforward_layernorm"), mlp,
             norm(f"{prefix}post_feedforward_layernorm", scalar if gate is None else 1.0),
             experts, None if experts is None else norm(f"{prefix}post_feedforward_layernorm_1"),
-            gate, index, scalar,
+            gate, index - self._first_layer, scalar,
         )  # fmt: skip
 
     def _gate(self, prefix: str, factor: float = 1.0) -> PerLayerGate | None:
@@ -112,7 +120,8 @@ class GemmaParts:
         return Gemma3nLayer(
             kind, self._altup(altup, f"{prefix}altup."), norm(f"{prefix}input_layernorm"),
             self._laurel(altup, f"{prefix}laurel."), attention, norm(f"{prefix}post_attention_layernorm"),
-            norm(f"{prefix}pre_feedforward_layernorm"), mlp, norm(f"{prefix}post_feedforward_layernorm"), gate, index,
+            norm(f"{prefix}pre_feedforward_layernorm"), mlp, norm(f"{prefix}post_feedforward_layernorm"), gate,
+            index - self._first_layer,
         )  # fmt: skip
 
     def _altup(self, altup: AltUpSpec, prefix: str) -> AltUp:

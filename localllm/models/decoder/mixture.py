@@ -52,6 +52,7 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, la
         mixture.scale,
         mixture.scales_inputs,
         mixture.least_sum,
+        mixture.tolerance,
     )
     router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, layer)
     return MoE(

@@ -4,6 +4,8 @@ Mistral 7B: Llama with a window in all layers if config.json has one (arXiv:2310
 in the layers that config.json lists. Ministral 3 scales queries with the logarithm of their position beyond the
 original context, as Llama 4 does.
 Mixtral 8x7B and 8x22B: a mixture in every layer, the weights of the chosen experts summing to one (arXiv:2401.04088).
+Phi-3.5-MoE: Mixtral with LayerNorm, biases, LongRoPE, and two experts that SparseMixer weighs, whose weights need not
+sum to one (arXiv:2404.14219, arXiv:2409.12136).
 Mistral Small 4: DeepSeek's latent attention and small experts beside a shared one. Experts are scored by a softmax,
 without groups, and their weights sum to one; queries grow as in Ministral 3.
 MiniMax-M2 (230B-A10B) stores experts as Mixtral does: RMSNorm over all of q and all of k, half of each head rotates,
@@ -20,15 +22,17 @@ from localllm.errors import UnsupportedModel
 from localllm.models.families import deepseek, text_part
 from localllm.models.families.deepseek import GGUF_LATENT, STORAGE, fine_experts, latent_attention, latent_gguf
 from localllm.models.spec.family import Config, Family, Storage, one_window, windowed_layers
-from localllm.models.spec.fields import optional_number
+from localllm.models.spec.fields import NormSpec, number, optional_number
 from localllm.models.spec.gguf import (
     LLAMA_ROWS,
+    LOCAL_EXPERTS,
     SOFTMAX,
     Fields,
     GGUFFacts,
     GGUFTensors,
     Metadata,
     expert_scoring,
+    has,
     sigmoid_experts,
 )
 from localllm.models.spec.mixture import mixture, sigmoid_mixture
@@ -162,6 +166,50 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
     },
     storage=MIXTRAL_STORAGE,
+)
+
+
+def _phi_moe(config: Config) -> dict[str, Any]:
+    if config["num_experts_per_tok"] != 2:
+        raise UnsupportedModel(
+            f"num_experts_per_tok = {config['num_experts_per_tok']!r} is not supported for Phi-3.5-MoE.",
+            "Its routing chooses 2 experts.",
+        )
+    bias = bool(config.get("attention_bias"))
+    tolerance = 2 * number(config, "router_jitter_noise")
+    return {
+        **one_window(config),
+        "norm": NormSpec(number(config, "rms_norm_eps"), "layer", bias=True),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "lm_head_bias": bool(config.get("lm_head_bias")),
+        "mixture": mixture(
+            config, size="intermediate_size", scoring="sparsemixer", tolerance=tolerance, renormalize=False
+        ),
+    }
+
+
+def _phi_moe_gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    return {"attention_bias": has(checkpoint, "attn_q.bias"), "lm_head_bias": "output.bias" in checkpoint.tensors}
+
+
+PHI_MOE = Family(
+    "Phi-3.5-MoE",
+    ("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+    _phi_moe,
+    {
+        "sliding_window": None,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+    },
+    storage=replace(
+        MIXTRAL_STORAGE,
+        alternatives=(*MIXTRAL_STORAGE.alternatives, (r"\.block_sparse_moe\.gate\.", ".mlp.router.")),
+    ),
+    gguf={"phimoe": GGUFFacts("PhiMoEForCausalLM", LOCAL_EXPERTS, _phi_moe_gguf)},
 )
 
 

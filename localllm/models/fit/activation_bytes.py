@@ -213,7 +213,7 @@ class StepMemory:
     def _layer_inputs(self, count: int) -> int:
         """Return the bytes of `count` tensors of per-layer embeddings: one is held, and made of a few."""
         sizes = self.spec.per_layer_input
-        return 0 if sizes is None else self._stream(count, self.spec.num_layers * sizes.size)
+        return 0 if sizes is None else self._stream(count, (sizes.num_layers or self.spec.num_layers) * sizes.size)
 
     def _dense_mlp(self) -> int:
         """Return the bytes of a dense feed-forward part: four streams, gate, up and their product."""

@@ -281,20 +281,22 @@ def solve_layers(
     first_bytes: float,
     last_bytes: float,
     context: int,
+    starts: Sequence[int],
 ) -> list[int]:
     """Return the layers of each stage, so that the slowest stage is as fast as possible.
 
     stages: memory and bandwidth of all ranks of a stage together. first_bytes: what the first stage holds besides its
-    layers; last_bytes: the last one. Where the wanted context does not fit, the longest one that fits is used.
-    Raises `ValueError` if there are fewer layers than stages.
+    layers; last_bytes: the last one. starts: layers at which a stage may begin. Where the wanted context does not fit,
+    the longest one that fits is used.
+    Raises `ValueError` if there are fewer layers than stages, or too few of `starts`.
     """
-    if len(layer_bytes) < len(stages):
-        raise ValueError(f"{len(layer_bytes)} layers for {len(stages)} stages")
+    if len(starts) < len(stages) - 1:
+        raise ValueError(f"{len(stages)} stages of {len(layer_bytes)} layers, which can begin at {list(starts)}")
 
     def ends_of(tokens: int, memory: float = 1.0) -> list[int] | None:
         held = [0.0, *accumulate(size + tokens * kv for size, kv in zip(layer_bytes, layer_kv_bytes, strict=True))]
         devices = [SplitDevice(max(1.0, stage.free_bytes) * memory, stage.bandwidth) for stage in stages]
-        return _partition(devices, held, first_bytes, last_bytes)
+        return _partition(devices, held, first_bytes, last_bytes, starts)
 
     found = ends_of(context)
     low, high = -1, context
@@ -307,7 +309,7 @@ def solve_layers(
 
 
 def _partition(
-    stages: Sequence[SplitDevice], held: Sequence[float], first_bytes: float, last_bytes: float
+    stages: Sequence[SplitDevice], held: Sequence[float], first_bytes: float, last_bytes: float, starts: Sequence[int]
 ) -> list[int] | None:
     """Return the end of each stage by dynamic programming over boundaries; None: it does not fit.
 
@@ -317,7 +319,7 @@ def _partition(
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for index, stage in enumerate(stages):
         more = (first_bytes if index == 0 else 0.0) + (last_bytes if index == last else 0.0)
-        ends = range(index + 1, layers - (last - index) + 1) if index < last else (layers,)
+        ends = starts if index < last else (layers,)
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in ends:
             for begin, (slowest, squares, cuts) in best.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, UnsupportedOption
@@ -17,7 +17,7 @@ from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
 from localllm.models.fit.rank_budget import ResidentBytes
 from localllm.models.fit.shard_sizes import Division
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
-from localllm.models.spec.shard import divides_by_layers, even_heads
+from localllm.models.spec.shard import even_heads, stage_starts
 from localllm.units import format_bytes
 
 GIB = 1024**3
@@ -302,11 +302,10 @@ def why_no_ranks(spec: ModelSpec) -> str:
 
 def why_no_stages(spec: ModelSpec) -> str:
     """Return why no pipeline can be cut between the layers of a model that is divided by heads; empty: one can."""
-    if spec.per_layer_input is not None or spec.kv_source:
-        reads = ["per-layer embeddings of the tokens"] if spec.per_layer_input is not None else []
-        reads = [*(["K and V of other layers"] if spec.kv_source else []), *reads]
-        return f"Its layers read {', and '.join(reads)}, which an earlier stage has."
-    return "" if divides_by_layers(spec) else "Its layers attend to keys that a layer of an earlier stage has chosen."
+    if stage_starts(spec):
+        return ""
+    reads = "read K and V" if spec.kv_source else "attend to keys"
+    return f"Its layers {reads} that a layer of an earlier stage has {'made' if spec.kv_source else 'chosen'}."
 
 
 def why_no_replicas(spec: ModelSpec) -> str:
@@ -334,6 +333,14 @@ def _require_layers(spec: ModelSpec, division: Division) -> None:
             f"-pp {spec.num_layers} or less",
             param="pipeline_parallel_size",
         )
+    starts = stage_starts(spec)
+    if division.pipeline > len(starts) + 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {division.pipeline} is more than the stages that this model divides into.",
+            f"Later layers use what earlier ones have computed: a stage can begin at layer {_listed(starts)}.",
+            f"-pp {len(starts) + 1} or less",
+            param="pipeline_parallel_size",
+        )
     given = division.layers
     if given and sum(given) != spec.num_layers:
         raise ConfigError(
@@ -342,6 +349,25 @@ def _require_layers(spec: ModelSpec, division: Division) -> None:
             "Leave the flag out: the layers are then divided by memory and bandwidth.",
             param="pipeline_layer_partition",
         )
+    wrong = sorted({*accumulate(given[:-1])} - {*starts})
+    if wrong:
+        raise ConfigError(
+            f"--pipeline-layer-partition {','.join(map(str, given))} begins a stage at layer {_listed(wrong)}.",
+            f"Later layers use what earlier ones have computed: a stage can begin at layer {_listed(starts)}.",
+            "Leave the flag out: the layers are then divided by memory and bandwidth.",
+            param="pipeline_layer_partition",
+        )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """Return layers as words: 1 to 9, 12."""
+    runs = list[list[int]]()
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _heads_refused(spec: ModelSpec, size: int, num_gpus: int) -> ConfigError:

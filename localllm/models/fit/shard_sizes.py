@@ -26,7 +26,7 @@ from localllm.models.fit.balance import (
 )
 from localllm.models.formats.registry import method_of
 from localllm.models.spec.model_spec import ModelSpec, kv_groups
-from localllm.models.spec.shard import VOCAB_UNIT, Shard, even_heads, shards_of
+from localllm.models.spec.shard import VOCAB_UNIT, Shard, even_heads, shards_of, stage_starts
 from localllm.units import format_count
 
 PLAIN_UNIT = 32  # features per unit where nothing is quantised
@@ -113,7 +113,9 @@ def count_shard(spec: ModelSpec, shard: Shard, resident_bytes: float, dtype: str
     features = dense * len(shard.features) + mixed * experts
     tables = _count_tables(spec, shard.layers)
     elements = attending * (heads * head + fixed) + features * _feature_elements(spec)
-    elements += sum(_even_elements(spec, layer) for layer in shard.layers) / shard.size
+    further = _per_layer_table(spec)
+    elements += sum(_even_elements(spec, layer) - further for layer in shard.layers) / shard.size
+    elements += (shard.layers.start == 0) * spec.num_layers * further / shard.size
     return math.ceil(elements * sizes.matrix + tables * len(shard.vocab) * spec.hidden_size * sizes.table)
 
 
@@ -175,8 +177,7 @@ def _layer_elements(spec: ModelSpec, layer: int) -> float:
 def _even_elements(spec: ModelSpec, layer: int) -> float:
     """Return the elements of a layer that its ranks share evenly: of the matrices before and after a recurrence, and of
     the table of per-layer embeddings."""
-    recurrent, further = spec.recurrent, spec.per_layer_input
-    elements = 0 if further is None else further.vocab_size * further.size
+    recurrent, elements = spec.recurrent, _per_layer_table(spec)
     if recurrent is None or spec.layer_kind(layer) not in ("recurrent", "both"):
         return elements
     inputs = recurrent.conv_channels + recurrent.inner_size + 2 * recurrent.num_heads
@@ -184,11 +185,16 @@ def _even_elements(spec: ModelSpec, layer: int) -> float:
     return elements + spec.hidden_size * (inputs + recurrent.inner_size)
 
 
+def _per_layer_table(spec: ModelSpec) -> int:
+    """Return the elements of a layer's columns of the table of per-layer embeddings."""
+    further = spec.per_layer_input
+    return 0 if further is None else further.vocab_size * further.size
+
+
 def layer_multiplies(spec: ModelSpec, layer: int) -> tuple[float, float]:
     """Return the multiply-adds of one token in a layer: all but what may be in RAM, and that: the experts that it
     chooses, or the feed-forward part of a dense model. A recurrent part counts as attention."""
-    looked_up = 0 if spec.per_layer_input is None else spec.per_layer_input.vocab_size * spec.per_layer_input.size
-    every, mixture = _layer_elements(spec, layer) - looked_up, spec.mixture
+    every, mixture = _layer_elements(spec, layer) - _per_layer_table(spec), spec.mixture
     if mixture is None:
         part = _dense_layers(spec, range(layer, layer + 1)) * spec.intermediate_size * _feature_elements(spec)
         return every - part, part
@@ -250,8 +256,10 @@ def _layers(
         table = spec.vocab_size * spec.hidden_size * sizes.table
         kv = _layer_token_bytes(spec, sizes)
         kv = kv if spec.latent is None else [own * division.tensor for own in kv]
-        layers = [_layer_elements(spec, layer) * sizes.matrix for layer in range(spec.num_layers)]
-        counts = solve_layers(whole, layers, kv, table, table, context)
+        further = _per_layer_table(spec) * sizes.matrix  # of each layer, all on the first stage
+        layers = [_layer_elements(spec, layer) * sizes.matrix - further for layer in range(spec.num_layers)]
+        first = table + spec.num_layers * further
+        counts = solve_layers(whole, layers, kv, first, table, context, stage_starts(spec))
     return [range(a, b) for a, b in pairwise([0, *accumulate(counts)])]
 
 
@@ -347,7 +355,10 @@ def _stage_bytes(
     repeats = _repeats_kv(spec, size)
     attending = sum(map(spec.has_attention, layers))
     head, fixed = (n * attending * sizes.matrix for n in _head_elements(spec, repeats_kv=repeats))
-    fixed += sum(_even_elements(spec, layer) for layer in layers) * sizes.matrix / size
+    further = _per_layer_table(spec)
+    even = sum(_even_elements(spec, layer) - further for layer in layers)
+    even += (layers.start == 0) * spec.num_layers * further
+    fixed += even * sizes.matrix / size
     token = sum(_layer_token_bytes(spec, sizes)[layers.start : layers.stop])
     if spec.latent is not None or repeats:
         return StageBytes(spec.num_heads, head, 0.0, fixed, token / spec.num_kv_heads, parts)

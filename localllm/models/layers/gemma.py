@@ -75,21 +75,24 @@ class AltUp:
 
 
 class AltUpEnds:
-    """The streams made of the embeddings, and joined again after the last layer."""
+    """The streams made of the embeddings, and joined again after the last layer. A pipeline stage may have neither."""
 
     __slots__ = ("embed", "unembed")
 
-    def __init__(self, embed: Sequence[Linear], unembed: Sequence[Linear]) -> None:
-        """Matrices [hidden, hidden] of all streams but the first, which is the embeddings themselves."""
-        self.embed, self.unembed = list(embed), list(unembed)
+    def __init__(self, embed: Sequence[Linear] | None, unembed: Sequence[Linear] | None) -> None:
+        """Matrices [hidden, hidden] of all streams but the first, which is the embeddings themselves. None: another
+        stage has them."""
+        self.embed, self.unembed = embed, unembed
 
     def spread(self, embeds: Tensor) -> Tensor:
         """Map [T, hidden] to streams [T, streams, hidden], all as long as the first."""
+        assert self.embed is not None
         wanted = _magnitude(embeds)
         return torch.stack([embeds, *(_resized(matrix(embeds), wanted) for matrix in self.embed)], dim=1)
 
     def join(self, streams: Tensor) -> Tensor:
         """Map streams [T, streams, hidden] to their mean [T, hidden]."""
+        assert self.unembed is not None
         first, *others = streams.unbind(1)
         wanted = _magnitude(first)
         changed = [

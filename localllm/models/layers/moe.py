@@ -40,13 +40,14 @@ class Routing:
     """The step from router logits to experts and weights; kernels/moe/route.py explains each field."""
 
     top_k: int
-    scoring: str = "softmax"  # or "sigmoid"
+    scoring: str = "softmax"  # sigmoid, sparsemixer
     renormalize: bool = True  # the chosen weights are scaled to sum to one
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0  # final factor on the weights
     scales_inputs: bool = False  # the weight multiplies the expert's input instead of its output; top_k is 1
     least_sum: float = LEAST_SUM
+    tolerance: float = 0.0  # with sparsemixer
 
 
 def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, packer: CpuPacker) -> ExpertWeights:
@@ -208,6 +209,7 @@ class MoE:
             num_groups=self.routing.num_groups,
             top_groups=self.routing.top_groups,
             scale=self.routing.scale,
+            tolerance=self.routing.tolerance,
             slot_mapping=slot_mapping,
         )
         if self.expert_scale is not None:
@@ -250,7 +252,8 @@ class MoE:
             writer, routing.top_k, correction=writer.address(self.correction_bias),
             is_sigmoid=routing.scoring == "sigmoid", renormalizes=routing.renormalize, least_sum=routing.least_sum,
             num_groups=routing.num_groups, top_groups=routing.top_groups, scale=routing.scale,
-            expert_scale=writer.address(self.expert_scale),
+            expert_scale=writer.address(self.expert_scale), is_sparse_mixer=routing.scoring == "sparsemixer",
+            tolerance=routing.tolerance,
         )  # fmt: skip
         writer.chosen_experts = ctypes.addressof(described)
         writer.plan(Op.ROUTE, writer.router, writer.router, experts=writer.chosen_experts)

@@ -136,9 +136,11 @@ def _yarn_scale(numbers: Mapping[str, Any]) -> float:
 def _longrope(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor per dimension, with a short and a long set."""
     numbers, original = rope.parameters, rope.parameters["original_max_position_embeddings"]
-    factors = numbers["long_factor" if rope.has_long_factors(num_positions) else "short_factor"]
+    length = "long" if rope.has_long_factors(num_positions) else "short"
+    factors = numbers[f"{length}_factor"]
     frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
-    if numbers.get("attention_factor") is not None:
-        return frequencies, float(numbers["attention_factor"])
+    stated = numbers.get(f"{length}_mscale", numbers.get("attention_factor"))  # the first: Phi-3.5-MoE
+    if stated is not None:
+        return frequencies, float(stated)
     ratio = numbers.get("factor") or numbers["max_position_embeddings"] / original
     return frequencies, 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))

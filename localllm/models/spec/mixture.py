@@ -20,7 +20,8 @@ class MixtureSpec:
     top_k: int
     intermediate_size: int  # intermediate size of one expert
     layers: tuple[bool, ...] = ()  # which layers are mixtures, the others being dense; empty: all
-    scoring: str = "softmax"  # or "sigmoid"
+    scoring: str = "softmax"  # sigmoid, sparsemixer
+    tolerance: float = 0.0  # with sparsemixer: logits that are lower than the best by at most this share are near it
     renormalize: bool = True
     least_sum: float = 1e-20  # divisor of chosen weights whose sum is smaller
     num_groups: int = 1

@@ -104,6 +104,7 @@ class PerLayerInputSpec:
     size: int  # numbers of one layer's vector
     vocab_size: int  # rows of the table; tokens beyond it use row 0
     pad_id: int = 0  # token that stands for a picture's
+    num_layers: int = 0  # layers whose vectors a pipeline stage has: its own and those after it; 0: all of the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,11 +180,29 @@ def _even_groups(heads: int, groups: int, size: int) -> list[int] | None:
     return None if rest or copies > heads // groups else even(heads // groups, copies) * groups
 
 
+def stage_starts(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the layers at which a stage but the first may begin: no layer from there on reads the K and V of an
+    earlier layer, or attends to the keys that an earlier layer has chosen."""
+    sources, index = spec.kv_source or range(spec.num_layers), spec.index
+    starts, first = list[int](), spec.num_layers
+    for layer in range(spec.num_layers - 1, 0, -1):
+        first = min(first, sources[layer])
+        if first >= layer and (index is None or index.layers[layer]):
+            starts.append(layer)
+    return tuple(reversed(starts))
+
+
 def divides_by_layers(spec: ModelSpec) -> bool:
-    """Return whether a pipeline can be cut between any two layers: none reads the K and V of another layer, attends to
-    the keys that another one has chosen, or has an embedding that the first stage looks up."""
-    chooses = spec.index is None or all(spec.index.layers)
-    return not spec.kv_source and spec.per_layer_input is None and chooses
+    """Return whether a pipeline can be cut between any two layers, each of which reads the stream alone."""
+    return len(stage_starts(spec)) == spec.num_layers - 1 and spec.per_layer_input is None
+
+
+def stage_width(spec: ModelSpec, start: int) -> int:
+    """Return the numbers of a token that the stage from layer `start` on receives: its residual streams, and its
+    per-layer embeddings for the layers from there on."""
+    streams = 1 if spec.altup is None else spec.altup.num_streams
+    further = 0 if spec.per_layer_input is None else (spec.num_layers - start) * spec.per_layer_input.size
+    return streams * spec.hidden_size + further
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -219,9 +237,13 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     latent = spec.latent
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, layers=latent.index.layers[own]))
+    further = spec.per_layer_input
+    if further is not None:
+        further = replace(further, num_layers=spec.num_layers - own.start)
     return replace(
         spec,
         latent=latent,
+        per_layer_input=further,
         recurrent=recurrent,
         num_layers=len(shard.layers),
         num_heads=len(shard.heads),
@@ -241,6 +263,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         layer_sparsity=spec.layer_sparsity[own],
         layer_limits=spec.layer_limits[own],
         held_groups=tuple(held),
+        kv_source=tuple(source - own.start for source in spec.kv_source[own]),
         mixture=mixture,
     )
 

@@ -631,6 +631,7 @@ ROUTINGS = [
     {"top_k": 12, "scoring": "sigmoid"},
     {"top_k": 5, "corrects": True},
     {"top_k": 5, "corrects": True, "least_sum": 2.0},
+    {"top_k": 2, "scoring": "sparsemixer", "renormalize": False, "tolerance": 0.5},
 ]
 
 
@@ -661,6 +662,7 @@ class Mixture:
             "num_groups": 1,
             "top_groups": 1,
             "scale": 1.0,
+            "tolerance": 0.0,
         }
         options |= self.routing
         return NativeExperts(
@@ -668,7 +670,8 @@ class Mixture:
             down=self._matrices(self.down, self.down_bias), correction=self.build.address(self.correction),
             is_sigmoid=options["scoring"] == "sigmoid", renormalizes=options["renormalize"],
             least_sum=options["least_sum"], num_groups=options["num_groups"], top_groups=options["top_groups"],
-            scale=options["scale"], ids=self.build.address(self.ids), weights=self.build.address(self.weights),
+            scale=options["scale"], is_sparse_mixer=options["scoring"] == "sparsemixer", tolerance=options["tolerance"],
+            ids=self.build.address(self.ids), weights=self.build.address(self.weights),
         )  # fmt: skip
 
     def _matrices(self, weights: Tensor, biases: Tensor) -> int:

@@ -189,6 +189,7 @@ ROUTE = Variant(
         "logits_stride": "i32",
         "scale": "fp32",
         "least_sum": "fp32",
+        "tolerance": "fp32",
     },
     constants={
         "bias_ptr": None,
@@ -200,6 +201,7 @@ ROUTE = Variant(
         "BLOCK_SIZE": 128,
         "BLOCK_K": 8,
         "SIGMOID": False,
+        "SPARSE_MIXER": False,
         "RENORMALIZE": True,
         "PDL": False,
     },

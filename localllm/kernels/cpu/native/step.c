@@ -466,6 +466,17 @@ static void leave_groups_out(const Experts* e, float* choice, float* values) {
   }
 }
 
+// The part of the best expert in the softmax over those near it that have not been chosen.
+static float part_of_best(const Experts* e, const float* logits, const float* choice, int64_t best) {
+  const float top = logits[best];
+  float sum = 0;
+  for (int64_t i = 0; i < e->count; i++) {
+    const float size = fabsf(logits[i]), larger = size > top ? size : top;
+    if (choice[i] > -INFINITY && top - logits[i] <= (float)e->tolerance * larger) sum += expf(logits[i] - top);
+  }
+  return 1.0f / sum;
+}
+
 // As kernels/moe/route.py. `memory`: 3 * count floats.
 static void route(const Experts* e, const float* logits, int32_t* ids, float* weights, float* memory) {
   float *scores = memory, *choice = memory + e->count, sum = 0;
@@ -482,7 +493,7 @@ static void route(const Experts* e, const float* logits, int32_t* ids, float* we
   if (e->num_groups > 1) leave_groups_out(e, choice, choice + e->count);
   for (int64_t k = 0; k < e->top_k; k++) {
     ids[k] = (int32_t)place_of_largest(choice, e->count);
-    weights[k] = scores[ids[k]];
+    weights[k] = e->is_sparse_mixer ? part_of_best(e, logits, choice, ids[k]) : scores[ids[k]];
     sum += weights[k];
     choice[ids[k]] = -INFINITY;
   }

@@ -97,6 +97,8 @@ typedef struct {
   int64_t num_groups, top_groups;
   double scale;                  // of the weights
   const float* expert_scale;     // [count], a factor of each expert's weight; NULL
+  int64_t is_sparse_mixer;       // a weight is a part of the softmax over the logits that are near the chosen one
+  double tolerance;              // how near: a share
   int32_t* ids;                  // [MAX_ROWS, top_k], written by OP_ROUTE, best first
   float* weights;                // [MAX_ROWS, top_k], likewise
 } Experts;

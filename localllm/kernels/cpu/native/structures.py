@@ -204,6 +204,8 @@ class NativeExperts(ctypes.Structure):
         ("top_groups", c_int64),
         ("scale", c_double),
         ("expert_scale", c_void_p),
+        ("is_sparse_mixer", c_int64),
+        ("tolerance", c_double),
         ("ids", c_void_p),
         ("weights", c_void_p),
     )
