@@ -27,6 +27,7 @@ from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas, permanent_objects
 from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
+from localllm.machine.processes import preload_torch_library
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import DRAIN_S, Phase
@@ -39,6 +40,8 @@ from localllm.web.app import Server, bind, create_app
 
 MOST_FILES = 65_536
 """Limit of open files, the same as in the unit of `localllm service`."""
+FIRST_ANSWERS_S = 0.3
+"""The longest time for which a load waits for requests that came before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class _Serving:
         with handled_signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
+                await self._answer_first(serving)
                 was_ready = await self._load(serving)
                 if was_ready:
                     await self._serve(serving)
@@ -133,6 +137,18 @@ class _Serving:
         """Stop as after a signal, and start again. Called on the event loop."""
         self.restarts = True
         self.stop.set()
+
+    async def _answer_first(self, serving: asyncio.Task[None]) -> None:
+        """Answer the requests that came while the server started, for at most FIRST_ANSWERS_S. A load begins with
+        importing torch, which holds the lock of Python's interpreter for most of its time."""
+        if self.settings.server.load_at_start:
+            preload_torch_library()
+        while not self.server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        end_s, state = time.perf_counter() + FIRST_ANSWERS_S, self.server.server_state
+        await asyncio.sleep(0.005)  # a connection that waits is accepted, its request is read, and becomes a task
+        while state.tasks and time.perf_counter() < end_s:
+            await asyncio.sleep(0.001)
 
     async def _load(self, serving: asyncio.Task[None]) -> bool:
         """Load the first model. Return False if a signal came first."""

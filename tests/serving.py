@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,15 @@ from localllm.runner.runner import TorchRunner
 from localllm.serving.served import ServedModel
 
 PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
+
+
+def in_order(phases: Iterable[str]) -> list[str]:
+    """The phases with the tokenizer before the weights: both are read at the same time, and either may be first."""
+    names = list(phases)
+    at = names.index("weights")
+    if names[at + 1 : at + 2] == ["tokenizer"]:
+        names[at : at + 2] = ["tokenizer", "weights"]
+    return names
 
 
 def settings_for(path: Path, *, served_model_name: tuple[str, ...] = (), **engine: Any) -> Settings:

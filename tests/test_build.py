@@ -1,6 +1,10 @@
 """Loading, from a name to an engine: phases in order, clear errors, nothing left behind."""
 
+import gc
 import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +17,20 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
+from localllm.models import read_spec as module
 from localllm.models.fit import MemoryPlan
 from localllm.models.fit.far import FarPlan
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import DrafterPlan
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 from localllm.models.spec.rope import RopeSpec
+from localllm.models.weights.source import Progress
 from localllm.runner.runner import TorchRunner
 from localllm.serving import build
 from localllm.serving.build import build_engine, sampling_defaults
 from localllm.serving.phases import Phase
 from localllm.serving.profiles import fingerprint
 from localllm.serving.served import short_name
-from tests.serving import PHASES, settings_for, spy_on_closing
+from tests.serving import PHASES, in_order, settings_for, spy_on_closing
 
 
 @pytest.fixture
@@ -35,8 +41,8 @@ def closed_runners(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
 def test_phases_come_in_order_each_with_an_end(tiny_llama_path: Path) -> None:
     seen: list[Phase] = []
     build_engine(settings_for(tiny_llama_path), seen.append).close()
-    assert list(dict.fromkeys(phase.name for phase in seen)) == PHASES
-    assert [phase.name for phase in seen if phase.done] == PHASES
+    assert in_order(dict.fromkeys(phase.name for phase in seen)) == PHASES
+    assert in_order(phase.name for phase in seen if phase.done) == PHASES
     assert all(phase.detail for phase in seen if phase.done)
     fractions = [phase.fraction for phase in seen if phase.name == "weights" and phase.fraction is not None]
     assert fractions == sorted(fractions)
@@ -70,6 +76,41 @@ def without_architecture(folder: Path) -> None:
 
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_load(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read beside the weights, of which there may be many gigabytes."""
+    reports = 0
+
+    def load(path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress, *_: Any) -> Any:
+        nonlocal reports
+        for reports in range(1000):
+            progress(reports, 1000)
+            time.sleep(0.01)
+
+    def broken(path: Path, more: Sequence[str] = ()) -> Any:
+        raise CorruptModel("The tokenizer is broken.")
+
+    monkeypatch.setattr(build, "_executor", load)
+    monkeypatch.setattr(build, "read_tokenizer", broken)
+    with pytest.raises(CorruptModel, match="The tokenizer is broken"):
+        build_engine(settings_for(tiny_llama_path))
+    assert reports < 999
+
+
+def test_no_garbage_is_collected_while_a_spec_imports_its_format(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects: list[bool] = []
+
+    def spied(*given: Any, **named: Any) -> ModelSpec:
+        collects.append(gc.isenabled())
+        return read_spec(*given, **named)
+
+    monkeypatch.setattr(module, "read_spec", spied)
+    build_engine(settings_for(tiny_llama_path)).close()
+    assert collects[0] is False
+    assert gc.isenabled()
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -244,5 +285,5 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     spec: Any = None
     config = replace(settings_for(tmp_path).engine, programmatic_launch=False)
     with pytest.raises(CorruptModel):
-        build._load(tmp_path, spec, config, plan, lambda phase: None)
+        build._load(tmp_path, spec, config, plan, lambda phase: None, Future())
     assert done == ["cuda:1", torch.device("cuda:1")]

@@ -1,5 +1,6 @@
 """A server from its address to its last request: the real command, a real socket, real signals."""
 
+import asyncio
 import io
 import json
 import logging
@@ -25,7 +26,7 @@ from localllm import up
 from localllm.cli import announce, main, suggestion
 from localllm.cli.announce import JsonAnnouncer, LogAnnouncer, TerminalAnnouncer, doors
 from localllm.cli.serving import set_up_logging
-from localllm.config.settings import PicksTable, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Settings
 from localllm.engine.speculation import Speculation
 from localllm.engine.step import DraftSupport
 from localllm.errors import ConfigError, PortInUse
@@ -111,6 +112,29 @@ def test_a_second_signal_ends_running_answers(tiny_llama_path: Path, tmp_path: P
             started = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(("answered_s", "least_s", "most_s"), [(0.0, 0.0, 0.2), (0.1, 0.1, 0.28), (9.0, 0.3, 2.0)])
+async def test_a_load_waits_a_moment_for_requests_that_came_first(
+    answered_s: float, least_s: float, most_s: float
+) -> None:
+    requests = {"of a browser"} if answered_s else set()
+    server = SimpleNamespace(started=False, server_state=SimpleNamespace(tasks=requests))
+    serving = SimpleNamespace(settings=Settings(EngineConfig(), ServerConfig(load_at_start=False)), server=server)
+    http, began_s = asyncio.create_task(asyncio.sleep(9)), time.perf_counter()
+    asyncio.get_running_loop().call_later(0.01, setattr, server, "started", True)
+    asyncio.get_running_loop().call_later(answered_s, requests.clear)
+    await up._Serving._answer_first(serving, http)  # type: ignore[arg-type]  # of which this reads two fields
+    assert least_s <= time.perf_counter() - began_s < most_s
+    assert server.started
+    http.cancel()
+
+
+async def test_a_server_that_does_not_start_is_not_waited_for() -> None:
+    server = SimpleNamespace(started=False, server_state=SimpleNamespace(tasks=set()))
+    serving = SimpleNamespace(settings=Settings(EngineConfig(), ServerConfig(load_at_start=False)), server=server)
+    http = asyncio.create_task(asyncio.sleep(0))
+    await asyncio.wait_for(up._Serving._answer_first(serving, http), 5)  # type: ignore[arg-type]
 
 
 def test_a_taken_port_is_known_before_the_model_loads(capsys: pytest.CaptureFixture[str]) -> None:

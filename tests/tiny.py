@@ -267,6 +267,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("HeliumConfig", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": True}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
+    "cwm": ("CwmConfig", {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 20}),
+    "jais2": ("Jais2Config", {"head_dim": 16}),
+    "youtu": ("YoutuConfig", {**_LATENT, "q_lora_rank": 24, "embedding_initializer_range": 0.2}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 24}),
     "phimoe": (
         "PhimoeConfig",

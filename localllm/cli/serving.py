@@ -54,7 +54,6 @@ def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
     from localllm.machine.processes import (
         ShortTorchImport,
         can_restart,
-        preload_torch_library,
         restart,
         set_thread_environment,
         was_restarted,
@@ -74,8 +73,6 @@ def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
         settings = replace(settings, server=settings.server.at(passed.getsockname()[:2]))
     set_thread_environment()
     ShortTorchImport().install()
-    if settings.server.load_at_start:
-        preload_torch_library()
     talks = at_terminal and not options.json
     open_log_file = set_up_logging(settings, quiet=talks or options.json)
     for sentence in unknown_variables(environ):

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.params import GENERATION_CONFIG, SAMPLING_PARAMS
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.serving.compute import start_torch
+from localllm.machine.memory import paused_collection
+from localllm.serving.compute import importing_torch, start_torch
 from localllm.serving.drafters import check_vocabulary, describe_choice, require_place, with_drafter
 from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
 from localllm.serving.profiles import fingerprint, from_profile
@@ -97,10 +98,11 @@ def build_engine(
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_place(spec, plan)
         require_context(plan, spec, config, limits, sum(gpu.is_supported for gpu in hardware.gpus))
-        tokenizer, template = _read_text(found.path, spec, on_phase)
-        check_vocabulary(spec, tokenizer, read_tokenizer)
-        executor, memory_of = _load(found.path, spec, config, plan, on_phase)
-        undo.callback(executor.close)
+        with ThreadPoolExecutor(1, "localllm-tokenizer") as thread:  # packing weights lets other threads run
+            text = thread.submit(_read_text, found.path, spec, on_phase)
+            executor, memory_of = _load(found.path, spec, config, plan, on_phase, text)
+            undo.callback(executor.close)
+            tokenizer, template = text.result()
         with report_phase("memory", on_phase) as report:
             warning = ""
             if not limits.kv_is_compared:
@@ -244,9 +246,11 @@ def _find(
         if task != "generate":
             report(found.name)
             return found, task
-        spec = read_spec(
-            found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code, mmproj=config.mmproj
-        )
+        with importing_torch():  # formats of quantised weights need it
+            spec = read_spec(
+                found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code,
+                mmproj=config.mmproj,
+            )  # fmt: skip
         through = "" if spec.implementation == "localllm" else " through transformers"
         report(f"{found.name} · {spec.architecture}{through}")
     return found, _find_drafter(config, found.path, spec, on_phase)
@@ -332,7 +336,9 @@ def _read_text(path: Path, spec: ModelSpec, on_phase: OnPhase) -> tuple[Tokenize
     from localllm.text.chat_template import ChatTemplate
 
     with report_phase("tokenizer", on_phase) as report:
-        tokenizer = read_tokenizer(path, () if spec.vision is None else (family_of(spec.vision).frame[1],))
+        with paused_collection():  # hundreds of thousands of texts, none of which is garbage
+            tokenizer = read_tokenizer(path, () if spec.vision is None else (family_of(spec.vision).frame[1],))
+        check_vocabulary(spec, tokenizer, read_tokenizer)
         template = ChatTemplate.of(tokenizer)
         if not template and spec.hearing is not None:
             template = ChatTemplate(sound_family_of(spec.hearing).template or None, tokenizer.special_tokens)
@@ -356,9 +362,12 @@ def read_tokenizer(path: Path, more: Sequence[str] = ()) -> Tokenizer:
 
 
 def _load(
-    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, on_phase: OnPhase
+    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, on_phase: OnPhase, beside: Future[Any]
 ) -> tuple[Executor, Callable[[MemoryPlan], MemoryReport]]:
-    """Load the weights. Return their owner, and what compares `plan` with the plan in use once a runner is open."""
+    """Load the weights. Return their owner, and what compares `plan` with the plan in use once a runner is open.
+
+    beside: work whose error ends the load.
+    """
     from localllm.kernels.cpu.pack import describe_layout
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
@@ -369,6 +378,8 @@ def _load(
     with report_phase("weights", on_phase) as report:
 
         def progress(loaded: int, total: int) -> None:
+            if beside.done():
+                beside.result()
             report(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
         executor = _executor(path, spec, config, plan, progress, report)

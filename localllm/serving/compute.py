@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,16 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def importing_torch() -> AbstractContextManager[None]:
+    """Return the block in which torch is imported: what the first import makes lives as long as the process."""
+    return paused_collection() if "torch" in sys.modules else permanent_objects()
+
+
 def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
     """Import torch and return the hardware with the memory that is free for this model. The import takes seconds on a
     cold disk, so it is a phase of its own."""
     from localllm.machine.hardware import read_hardware
 
     with report_phase("torch", on_phase) as report:
-        is_first = "torch" not in sys.modules
-        if is_first:
+        if "torch" not in sys.modules:
             report("importing torch")
-        with permanent_objects() if is_first else paused_collection():
+        with importing_torch():
             import torch
 
             from localllm.runner.device_memory import empty_cache

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 to V3.2, models trained with V3's code, A.X K2, and dots.llm1.
+"""DeepSeek-V2 to V3.2, models trained with V3's code, A.X K2, Youtu-LLM, and dots.llm1.
 
 DeepSeek-V2 and V2-Lite, V3, Moonlight, GLM-4.7-Flash: latent attention, with one cached key and value for all heads,
 and many small experts beside shared ones; the first layers are dense (arXiv:2405.04434). V3 scores experts by sigmoids
@@ -9,6 +9,7 @@ ends. The indexer's kernels have not run on a GPU yet. In GLM-5.2 most layers at
 (arXiv:2603.12201).
 A.X K2 is DeepSeek-V3.2 with a gate on what attention returns, made with the queries from their latent before and after
 its norm, and low-rank gates on the norms before attention and before experts (SK Telecom, 2026).
+Youtu-LLM 2B: V3's latent attention with a dense feed-forward part in every layer (arXiv:2512.24618).
 dots.llm1 (142B-A14B): the attention of Qwen3 with the mixture of DeepSeek-V3 (arXiv:2506.05767).
 """
 
@@ -274,6 +275,18 @@ AXK2 = Family(
     },
     storage=STORAGE,
     note="its indexer has not run on a GPU yet",
+)
+
+
+def _youtu(config: Config) -> dict[str, Any]:
+    return latent_attention(config, interleaved=bool(config["rope_interleave"]))
+
+
+YOUTU = Family(
+    "Youtu-LLM",
+    ("YoutuForCausalLM",),
+    _youtu,
+    {"q_lora_rank": 1536, "rope_interleave": True, "tie_word_embeddings": True},
 )
 
 

@@ -1,10 +1,11 @@
-"""Gemma 1 to 3 (text).
+"""Gemma 1 to 3 (text) and VaultGemma.
 
 Gemma 1: Llama with norms stored as w - 1, embeddings scaled by sqrt(hidden_size) rounded to the model's type, and GeGLU
 with the tanh approximation, whatever the first config.json files say (arXiv:2403.08295).
 Gemma 2 and Gemma 3: also norms on both sides of each part, and alternating windowed and full layers. Gemma 2 caps
 scores and logits; Gemma 3 norms q and k instead, and its windowed layers have their own rotary base (arXiv:2408.00118,
 arXiv:2503.19786).
+VaultGemma 1B: Gemma 2 without the norms after each part, and with full attention in all layers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.families import text_part
-from localllm.models.spec.family import Config, Family, windowed_layers
+from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number
 from localllm.models.spec.gguf import SANDWICH_NORMS, Fields, GGUFFacts, GGUFTensors, Metadata
 
@@ -60,6 +61,10 @@ def _gemma2(config: Config) -> dict[str, Any]:
     }
 
 
+def _vault(config: Config) -> dict[str, Any]:
+    return {**_gemma2(config), "topology": "pre_norm"}
+
+
 def _gemma3(config: Config) -> dict[str, Any]:
     if config.get("attn_logit_softcapping"):
         raise UnsupportedModel(
@@ -102,6 +107,13 @@ GEMMA2 = Family(
             added=(("norm.weight", 1.0),),
         )
     },
+)
+VAULT = Family(
+    "VaultGemma",
+    ("VaultGemmaForCausalLM",),
+    _vault,
+    {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    Storage(renames=(("post_attention_layernorm", "pre_feedforward_layernorm"),)),
 )
 _DEFAULTS_3 = {
     **_DEFAULTS,

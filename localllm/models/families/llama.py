@@ -11,6 +11,7 @@ MiniCPM 1 and 2: trained with muP. Embeddings are multiplied by scale_emb, the p
 square root of the number of layers, and the head reads hidden / (hidden_size / dim_model_base) (arXiv:2404.06395).
 Phi-3, Phi-3.5 mini and Phi-4 (mini): q, k and v, and gate and up, are stored fused; LongRoPE; in Phi-4-mini only part
 of each head rotates (arXiv:2404.14219).
+CWM: most layers see a window (Code World Model, arXiv:2510.02387).
 SmolVLM and Idefics 3 are vision-language models with a Llama as their text part.
 """
 
@@ -123,6 +124,23 @@ SEED_OSS = Family(
     _seed_oss,
     {"head_dim": 128, "attention_bias": True},
     gguf={"seed_oss": GGUFFacts("SeedOssForCausalLM", more=_gguf_seed_oss, norms=NORM_BEFORE_MLP)},
+)
+
+
+def _cwm(config: Config) -> dict[str, Any]:
+    windowed = windowed_layers(config, lambda layer: layer % 4 != 0)
+    return {
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "sliding_window": config["sliding_window"] if any(windowed) else None,
+        "layer_is_windowed": windowed if any(windowed) else (),
+    }
+
+
+CWM = Family(
+    "CWM",
+    ("CwmForCausalLM",),
+    _cwm,
+    {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192},
 )
 
 

@@ -1,8 +1,9 @@
-"""Llamas with LayerNorm: StableLM and StarCoder2.
+"""Llamas with LayerNorm: StableLM, StarCoder2 and Jais 2.
 
 StableLM: a quarter of each head rotates; StableLM 2 12B norms q and k with a weight per head, and runs its two parts in
 parallel (arXiv:2402.17834).
 StarCoder2: LayerNorm and biases everywhere, a feed-forward part without a gate (arXiv:2402.19173).
+Jais 2: likewise, with squared ReLU.
 """
 
 from __future__ import annotations
@@ -74,5 +75,30 @@ STARCODER2 = Family(
         "starcoder2": GGUFFacts(
             "Starcoder2ForCausalLM", {"norm_epsilon": "attention.layer_norm_epsilon"}, _gguf_starcoder2
         )
+    },
+)
+
+
+def _jais2_differences(config: Config) -> dict[str, Any]:
+    bias = bool(config["attention_bias"])
+    return {
+        "norm": layer_norm(config, "layer_norm_eps"),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": bool(config["mlp_bias"]),
+        "mlp_gated": False,
+    }
+
+
+JAIS2 = Family(
+    "Jais 2",
+    ("Jais2ForCausalLM",),
+    _jais2_differences,
+    {
+        "hidden_act": "relu2",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
     },
 )

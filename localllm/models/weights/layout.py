@@ -30,6 +30,7 @@ class StoredLayout:
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, storage: Storage, format: LinearFormat | None) -> None:
         self.checkpoint, self.spec, self.storage, self.format = checkpoint, spec, storage, format
         self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
+        self._names: dict[str, str] = {}
         # Layers that read another layer's KV may still store K and V weights.
         readers = [layer for layer, source in enumerate(spec.kv_source) if source != layer]
         unread = (f"model.layers.{layer}.self_attn.{part}" for layer in readers for part in _KV_PARTS)
@@ -37,10 +38,13 @@ class StoredLayout:
 
     def name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor; of one stored as several tensors, the stem must exist."""
-        spellings = self.storage.spellings(self.storage.stored_name(name))
-        there = self.checkpoint.tensors
-        found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
-        return next(found, spellings[0])
+        known = self._names.get(name)
+        if known is None:  # names are asked for again and again, and a GGUF file's are found by forty patterns
+            spellings = self.storage.spellings(self.storage.stored_name(name))
+            there = self.checkpoint.tensors
+            found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
+            known = self._names[name] = next(found, spellings[0])
+        return known
 
     def tensors_of(self, name: str) -> Sequence[str]:
         stem = name.removesuffix(".weight")
