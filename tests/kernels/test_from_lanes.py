@@ -11,8 +11,10 @@ from localllm.kernels.cpu.half import blocked
 from localllm.kernels.cpu.matrix import HeldMatrix, matrix_of, parts_of
 from localllm.kernels.cpu.native.structures import KIND_STORED, OUTPUTS, Kind, Stored
 from localllm.kernels.cpu.q4 import pack_q4
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import repack_gguf
 from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.moe import from_lanes as from_lanes_module
 from localllm.kernels.moe.experts import ArrivingExperts, experts
 from localllm.kernels.moe.from_lanes import bias_of, can_unpack, from_lanes
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts, stack_experts
@@ -121,18 +123,42 @@ def test_whole_weights_are_what_was_packed(kind: Kind, rows: int, columns: int, 
     assert bias_of(records, rows, {"weights": places["weights"]}, torch.float32) is None
 
 
-def test_rows_of_a_file_are_repacked_as_a_device_holds_them(device: torch.device) -> None:
-    rows, columns, kind = 70, 256, KIND_STORED + Stored.Q6_K
+@pytest.mark.parametrize("name", ["Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "Q4_0", "IQ4_XS"])
+def test_rows_of_a_file_are_repacked_as_a_device_holds_them(name: str, device: torch.device) -> None:
+    """Any bits but of NaN; types that a CPU has a layout of its own for, too. Blocks of 32 end within a chunk."""
+    kind = BLOCK_TYPES[name]
+    rows, columns = 70, 160 if kind.size == 32 else 512
     torch.manual_seed(0)
-    stored = [torch.randint(0, 256, (rows, 210), dtype=torch.uint8) for _ in range(TRIPLE)]
+    shape = (rows, columns // kind.size * kind.num_bytes)
+    stored = [torch.randint(0, 256, shape, dtype=torch.uint8) for _ in range(TRIPLE)]
     records, places = zip(*(record_of({"weights": each}) for each in stored), strict=True)
-    got = from_lanes(torch.stack(records).to(device), kind, (rows, columns), places[0], torch.float32)
+    number = KIND_STORED + Stored[name]
+    got = from_lanes(torch.stack(records).to(device), number, (rows, columns), places[0], torch.float32)
     assert isinstance(got, PlanarExperts)
     for expert, each in enumerate(stored):
-        wanted = repack_gguf(each, "Q6_K", columns)
-        for name, values in got[expert].tensors().items():
-            whole = getattr(wanted, name)
-            assert torch.equal(values.cpu().contiguous().view(torch.uint8), whole.contiguous().view(torch.uint8)), name
+        wanted, own = repack_gguf(each, name, columns), got[expert]
+        assert sorted(own.tensors()) == sorted(wanted.tensors())
+        for field in ("columns", "bits", "lanes", "group", "zero", "table", "block_type"):
+            assert getattr(own, field) == getattr(wanted, field), field
+        for field, values in own.tensors().items():
+            whole = getattr(wanted, field)
+            assert values.dtype == whole.dtype
+            mine, theirs = (each.cpu().contiguous() for each in (values, whole))
+            assert torch.equal(mine.isnan(), theirs.isnan()), field
+            mine, theirs = (each.masked_fill(each.isnan(), 0).view(torch.uint8) for each in (mine, theirs))
+            assert torch.equal(mine, theirs), field
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="plain torch repacks in parts")
+@pytest.mark.parametrize("name", ["Q2_K", "Q6_K"])
+def test_all_experts_are_unpacked_in_one_launch(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = BLOCK_TYPES[name]
+    records, places = record_of({"weights": torch.zeros(5, kind.num_bytes, dtype=torch.uint8)})
+    monkeypatch.setattr(from_lanes_module, "repack_gguf", lambda *given: pytest.fail("some rows at a time"))
+    held = records[None].expand(TRIPLE, -1).contiguous().to(device)
+    from_lanes(held, KIND_STORED + Stored[name], (5, 256), places, torch.float32)
 
 
 def test_what_no_kernel_reads_is_known_before() -> None:

@@ -17,14 +17,20 @@ import torch
 from torch import Tensor
 
 from localllm.config.settings import EngineConfig
+from localllm.kernels.cpu.matrix import matrix_of
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import FEW_ROWS
+from localllm.kernels.cpu.native_product import native_linear
+from localllm.kernels.cpu.pack import CpuPacker
+from localllm.kernels.cpu.q4 import CpuQ4Weight
+from localllm.kernels.int8_linear import quantize_int8
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import MemoryPlan, plan_memory
 from localllm.models.fit.far import FarPlan
 from localllm.models.layers import far as far_module
 from localllm.models.layers.far import Crossing, FarExperts, FarStream, streamable
 from localllm.models.layers.lora import LoraLimits
+from localllm.models.layers.moe import Experts
 from localllm.models.loader import expert_bytes, load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
@@ -33,6 +39,7 @@ from localllm.runner import opening
 from localllm.runner.opening import open_runner
 from localllm.runner.runner import TorchRunner
 from tests.golden_engine import CPU, Engine
+from tests.kernels.harness import gguf_linear
 from tests.runner.late_link import LateLink, chosen, experts_of
 from tests.tiny import make_tiny_model
 
@@ -236,6 +243,55 @@ def test_rows_that_share_experts_are_multiplied_as_each_alone(
     for row in range(FEW_ROWS):
         one = slice(row, row + 1)
         assert torch.equal(far(x[one], asked[one], weights[one]), together[one])
+
+
+def coded(form: str, outputs: int, inputs: int, seed: int) -> Any:
+    """A matrix whose activations are encoded as bytes. ordered: with its columns in an order of their own."""
+    torch.manual_seed(seed)
+    if form == "int8":
+        return CpuPacker().pack(quantize_int8(torch.randn(outputs, inputs) * 0.1))
+    weight = CpuPacker().pack(gguf_linear("Q4_0" if form == "ordered" else form, outputs, inputs))
+    if isinstance(weight, CpuQ4Weight):
+        order = torch.randperm(inputs).int() if form == "ordered" else None
+        return replace(weight, blocks=weight.blocks[torch.randperm(len(weight.blocks))].clone(), input_order=order)
+    return weight
+
+
+MIXED = ("Q4_0", "int8", "Q4_K", "ordered", "MXFP4", "IQ4_NL")
+SHARED_IDS = (
+    [[1, 2, 3]] * 8,
+    [[4, 4, 5]] * 8,
+    [[0, 1, 2], [3, 4, 5]] * 4,
+    [[0, 1, 2], [1, 2, 4], [5, 2, 0], [2, 3, 1]],
+)
+
+
+@pytest.mark.skipif(native() is None, reason="no native library")
+@pytest.mark.parametrize("form", ["int8", "Q4_0", "Q4_K", "MXFP4", "IQ4_NL", "ordered", "mixed"])
+def test_quantised_experts_that_rows_share_are_multiplied_as_each_alone(
+    form: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
+) -> None:
+    """Bit by bit, and as the weights' own products say. Layouts of experts may differ, and their columns' order."""
+    forms = MIXED if form == "mixed" else (form,) * 6
+    gate_up = [coded(each, 512, 256, seed) for seed, each in enumerate(forms)]
+    down = [coded(each, 256, 256, 9 + seed) for seed, each in enumerate(forms)]
+    matrices: Any = [[matrix_of(each) for each in weights] for weights in (gate_up, down)]
+    far = FarExperts(Experts(gate_up, down, "silu"), Crossing(LateLink()), model_of("qwen3_moe")[1])
+    for chosen_ids in SHARED_IDS:
+        ids = torch.tensor(chosen_ids, dtype=torch.int32)
+        x, weights = torch.randn(len(ids), 256), torch.rand(ids.shape)
+        together = torch.full((len(ids), 256), torch.nan)
+        assert far._few_rows(3).write(x, ids, weights, together)  # type: ignore[union-attr]
+        for row, (own, factors) in enumerate(zip(chosen_ids, weights, strict=True)):
+            one, alone = slice(row, row + 1), torch.empty(1, 256)
+            assert far._few_rows(3).write(x[one], ids[one], weights[one], alone)  # type: ignore[union-attr]
+            assert torch.equal(alone[0], together[row])
+            wanted = torch.zeros(1, 256)
+            for expert, factor in zip(own, factors, strict=True):
+                gate, up = native_linear(matrices[0][expert].matrix, x[one], is_fine=True).chunk(2, dim=1)
+                hidden = torch.nn.functional.silu(gate) * up
+                wanted += factor * native_linear(matrices[1][expert].matrix, hidden, is_fine=True)
+            assert (alone - wanted).abs().max() < 1e-4 * wanted.abs().max(), (row, own)
 
 
 def test_padding_reads_nothing(model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]) -> None:

@@ -6,9 +6,9 @@ as they are in RAM, one record after the other, and unpacked there:
     Q4 Q4_MIN MXFP4 NVFP4 IQ4    PlanarExperts: codes, scales and minima change their places, no bit of them
     BF16 F16 F32                 Tensor [E, N, K]
     I8                           ScaledExperts
-    a GGUF file's rows           PlanarExperts, by `repack_gguf`; some types have no kernel on a device
+    a GGUF file's rows           PlanarExperts, as `repack_gguf` makes them; some types have no kernel on a device
 
-Limited by memory, and a fiftieth of what the copy itself takes.
+Each of them is one launch for all matrices. Limited by memory, and a fiftieth of what the copy itself takes.
 Does not know: where records come from (models/layers/far.py), products.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.structures import GROUP, KIND_STORED, OUTPUTS, Kind, Stored
 from localllm.kernels.cpu.q4 import CODE_BYTES, PER_GROUP, TABLES
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
-from localllm.kernels.gguf_linear import repack_gguf
+from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.launch import cdiv, runs_triton, tl, triton
 from localllm.kernels.moe.weights import ExpertWeights, PlanarExperts, ScaledExperts
 from localllm.kernels.planar.layout import chunk_size, pack_words, padded_columns
@@ -36,6 +36,12 @@ _ELEMENTS = {
     Kind.BF16: (torch.bfloat16, 2), Kind.F16: (torch.float16, 2), Kind.F32: (torch.float32, 1), Kind.I8: (torch.int8, 4)
 }  # fmt: skip
 """The type of a weight and the inputs in a lane, of kinds without scales in between."""
+_STORED = {
+    "Q5_0": (False, None), "Q5_1": (True, None), "Q8_0": (False, None),
+    "Q2_K": (True, 80), "Q3_K": (False, 108), "Q5_K": (True, 0), "Q6_K": (False, 208),
+}  # fmt: skip
+"""The types of a GGUF file that a CPU keeps as stored: whether they have minima, and where in a block the unit of its
+scales is; that of the minima is behind it. None: each scale is a number of its own."""
 
 
 def can_unpack(kind: int, places: Places) -> bool:
@@ -56,8 +62,8 @@ def from_lanes(
     """
     first = places["weights"][0]
     if kind >= KIND_STORED:
-        rows = records[:, first : first + places["weights"][1]].reshape(len(records) * shape[0], -1)
-        return PlanarExperts(repack_gguf(rows, Stored(kind - KIND_STORED).name, shape[1]), len(records))
+        size = places["weights"][1]
+        return PlanarExperts(_stored(records, Stored(kind - KIND_STORED), shape, first, size), len(records))
     if kind in PER_GROUP:
         return PlanarExperts(_planar(records, Kind(kind), shape, first), len(records))
     values = _elements(records, Kind(kind), shape, first)
@@ -78,6 +84,39 @@ def bias_of(records: Tensor, outputs: int, places: Places, dtype: torch.dtype) -
 def _copied(values: Tensor) -> Tensor:
     """Return bytes [E, 4 n] as a tensor [E, n] fp32 of its own: the records are overwritten while it is read."""
     return values.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def _stored(records: Tensor, stored: Stored, shape: tuple[int, int], first: int, size: int) -> GGUFWeight:
+    """Return the matrices of a GGUF file's rows as one of E * N outputs."""
+    (outputs, columns), num_outputs = shape, len(records) * shape[0]
+    if not runs_triton(records, "experts") or stored.name not in _STORED:
+        return repack_gguf(records[:, first : first + size].reshape(num_outputs, -1), stored.name, columns)
+    kind, (has_mins, unit) = BLOCK_TYPES[stored.name], _STORED[stored.name]
+    lanes = min(32, kind.group)
+    chunks = padded_columns(columns, kind.bits, lanes) // chunk_size(kind.bits, lanes)
+
+    def per_output(count: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((count, num_outputs), dtype=dtype, device=records.device)
+
+    words = torch.empty((num_outputs, chunks * lanes), dtype=torch.int16, device=records.device)
+    scales = per_output(chunks * 16 // kind.bits, torch.int16 if unit is None else torch.int8)
+    mins = torch.empty_like(scales) if has_mins else None
+    units, min_units = (
+        None if unit is None or not needed else per_output(columns // kind.size, torch.int16)
+        for needed in (True, has_mins)
+    )
+    _stored_kernel[(cdiv(num_outputs, 64), chunks)](
+        records, words, scales, mins, units, min_units, records.shape[1], first, outputs, columns // lanes,
+        num_outputs, TYPE=int(stored), BITS=kind.bits, LANES=lanes, SIZE=kind.size, NUM_BYTES=kind.num_bytes,
+        UNIT=unit or 0, num_warps=4,
+    )  # fmt: skip
+    if unit is None:
+        scales, mins = scales.view(torch.float16), None if mins is None else mins.view(torch.float16)
+    return GGUFWeight(
+        words, scales, columns, bits=kind.bits, lanes=lanes, group=kind.group, zero=kind.zero, mins=mins,
+        super_scales=None if units is None else units.view(torch.float16),
+        super_mins=None if min_units is None else min_units.view(torch.float16), block_type=stored.name,
+    )  # fmt: skip
 
 
 def _planar(records: Tensor, kind: Kind, shape: tuple[int, int], first: int) -> PlanarWeight:
@@ -214,6 +253,119 @@ def _nibbles_kernel(
     tl.store(words, low.to(tl.int16), mask=valid[:, None])
     if LANES == 32:
         tl.store(words + 16, high.to(tl.int16), mask=valid[:, None])
+
+
+@triton.jit
+def _byte(ptr, mask):
+    return tl.load(ptr, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _half(ptr, mask):
+    """The bits of an fp16 number at any address."""
+    return _byte(ptr, mask) | (_byte(ptr + 1, mask) << 8)
+
+
+@triton.jit
+def _stored_code(block, i, mask, TYPE: tl.constexpr):
+    """The codes of inputs i of blocks, by the number of their type in native/stored.h; gguf_blocks.py defines them."""
+    if TYPE == 4:  # Q8_0
+        return _byte(block + 2 + i, mask)
+    elif TYPE <= 3:  # Q5_0, Q5_1: nibbles, and a bit for each
+        at: tl.constexpr = 2 * TYPE - 2
+        low = (_byte(block + at + 4 + i % 16, mask) >> (i // 16 * 4)) & 15
+        code = low | (((_byte(block + at + i // 8, mask) >> (i % 8)) & 1) << 4)
+        return code - 16 if TYPE == 2 else code
+    elif TYPE == 6:  # Q5_K
+        low = (_byte(block + 48 + i // 64 * 32 + i % 32, mask) >> (i % 64 // 32 * 4)) & 15
+        return low | (((_byte(block + 16 + i % 32, mask) >> (i // 32)) & 1) << 4)
+    elif TYPE == 7:  # Q6_K
+        low = (_byte(block + i // 128 * 64 + i % 64, mask) >> (i % 128 // 64 * 4)) & 15
+        high = (_byte(block + 128 + i // 128 * 32 + i % 32, mask) >> (i % 128 // 32 * 2)) & 3
+        return (low | (high << 4)) - 32
+    else:  # Q2_K, Q3_K
+        pairs: tl.constexpr = 16 if TYPE == 11 else 32
+        code = (_byte(block + pairs + i // 128 * 32 + i % 32, mask) >> (i % 128 // 32 * 2)) & 3
+        return code if TYPE == 11 else code | (((_byte(block + i % 32, mask) >> (i // 32)) & 1) << 2)
+
+
+@triton.jit
+def _stored_scales(block, s, mask, TYPE: tl.constexpr):
+    """The scales and the minima of groups s of blocks. Types without minima have the scales twice."""
+    if TYPE <= 4:  # Q5_0, Q5_1, Q8_0
+        return _half(block, mask), _half(block + 2, mask)
+    elif TYPE == 6:  # Q5_K: 6 bits, the last four of them in two parts
+        first, second = _byte(block + 4 + s % 4, mask), _byte(block + 8 + s % 4, mask)
+        third = _byte(block + 12 + s % 4, mask)
+        scale = tl.where(s < 4, first & 63, (third & 15) | ((first >> 2) & 48))
+        return scale, tl.where(s < 4, second & 63, (third >> 4) | ((second >> 2) & 48))
+    elif TYPE == 7:  # Q6_K
+        scale = _byte(block + 192 + s, mask)
+        return scale, scale
+    elif TYPE == 11:  # Q2_K
+        both = _byte(block + s, mask)
+        return both & 15, both >> 4
+    else:  # Q3_K
+        low = (_byte(block + 96 + s % 8, mask) >> (s // 8 * 4)) & 15
+        scale = (low | (((_byte(block + 104 + s % 4, mask) >> (s // 4 * 2)) & 3) << 4)) - 32
+        return scale, scale
+
+
+@triton.jit
+def _stored_kernel(
+    rows_ptr,  # [E, record_bytes] uint8
+    words_ptr,  # [E * N, padded K * BITS / 16] int16
+    scales_ptr,  # [groups, E * N] int8, or int16 with the bits of fp16
+    mins_ptr,  # the same, or None
+    units_ptr,  # [blocks, E * N] int16 with the bits of fp16, or None
+    min_units_ptr,  # the same, or None
+    record_bytes,
+    first,
+    N,
+    GROUPS,  # of LANES inputs
+    num_outputs,  # E * N
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SIZE: tl.constexpr,  # inputs of a block
+    NUM_BYTES: tl.constexpr,
+    UNIT: tl.constexpr,  # place of the unit of a block's scales
+):
+    """One program per 64 outputs and chunk of words; a plane of a chunk is a group."""
+    PLANES: tl.constexpr = 16 // BITS
+    chunk = tl.program_id(1)
+    n = tl.arange(0, 64)
+    outputs = tl.program_id(0).to(tl.int64) * 64 + n
+    valid = outputs < num_outputs
+    expert = outputs // N
+    rows = rows_ptr + expert * record_bytes + first + (outputs - expert * N) * (GROUPS * LANES // SIZE * NUM_BYTES)
+    lane = tl.arange(0, LANES)
+    words = tl.zeros([64, LANES], tl.int32)
+    for p in tl.static_range(PLANES):
+        group = chunk * PLANES + p
+        inside = valid & (n * 0 + group < GROUPS)
+        number = group * LANES // SIZE
+        place = group * LANES % SIZE
+        block = rows + number * NUM_BYTES
+        code = _stored_code(block[:, None], (place + lane)[None, :], inside[:, None], TYPE)
+        code = tl.where(inside[:, None], code & (2**BITS - 1), 0)
+        words |= code << (BITS * p)
+        scale, least = _stored_scales(block, place // LANES, inside, TYPE)
+        at = group.to(tl.int64) * num_outputs + outputs
+        scale = tl.where(inside, scale, 0)
+        tl.store(scales_ptr + at, scale.to(scales_ptr.dtype.element_ty), mask=valid)
+        if mins_ptr is not None:
+            least = tl.where(inside, least, 0)
+            tl.store(mins_ptr + at, least.to(mins_ptr.dtype.element_ty), mask=valid)
+        begins = inside & (n * 0 + place == 0)
+        at = number.to(tl.int64) * num_outputs + outputs
+        if units_ptr is not None:
+            tl.store(units_ptr + at, _half(block + UNIT, begins).to(tl.int16), mask=begins)
+        if min_units_ptr is not None:  # w = scale * code - minimum
+            bits = _half(block + UNIT + 2, begins) ^ 0x8000
+            tl.store(min_units_ptr + at, bits.to(tl.int16), mask=begins)
+    to = words_ptr + outputs[:, None] * (tl.num_programs(1).to(tl.int64) * LANES) + chunk * LANES + lane[None, :]
+    tl.store(to, words.to(tl.int16), mask=valid[:, None])
 
 
 @triton.jit

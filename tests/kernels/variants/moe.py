@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from localllm.kernels.cpu.native.structures import Stored
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.moe.align import _align_kernel, _combine_kernel
-from localllm.kernels.moe.from_lanes import _elements_kernel, _nibbles_kernel
+from localllm.kernels.moe.from_lanes import _elements_kernel, _nibbles_kernel, _stored_kernel
 from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, grouped_gemm_tile, has_tensor_cores
 from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel, planar_gemm_tile
 from localllm.kernels.moe.route import _route_kernel
@@ -178,6 +180,28 @@ def nibbles(name: str, kind: int, block_bytes: int, lanes: int = 32, **more: Any
     )  # fmt: skip
 
 
+def stored(name: str, *, units: bool = True, mins: bool = False, lanes: int = 32, **more: Any) -> Variant:
+    """The experts of a prompt as they arrive: a GGUF file's rows."""
+    kind, scales = BLOCK_TYPES[name], "*i8" if units else "*i16"
+    optional = {"mins_ptr": (mins, scales), "units_ptr": (units, "*i16"), "min_units_ptr": (units and mins, "*i16")}
+    pointers = {"rows_ptr": "*u8", "words_ptr": "*i16", "scales_ptr": scales}
+    pointers |= {pointer: dtype for pointer, (is_there, dtype) in optional.items() if is_there}
+    return Variant(
+        name=f"{name}, rows of a file",
+        kernel=_stored_kernel,
+        signature={**pointers, **dict.fromkeys(("record_bytes", "first", "N", "GROUPS", "num_outputs"), "i32")},
+        constants={
+            **{pointer: None for pointer, (is_there, _) in optional.items() if not is_there},
+            "TYPE": int(Stored[name]), "BITS": kind.bits, "LANES": lanes, "SIZE": kind.size,
+            "NUM_BYTES": kind.num_bytes, "UNIT": 80,
+        },
+        aligned=("record_bytes", "first"),
+        archs=(75, 80, 89, 90, 120),
+        max_registers=128,
+        **more,
+    )  # fmt: skip
+
+
 ROUTE = Variant(
     name="Qwen3-30B-A3B: 8 of 128",
     kernel=_route_kernel,
@@ -299,6 +323,13 @@ VARIANTS = [
     nibbles("Q4_0", 5, 1024 + 128),
     nibbles("Q4_K", 6, 1024 + 256),
     nibbles("NVFP4", 8, 1024 + 256, lanes=16),
+    stored("Q6_K", lanes=16, hip=True),
+    stored("Q2_K", mins=True, lanes=16),
+    stored("Q3_K", lanes=16),
+    stored("Q5_K", mins=True),
+    stored("Q5_0", units=False),
+    stored("Q5_1", units=False, mins=True),
+    stored("Q8_0", units=False),
     *(
         Variant(
             name=f"{name}, 2880 inputs",
