@@ -125,7 +125,7 @@ _INKLING = {
     "rel_extent": 20,  # beyond it full layers have no bias
     "log_scaling_n_floor": 24,
     "n_shared_experts": 2,
-    "unpadded_vocab_size": 500,
+    "vocab_size": VOCAB_SIZE + 12,  # rows of padding
 }
 _MINIMAX_M3 = {
     "num_hidden_layers": 4,
