@@ -109,10 +109,10 @@ def load_model(
     if spec.implementation != "localllm":
         from localllm.models.transformers_backend.loading import load_through_transformers
 
+        context, is_verified = max_model_len or spec.max_position, verify is not False
         return load_through_transformers(
-            path, spec, device, dtype, max_model_len or spec.max_position, verify=verify is not False,
-            quantize=kept["quantize"], cpu_weights=cpu_weights,
-        )  # fmt: skip
+            path, spec, device, dtype, context, verify=is_verified, quantize=kept["quantize"], cpu_weights=cpu_weights
+        )
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(Weights, checkpoint, spec, device, dtype, progress, lora=bank, **kept)
@@ -121,17 +121,18 @@ def load_model(
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 DecoderBuilder(spec, counted, device, dtype, shard).build(1)
             weights.read.total_bytes = counted.read.done_bytes
-        form = f"{cpu_weights} {quantization}"
-        cache = None if disk is None else disk.open(weights.in_ram(), spec, far_layers, form)
-        arena = None
+        cache, arena = None, None
+        if disk is not None:
+            cache = disk.open(weights.in_ram(), spec, far_layers, f"{cpu_weights} {quantization}")
         if far_layers and disk is None:
             with torch.device("meta"):
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 arena = Arena(_arena_bytes(spec, counted.in_ram(), checkpoint, far_layers), free_ram)
         far = _far(weights, device, far_layers, cache, arena, far_tables)
         _require_ram_for_tables(weights, far, free_ram)
-        builder = DecoderBuilder(spec, weights, device, dtype, shard, group, far)
-        model = builder.build(max_model_len or spec.max_position)
+        model = DecoderBuilder(spec, weights, device, dtype, shard, group, far).build(
+            max_model_len or spec.max_position
+        )
         model.lora, model.unused_tensors = bank, weights.unused()
     if shard is None:
         check_all_used(spec, [model.unused_tensors])
