@@ -517,7 +517,7 @@ def test_features_and_kinds_of_experts_that_are_elsewhere(
     place: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path
 ) -> None:
     """A drafter's features are the whole model's, and 16-bit experts alone let a step round otherwise than torch."""
-    path, spec, layers = model_of("qwen3_moe")
+    path, spec, layers = model_of("gpt_oss")
     model: Any = (
         on_disk(path, layers, tmp_path, 4) if place == "disk"
         else load_model(path, spec, CPU, torch.float32, far_layers=layers)
