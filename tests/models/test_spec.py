@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.families.registry import FAMILY_OF
-from localllm.models.read_spec import read_spec, weights_bytes
+from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
 from localllm.models.spec.model_spec import ModelSpec, kv_groups, kv_numbers_per_token
 from localllm.models.spec.shard import divides_by_layers
 from tests.draws import draws
@@ -70,6 +70,13 @@ def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_p
             kind in ("sliding_attention", "chunked_attention") for kind in layer_types
         )
     assert weights_bytes(tiny_model_path(family)) > 0
+
+
+def test_layers_of_cwm_without_a_list_of_their_kinds(tiny_model_path: Callable[[str], Path]) -> None:
+    config = json.loads((tiny_model_path("cwm") / "config.json").read_text()) | {"num_hidden_layers": 5}
+    del config["layer_types"]
+    assert spec_of_config(config).layer_is_windowed == (False, True, True, True, False)
+    assert spec_of_config({**config, "layer_types": ["full_attention"] * 5}).sliding_window is None
 
 
 def test_an_indexer_may_be_shared_by_layers(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
