@@ -51,7 +51,8 @@ REFUSED = {
     "gemma3n": "several residual streams",
     "mimo_v2": "values narrower than keys",
 }
-LIMITS = {"gemma4": 1e-4}  # its scores are not scaled, so that fp32 rounds the largest ones more coarsely
+LIMITS = {"gemma4": 1e-4, **dict.fromkeys((*LATENT, "youtu"), 1e-5)}
+"""Of logits, if it is not 2e-5. Gemma 4 does not scale its scores: fp32 rounds the largest ones more coarsely."""
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 

@@ -73,6 +73,13 @@ def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_p
     assert weights_bytes(tiny_model_path(family)) > 0
 
 
+def test_layers_of_cwm_without_a_list_of_their_kinds(tiny_model_path: Callable[[str], Path]) -> None:
+    config = json.loads((tiny_model_path("cwm") / "config.json").read_text()) | {"num_hidden_layers": 5}
+    del config["layer_types"]
+    assert spec_of_config(config).layer_is_windowed == (False, True, True, True, False)
+    assert spec_of_config({**config, "layer_types": ["full_attention"] * 5}).sliding_window is None
+
+
 def test_an_indexer_may_be_shared_by_layers(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
     path = tiny_model_path("glm_moe_dsa")
     config, spec = json.loads((path / "config.json").read_text()), read_spec(path)
