@@ -196,17 +196,20 @@ def count_model(
             experts = {layer: sizes[alike.forms.get(layer, layer)] for layer in alike.layers}
             shared = sum(experts.values()) - sum(sizes.values())
         per_position = model.table_bytes(1)
-        tables = {} if shard is not None else _looked_up(model, spec)
+        tables = {} if shard is not None else _looked_up(model)
         return HeldBytes(held_bytes(model) + shared - per_position, per_position, experts, tables)
 
 
-def _looked_up(model: DecoderModel, spec: ModelSpec) -> dict[str, int]:
-    """Return the bytes of the tables of which a token reads one row."""
+def _looked_up(model: DecoderModel) -> dict[str, int]:
+    """Return the bytes of the tables of which a token reads one row. A tied head of a CPU may have its own copy."""
     inputs = None if model.layer_inputs is None else model.layer_inputs.table
-    tables: dict[str, EmbeddingTable | None] = {
-        EMBEDDING: None if spec.tie_word_embeddings else model.embedding, PER_LAYER_EMBEDDING: inputs
-    }  # fmt: skip
-    return {LOOKED_UP[name]: table.weight.nbytes for name, table in tables.items() if table is not None}
+    tables: dict[str, EmbeddingTable | None] = {EMBEDDING: model.embedding, PER_LAYER_EMBEDDING: inputs}
+    head = None if model.lm_head is None else model.lm_head.weight
+    return {
+        LOOKED_UP[name]: table.weight.nbytes
+        for name, table in tables.items()
+        if table is not None and table.weight is not head
+    }
 
 
 def expert_bytes(
