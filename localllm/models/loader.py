@@ -173,9 +173,11 @@ def count_model(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     shard: Shard | None = None,
+    headers: Checkpoint | None = None,
 ) -> HeldBytes:
     """Count the bytes of `load_model`'s result from the headers, by building the model without data. Of layers whose
-    experts are stored alike, the experts are built once: there may be 36,000 of their matrices."""
+    experts are stored alike, the experts are built once: there may be 36,000 of their matrices. headers: of the same
+    checkpoint, if they have been read before."""
     _refuse_shard(spec, shard)
     kept: dict[str, Any] = {
         "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
@@ -185,7 +187,7 @@ def count_model(
         from localllm.models.transformers_backend.loading import bytes_through_transformers
 
         return HeldBytes(bytes_through_transformers(path, spec, device, dtype), 0, {}, {})
-    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+    with torch.inference_mode(), headers or open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
         alike = None if spec.mixture is None else AlikeLayers(_forms_of_layers(checkpoint))
@@ -222,16 +224,18 @@ def expert_bytes(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     known: Mapping[int, int] | None = None,
+    headers: Checkpoint | None = None,
 ) -> dict[int, tuple[int, int]]:
     """Return the exact bytes of each layer's routed experts, or of a dense model's feed-forward parts, from the
-    headers: on `device`, and in RAM beside it. known: those on `device`, if they were counted before."""
+    headers: on `device`, and in RAM beside it. known, headers: those on `device`, and the headers, if they were
+    counted and read before."""
     kept: dict[str, Any] = {
         "quantize": _at_load(spec, quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
     mixture = spec.mixture
     layers = [layer for layer in range(spec.num_layers) if mixture is None or mixture.is_in(layer)]
     found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
-    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+    with torch.inference_mode(), headers or open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), _forms_of_layers(checkpoint)
         far = _far(weights, device, layers)
         assert far is not None
