@@ -176,9 +176,11 @@ def count_model(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     shard: Shard | None = None,
+    headers: Checkpoint | None = None,
 ) -> HeldBytes:
     """Count the bytes of `load_model`'s result from the headers, by building the model without data. Of layers whose
-    experts are stored alike, the experts are built once: there may be 36,000 of their matrices."""
+    experts are stored alike, the experts are built once: there may be 36,000 of their matrices. headers: of the same
+    checkpoint, if they have been read before."""
     _refuse_shard(spec, shard)
     kept: dict[str, Any] = {
         "quantize": at_load(quantization, spec.quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
@@ -191,7 +193,7 @@ def count_model(
             path, spec, device, dtype, quantize=kept["quantize"], cpu_weights=cpu_weights
         )
         return HeldBytes(through, 0, {}, {})
-    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+    with torch.inference_mode(), headers or open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
         alike = None if spec.mixture is None else AlikeLayers(_forms_of_layers(checkpoint))
@@ -202,17 +204,20 @@ def count_model(
             experts = {layer: sizes[alike.forms.get(layer, layer)] for layer in alike.layers}
             shared = sum(experts.values()) - sum(sizes.values())
         per_position = model.table_bytes(1)
-        tables = {} if shard is not None else _looked_up(model, spec)
+        tables = {} if shard is not None else _looked_up(model)
         return HeldBytes(held_bytes(model) + shared - per_position, per_position, experts, tables)
 
 
-def _looked_up(model: DecoderModel, spec: ModelSpec) -> dict[str, int]:
-    """Return the bytes of the tables of which a token reads one row."""
+def _looked_up(model: DecoderModel) -> dict[str, int]:
+    """Return the bytes of the tables of which a token reads one row. A tied head of a CPU may have its own copy."""
     inputs = None if model.layer_inputs is None else model.layer_inputs.table
-    tables: dict[str, EmbeddingTable | None] = {
-        EMBEDDING: None if spec.tie_word_embeddings else model.embedding, PER_LAYER_EMBEDDING: inputs
-    }  # fmt: skip
-    return {LOOKED_UP[name]: table.weight.nbytes for name, table in tables.items() if table is not None}
+    tables: dict[str, EmbeddingTable | None] = {EMBEDDING: model.embedding, PER_LAYER_EMBEDDING: inputs}
+    head = None if model.lm_head is None else model.lm_head.weight
+    return {
+        LOOKED_UP[name]: table.weight.nbytes
+        for name, table in tables.items()
+        if table is not None and table.weight is not head
+    }
 
 
 def expert_bytes(
@@ -225,16 +230,18 @@ def expert_bytes(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     known: Mapping[int, int] | None = None,
+    headers: Checkpoint | None = None,
 ) -> dict[int, tuple[int, int]]:
     """Return the exact bytes of each layer's routed experts, or of a dense model's feed-forward parts, from the
-    headers: on `device`, and in RAM beside it. known: those on `device`, if they were counted before."""
+    headers: on `device`, and in RAM beside it. known, headers: those on `device`, and the headers, if they were
+    counted and read before."""
     kept: dict[str, Any] = {
         "quantize": at_load(quantization, spec.quantization), "cpu_weights": cpu_weights, "half_weights": half_weights
     }  # fmt: skip
     mixture = spec.mixture
     layers = [layer for layer in range(spec.num_layers) if mixture is None or mixture.is_in(layer)]
     found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
-    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+    with torch.inference_mode(), headers or open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), _forms_of_layers(checkpoint)
         far = _far(weights, device, layers)
         assert far is not None

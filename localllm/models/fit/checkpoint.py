@@ -24,6 +24,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 
 if TYPE_CHECKING:
+    from localllm.models.formats.checkpoint import Checkpoint
     from localllm.models.layers.lora import LoraLimits
 
 WithDrafter = Callable[[EngineConfig, Path, ModelSpec], ModelSpec]
@@ -72,7 +73,14 @@ def count_resident(
     of device, dtype and shard."""
     import torch
 
+    from localllm.models.formats.checkpoint import is_gguf
+    from localllm.models.formats.registry import open_checkpoint
     from localllm.models.loader import HeldBytes, count_model, expert_bytes
+
+    @cache
+    def headers() -> Checkpoint | None:
+        """Return the headers, which are read once; None: of a GGUF file, whose map is closed after each use."""
+        return None if is_gguf(path) or spec.implementation != "localllm" else open_checkpoint(path)
 
     @cache
     def counted(kind: str, dtype: str, quantization: str | None, shard: Shard | None) -> HeldBytes:
@@ -80,6 +88,7 @@ def count_resident(
         return count_model(
             path, spec, torch.device(kind), getattr(torch, dtype),
             quantization=quantization, lora=lora, cpu_weights=cpu_weights, half_weights=half_weights, shard=shard,
+            headers=headers(),
         )  # fmt: skip
 
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
@@ -91,6 +100,7 @@ def count_resident(
         found = expert_bytes(
             path, spec, torch.device(kind), getattr(torch, dtype), quantization=quantization, cpu_weights=cpu_weights,
             half_weights=half_weights, known=counted(kind, dtype, quantization, None).experts,
+            headers=headers(),
         )  # fmt: skip
         return tuple(LayerExperts(layer, *sizes) for layer, sizes in sorted(found.items()))
 
