@@ -16,15 +16,16 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n
          "intermediate_size": 64, "subsampling_conv_channels": 16}  # fmt: skip
 
 
-def save_parakeet(path: Path, kind: str, seed: int = 0) -> Path:
-    """Save a tiny random Parakeet: ctc or tdt. Some of its answers on noise have tokens, and some blanks."""
+def save_parakeet(path: Path, kind: str, seed: int = 0, *, sizes: dict[str, Any] = SIZES) -> Path:
+    """Save a tiny random Parakeet: ctc or tdt. Some of its answers on noise have tokens, and some blanks. sizes: of its
+    encoder."""
     from transformers import AutoConfig, ParakeetForCTC, ParakeetForTDT
 
     path.mkdir(parents=True, exist_ok=True)
     save_tiny_tokenizer(path)
     vocab_size = 1 + max(json.loads((path / "tokenizer.json").read_text())["model"]["vocab"].values())
     config: Any = AutoConfig.for_model(f"parakeet_{kind}")
-    for name, value in SIZES.items():
+    for name, value in sizes.items():
         setattr(config.encoder_config, name, value)
     config.vocab_size, blank = vocab_size + 1, vocab_size
     config.pad_token_id = blank

@@ -202,6 +202,31 @@ def forced(model: Any, window: Any, ids: Sequence[int], *, one_by_one: bool) -> 
 BYTES = pytest.mark.skipif(
     INTERPRETED or not has_int8() or native() is None, reason="this torch on this processor has no such product"
 )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("ctc", {"num_mel_bins": 128, "subsampling_conv_channels": 64}),  # as wide on the way in as v3
+        ("tdt", {"num_attention_heads": 16, "num_key_value_heads": 16}),
+        ("ctc", {"intermediate_size": 16_384, "num_attention_heads": 1, "num_key_value_heads": 1}),
+    ],
+)
+def test_the_peak_of_parakeets_windows_is_predicted(tmp_path: Path, kind: str, sizes: dict[str, Any]) -> None:
+    """Where the first convolution, attention, or the feed-forward part takes the most."""
+    narrow = {"hidden_size": 256, "intermediate_size": 512, "subsampling_conv_channels": 16, "num_hidden_layers": 1}
+    path = save_parakeet(tmp_path, kind, sizes={**narrow, **sizes})
+    model = load_transcriber(path, torch.device("cpu"), torch.float32)
+    assert isinstance(model, Transcriber)
+    plan = plan_transcriber(EngineConfig(device="cpu"), spec_of_any(path), transcriber_sizes(path), NO_GPU)
+    assert plan.max_num_batched_tokens == 4 * WINDOW_FRAMES
+    windows = sounds(*[30] * 4)
+    with PeakBytes() as meter, torch.inference_mode():
+        features, mask = model.features(windows)
+        model.module.encoder(features, attention_mask=mask)
+    assert meter.peak <= plan.activation_bytes <= 1.3 * meter.peak
+
+
 WRITING = {"whisper": save_whisper, "moonshine": save_moonshine,
            "moonshine_streaming": lambda path: save_moonshine(path, streaming=True)}  # fmt: skip
 

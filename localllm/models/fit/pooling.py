@@ -65,11 +65,14 @@ def plan_transcriber(config: EngineConfig, spec: ModelSpec, sizes: TranscriberSi
         kept = sizes.per_position * (windows * sizes.source_len * own + rows * sizes.text_len * size)
         activations = kept + max(sizes.encoded * size, 4 * 4 * windows * spec.vocab_size)
     else:
-        # The first convolution makes 256 channels of half of the frames and half of about 80 features. The encoder then
-        # reads an eighth of the frames, each with scores of all others in its window, in fp32.
-        width = 12 * spec.hidden_size + 7 * spec.intermediate_size // 2
-        layers = frames // 8 * (width * size + 3 * WINDOW_FRAMES // 8 * spec.num_heads * 4)
-        activations = 2 * (frames // 2) * 40 * 256 * size + layers
+        # The first convolution halves frames and mels, and its activation is a copy. Then the encoder reads an eighth
+        # of the frames: in attention with the scores of all others in its window and of their distances.
+        sound = sizes.config.get("encoder_config") or {}
+        mels, channels = sound.get("num_mel_bins", 80), sound.get("subsampling_conv_channels", 256)
+        front = 2 * (frames // 2) * (mels // 2) * channels * size
+        attention = 14 * spec.hidden_size + 4 * spec.num_heads * (WINDOW_FRAMES // 8)
+        layer = frames // 8 * max(attention, 10 * spec.hidden_size + 2 * spec.intermediate_size) * size
+        activations = 6 * frames * mels + max(front, layer)
     device = "cpu" if gpu is None else f"cuda:{gpu.index}"
     # On a CPU a decoder keeps the 16 bits of its checkpoint. int8 takes its head and the encoder, too.
     stored = 2 if halves and spec.dtype != "float32" else size
