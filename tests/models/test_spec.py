@@ -60,7 +60,9 @@ def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_p
         config.allow_global_per_layer_attribute_access = True  # it means the layers that have no override
     assert spec.architecture == json.loads((tiny_model_path(family) / "config.json").read_text())["architectures"][0]
     if spec.latent is None:
-        assert spec.num_kv_heads == getattr(config, "num_key_value_heads", spec.num_kv_heads)
+        counts = {heads for heads, _ in spec.layer_kv_shapes} or {spec.num_kv_heads}
+        assert getattr(config, "num_key_value_heads", spec.num_kv_heads) in counts
+        assert spec.num_kv_heads == max(counts)
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.tie_word_embeddings == config.tie_word_embeddings
     epsilons = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
