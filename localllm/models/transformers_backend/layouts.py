@@ -171,6 +171,7 @@ def find_places(module: Any, quantization: Quantization, name_of: NameOf) -> Pla
     stored, format = quantization.checkpoint, quantization.format
     found: dict[str, dict[str | None, list[str]]] = {}  # by parameter and pattern of its converter: stems
     plain_names = {stem: name_of(quantization.weight_name(stem)) for stem in quantization.stems()}
+    # Which stored matrices make each parameter, without the layers that draft.
     for stem, plain in plain_names.items():
         if plain is None:
             continue
@@ -179,6 +180,7 @@ def find_places(module: Any, quantization: Quantization, name_of: NameOf) -> Pla
             found.setdefault(parameter, {}).setdefault(pattern, []).append(stem)
         elif quantization.kind(stem) is not None and not names.is_ignored(parameter):
             places.unknown.append(stem)
+    # Whether the parameter's module can hold them as they are stored.
     for parameter, of_pattern in found.items():
         owner, _, kind = parameter.rpartition(".")
         joins, each = names.joined(of_pattern)
@@ -201,6 +203,7 @@ def find_places(module: Any, quantization: Quantization, name_of: NameOf) -> Pla
         (of_experts,) = places.experts.pop(owner).values()  # the other matrices of these experts are not quantised
         left = {s.stem if isinstance(s, Slice) else s for each_expert in of_experts for s in each_expert}
         places.dequantized |= {s: str(plain_names[s]) for s in left if quantization.kind(s) is not None}
+    # All that is left goes to the class: norms, biases, embeddings. Biases of zeros that it does not add are dropped.
     placed = {name for source in dict.fromkeys(places.sources()) for name in quantization.tensors(source)}
     for name in stored.tensors:
         plain = name_of(name)
