@@ -35,7 +35,7 @@ def transcribe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--translate", action="store_true", help="write the text in English")
     help = "of the first attempt at a window, 0 to 1; default: 0. --seed is the seed of attempts above 0"
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help=help)
-    help = "partial texts of a search at temperature 0; default: 1"
+    help = "partial texts of a search at temperature 0"
     parser.add_argument("--beam-size", type=int, default=1, metavar="N", help=help)
     help = "write windows one after the other, each with the texts before as its prompt"
     parser.add_argument("--condition-on-previous-text", action="store_true", help=help)

@@ -91,9 +91,8 @@ def load_model(
 
     max_model_len: the served context, default all that the checkpoint supports; it sizes the rotary tables and chooses
     between LongRoPE's short and long factors. quantization: quantise plain matrices to int4, int8 or fp8; None: leave
-    them.
-    verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
-    adapter sizes; None: no adapters. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
+    them. verify: compare with transformers on a short prompt; None: only if transformers' code computes the model.
+    lora: adapter sizes; None: none. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
     half_weights: whether matrices stored in 16 bits stay so on a CPU that computes in float32.
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
@@ -121,15 +120,13 @@ def load_model(
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 DecoderBuilder(spec, counted, device, dtype, shard).build(1)
             weights.read.total_bytes = counted.read.done_bytes
-        cache, arena = None, None
-        if disk is not None:
-            cache = disk.open(weights.in_ram(), spec, far_layers, f"{cpu_weights} {quantization}")
+        cache = None if disk is None else disk.open(weights.in_ram(), spec, far_layers, f"{cpu_weights} {quantization}")
+        arena = None
         if far_layers and disk is None:
             with torch.device("meta"):
                 counted = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept)
                 arena = Arena(_arena_bytes(spec, counted.in_ram(), checkpoint, far_layers), free_ram)
-        far = _far(weights, device, far_layers, cache, arena, far_tables)
-        _require_ram_for_tables(weights, far, free_ram)
+        far = _far(weights, device, far_layers, cache, arena, far_tables, free_ram)
         model = DecoderBuilder(spec, weights, device, dtype, shard, group, far).build(
             max_model_len or spec.max_position
         )
@@ -288,26 +285,21 @@ def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
 
 def _far(
     weights: Weights, device: torch.device, layers: Sequence[int], cache: ExpertCache | None = None,
-    arena: Arena | None = None, tables: Sequence[str] = (),
+    arena: Arena | None = None, tables: Sequence[str] = (), free_ram: Callable[[], int] = available_ram,
 ) -> FarWeights | None:  # fmt: skip
+    """Raises `DoesNotFit` if other programs have taken the RAM for tables since the plan was made."""
     if not layers and not tables:
         return None
     named = frozenset(name for name, shown in LOOKED_UP.items() if shown in tables)
-    source = weights.tables_in_ram() if named else None
-    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache, arena), named, source)
-
-
-def _require_ram_for_tables(weights: Weights, far: FarWeights | None, free_ram: Callable[[], int]) -> None:
-    """Raise `DoesNotFit` if other programs have taken the RAM for tables since the plan was made."""
-    layout = weights.layout
-    names = [] if far is None else [layout.name(name) for name in far.tables]
-    needed = sum(layout.checkpoint.tensors[name].num_bytes for name in names)
+    needed = sum(weights.layout.checkpoint.tensors[weights.layout.name(name)].num_bytes for name in named)
     if needed and (free := free_ram()) < needed:
         raise DoesNotFit(
             "Other programs have taken RAM since the model was planned.",
             f"Its lookup tables take {format_bytes(needed)}, and {format_bytes(max(0, free))} are free.",
             "Close other programs and start again, or --cpu-embeddings off.", param="cpu_embeddings",
         )  # fmt: skip
+    source = weights.tables_in_ram() if named else None
+    return FarWeights(weights.in_ram(), frozenset(layers), Crossing(RamLink(device), cache, arena), named, source)
 
 
 @dataclass(frozen=True, slots=True)

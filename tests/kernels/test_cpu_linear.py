@@ -18,7 +18,7 @@ from localllm.kernels.cpu import activations, blocks, int8, pack
 from localllm.kernels.cpu.activations import MAX_PEAK, decode, encode
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_nbytes, pack_int8
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import MAX_ROWS
+from localllm.kernels.cpu.native.structures import FEW_ROWS
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.fp8_linear import quantize_fp8
@@ -159,7 +159,7 @@ def test_each_kind_against_float64(name: str, mode: str) -> None:
         assert y.dtype == x.dtype
         if rows == 0:
             continue
-        in_x = 1e-4 if is_q4 and rows <= MAX_ROWS else peak(x) / 440
+        in_x = 1e-4 if is_q4 and rows <= FEW_ROWS else peak(x) / 440
         allowed = math.hypot(weights, in_x)
         assert error(y, product(x, exact, bias)) <= 2 * allowed
         narrow = packed.linear(x.bfloat16(), bias.bfloat16())

@@ -89,14 +89,14 @@ CLASSES: dict[str, Row] = {
     "hy_v4": (BLOCKS, per_block(), {}),
     "minimax_m3_vl": (BLOCKS, per_block(), {}),
     "mistral_large4": (BLOCKS, named(per_block(), weight_scale_inv="qscale_weight"), {}),
-    "mimo_v2_flash": (BLOCKS, per_block(), {}),
-    "step3p7": (BLOCKS, per_block(), {}),  # stores the experts of a layer as one
 }
+OURS: dict[str, Row] = {"step3p7": (BLOCKS, per_block(), {})}
+"""Classes that a decoder of ours computes. Step stores the experts of a layer as one."""
 
 
 def quantised_class(model_type: str, folder: Path) -> tuple[Path, Path]:
-    """Return a quantised model of a class of `CLASSES`, and what its weights stand for."""
+    """Return a quantised model of a class of `CLASSES` or `OURS`, and what its weights stand for."""
     sizes = {"moe_intermediate_size": 64} if model_type == "deepseek_v4" else {}  # a multiple of FP4's groups
     make_class_model(folder / "model", model_type, **sizes)
-    config, store, changes = CLASSES[model_type]
+    config, store, changes = (CLASSES | OURS)[model_type]
     return quantise(folder / "model", folder, config, store, **changes)

@@ -11,7 +11,7 @@ from tests.gguf_hybrids import HYBRIDS, write_hybrid
 from tests.models.class_models import make_class_model
 from tests.models.classes import class_logits
 from tests.models.harness import prompt, reference, reference_greedy, reference_logits
-from tests.models.quantised_classes import CLASSES, quantised_class
+from tests.models.quantised_classes import CLASSES, OURS, quantised_class
 from tests.models.vision_models import VISION_MODELS as VISION
 from tests.models.vision_models import make_model
 from tests.tiny import make_tiny_model, save_tiny_tokenizer
@@ -67,7 +67,7 @@ def test_a_class_of_transformers_answers(model_type: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize("model_type", CLASSES | OURS)
 def test_a_class_answers_from_its_quantised_checkpoint(model_type: str, tmp_path: Path) -> None:
     packed, dense = quantised_class(model_type, tmp_path)
     save_tiny_tokenizer(packed)

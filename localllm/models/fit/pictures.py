@@ -20,7 +20,6 @@ from localllm.models.fit.activation_bytes import DTYPE_BYTES
 from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from localllm.models.spec.vision import HearingSpec, ImageLimits, VisionSpec
 from localllm.models.vision.families import MOST_TOKENS, TILES_AT_ONCE, family_of
-from localllm.models.vision.sound import sound_family_of
 from localllm.units import format_bytes, format_count
 
 FEWER_TOKENS = (2048, 1024, 512)
@@ -80,6 +79,8 @@ class SoundSizes:
 
 def sound_sizes(spec: ModelSpec, config: EngineConfig, dtype: str, batched_tokens: int) -> SoundSizes:
     """Return the sizes for the longest sound that the context holds beside some text, at most `MOST_SOUND_S`."""
+    from localllm.models.vision.sound import sound_family_of
+
     hearing = spec.hearing
     assert hearing is not None, "a model without a tower of sound"
     context = min(config.max_model_len or spec.max_position, spec.max_position)

@@ -296,7 +296,7 @@ def _body_bytes(name: str, stored_bytes: int, parameters: int, config: EngineCon
 def _copied_head(name: str, spec: ModelSpec, config: EngineConfig) -> int:
     quant = _quant(name)
     head = "Q6_K" if quant is not None and quant.startswith(tuple(FOUR_BITS)) else quant  # as llama.cpp stores it
-    is_copied = head is not None and _gets_bytes(head, config) and config.cpu_weights != "exact"
+    is_copied = head is not None and config.cpu_weights != "exact" and not speed.has_library()
     return spec.vocab_size * spec.hidden_size if is_copied and spec.tie_word_embeddings else 0
 
 

@@ -180,16 +180,18 @@ def _even_groups(heads: int, groups: int, size: int) -> list[int] | None:
     return None if rest or copies > heads // groups else even(heads // groups, copies) * groups
 
 
-def stage_starts(spec: ModelSpec) -> tuple[int, ...]:
+def stage_starts(spec: ModelSpec) -> Sequence[int]:
     """Return the layers at which a stage but the first may begin: no layer from there on reads the K and V of an
     earlier layer, or attends to the keys that an earlier layer has chosen."""
     sources, index = spec.kv_source or range(spec.num_layers), spec.index
+    if not spec.kv_source and (index is None or all(index.layers)):
+        return range(1, spec.num_layers)
     starts, first = list[int](), spec.num_layers
     for layer in range(spec.num_layers - 1, 0, -1):
         first = min(first, sources[layer])
         if first >= layer and (index is None or index.layers[layer]):
             starts.append(layer)
-    return tuple(reversed(starts))
+    return starts[::-1]
 
 
 def divides_by_layers(spec: ModelSpec) -> bool:

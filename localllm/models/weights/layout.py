@@ -147,6 +147,11 @@ class StoredLayout:
         found = [self.stacked_name(f"{prefix}.{name}") for name in names]
         return [stored for stored in found if stored is not None], None
 
+    def has_experts_apart(self, stem: str) -> bool:
+        """Return whether a quantised matrix of all experts is [E, n, K], each expert with scales of its own."""
+        found = self.checkpoint.tensors.get(f"{stem}.weight")
+        return found is not None and len(found.shape) == 3 and found.dtype.startswith("F8_")
+
     def stacked_name(self, stem: str) -> str | None:
         for stored in self.storage.spellings(self.storage.stored_name(f"{stem}.weight")):
             bare = stored.removesuffix(".weight")

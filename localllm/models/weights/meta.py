@@ -15,6 +15,7 @@ from localllm.kernels.cpu.pack import native_nbytes
 from localllm.kernels.quantized_weight import MetaWeight
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
+from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat, StoredPart
 from localllm.models.layers.linear import Weight, device_layout_bytes
 from localllm.models.weights.source import NORMS, ExpertCut
@@ -50,8 +51,8 @@ class MetaWeights(Weights):
         found = super().values(name, shape, dtype=dtype)
         return torch.empty(shape, dtype=found.dtype, device="cpu")
 
-    def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
-        return format.read_meta(self.layout.checkpoint, parts, self._target, self._dtype)
+    def _read(self, format: LinearFormat, parts: list[StoredPart], checkpoint: Checkpoint | None = None) -> Weight:
+        return format.read_meta(checkpoint or self.layout.checkpoint, parts, self._target, self._dtype)
 
     def _slices(
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut, *,

@@ -25,7 +25,7 @@ from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
-from localllm.models.formats.checkpoint import FLOATS, drop_pages, read_ahead
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint, ExpertCheckpoint, drop_pages, read_ahead
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
 from localllm.models.layers.linear import Linear, Weight, as_head, shared_table, to_device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
@@ -339,6 +339,8 @@ class Weights:
                 yield self._weight(parts, cut.shape(rows, columns), [self._quantize], packs=packs)
         elif (format := self.layout.format_of(stacked[0])) is None:
             yield from self._slices(stacked, stored_order, shape, cut, packs=packs)
+        elif self.layout.has_experts_apart(stacked[0]):
+            yield from self._quantized_slices(format, stacked, stored_order, cut, (rows, columns))
         else:
             heights = [format.shape(self.layout.checkpoint, stem)[0] // count for stem in stacked]
             if cut.order is not None and sum(heights) != rows:
@@ -372,6 +374,23 @@ class Weights:
             else:
                 yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
         self.read.add(stacked)
+
+    def _quantized_slices(
+        self, format: LinearFormat, stacked: Sequence[str], stored_order: Tensor | None, cut: ExpertCut,
+        shape: tuple[int, int],
+    ) -> Iterator[Weight]:  # fmt: skip
+        """Yield each expert's matrix from quantised tensors [E, n, K], whose scales are stored for each expert."""
+        whole = self.layout.checkpoint
+        names = [name for stem in stacked for name in format.tensors(whole, stem)]
+        heights = [whole.tensors[f"{stem}.weight"].shape[1] for stem in stacked]
+        orders = split_order(cut.order, heights, [stored_order] * len(stacked))
+        parts = [StoredPart(stem, own, columns=cut.columns) for stem, own in zip(stacked, orders, strict=True)]
+        for expert in cut.own:
+            weight = self._read(format, parts, ExpertCheckpoint(whole, names, expert))
+            if tuple(weight.shape) != cut.shape(*shape):
+                raise wrong_shape(stacked, weight.shape, cut.shape(*shape))
+            yield self._finished(weight, None)
+        self.read.add(names)
 
     def _expert_views(self, stacked: Sequence[str], shape: tuple[int, int, int]) -> Sequence[Tensor]:
         """Return the stored tensors as [E, n, K]; together they have `shape`."""
@@ -488,8 +507,9 @@ class Weights:
         is_one_type = (not types and dtype is not None) or self._dtype in HALVES
         return is_one_type and self.keeps_half(dtype or self._dtype, (rows, columns))
 
-    def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
-        return format.read(self.layout.checkpoint, parts, self.device, self._dtype)
+    def _read(self, format: LinearFormat, parts: list[StoredPart], checkpoint: Checkpoint | None = None) -> Weight:
+        """checkpoint: None: all of it."""
+        return format.read(checkpoint or self.layout.checkpoint, parts, self.device, self._dtype)
 
     # -- plain tensors; here a part's stem is the full stored name
 

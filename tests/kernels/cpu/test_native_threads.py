@@ -38,7 +38,7 @@ def pool(library: Library, request: pytest.FixtureRequest) -> Iterator[Pool]:
 class Layers:
     """Two small layers, each operation of which reads what the one before it wrote."""
 
-    hidden, heads, kv_heads, head_dim, features, blocks = 128, 4, 2, 32, 192, 80
+    hidden, heads, kv_heads, head_dim, features, blocks = 128, 4, 2, 32, 192, 10 * MAX_ROWS
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_many_steps(library: Library, threads: int) -> None:
 def test_no_memory_is_an_error_of_the_call_alone(pool: Pool, expected: list[Tensor], what: str) -> None:
     """More than a process can address is wanted, before and after ordinary steps."""
     layers, build, huge = Layers(), Builder(), 1 << 45
-    cache = LayerKV(*(torch.zeros(2, 80, 16, 32) for _ in range(2)))
+    cache = LayerKV(*(torch.zeros(2, 10 * MAX_ROWS, 16, 32) for _ in range(2)))
     attention = build.attention(cache, 4, scale=0.2)
     attention.heads = attention.kv_heads = huge
     matrix = NativeMatrix(Kind.I8, 64, huge)

@@ -12,7 +12,7 @@ from localllm.kernels.cpu.blocks import Examples, memory_of
 from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8, int8_codes, table_nbytes
 from localllm.kernels.cpu.native.choice import usable_sets
 from localllm.kernels.cpu.native.library import native, open_library
-from localllm.kernels.cpu.native.structures import MAX_ROWS, Stored
+from localllm.kernels.cpu.native.structures import FEW_ROWS, Stored
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
 from localllm.kernels.cpu.q4 import UNPACK_ROWS, CpuQ4Weight, pack_q4
 from localllm.kernels.cpu.stored_blocks import (
@@ -122,7 +122,7 @@ def test_a_table_has_the_rounded_bytes_and_its_rows(shape: tuple[int, int]) -> N
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(table.dequantize_rows(rows, dtype), wide[rows].to(dtype))
     assert table.dequantize_rows(rows[:0], torch.float32).shape == (0, shape[1])
-    for count, allowed in ((1, 3e-4), (MAX_ROWS, 3e-4), (MAX_ROWS + 3, 0.02)):
+    for count, allowed in ((1, 3e-4), (FEW_ROWS, 3e-4), (FEW_ROWS + 3, 0.02)):
         x, bias = (torch.randn(size, generator=torch.Generator().manual_seed(count))
                    for size in ((count, shape[1]), (shape[0],)))  # fmt: skip
         exact = x.double() @ wide.double().t() + bias
@@ -135,7 +135,7 @@ def test_products_read_the_files_bytes(block_type: str) -> None:
     found, repacked = both(block_type, 150, 1280, seed=2)
     weight, exact = CpuStoredWeight(found.copied()), repacked.dequantize(torch.float32)
     whole = exact.isfinite().all(dim=1)
-    x = torch.randn(MAX_ROWS + 3, 1280, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(FEW_ROWS + 3, 1280, generator=torch.Generator().manual_seed(3))
     x[1, 7], x[4, 9], x[6] = 100.0, float("nan"), 0
     wanted, results = x.double() @ exact[whole].double().t(), []
     for name in usable_sets():
@@ -152,7 +152,7 @@ def test_products_read_the_files_bytes(block_type: str) -> None:
         results.append(got)
         pool.close()
     assert all(torch.equal(results[0].nan_to_num(), result.nan_to_num()) for result in results)
-    for rows in (0, 3, MAX_ROWS + 1, UNPACK_ROWS):  # natively, widened, and in bf16 where that is fast
+    for rows in (0, 3, FEW_ROWS + 1, UNPACK_ROWS):  # natively, widened, and in bf16 where that is fast
         x = torch.randn(rows, 1280)
         got, bias = weight.linear(x, torch.ones(150)), 1 + x.double() @ exact.double().t()
         assert float((got - bias)[:, whole].norm()) <= 0.02 * float(bias[:, whole].norm())
