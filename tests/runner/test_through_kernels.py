@@ -102,13 +102,15 @@ def test_families_far_from_llama(
     [("glm_moe_dsa", "replayed"), pytest.param("deepseek_v32", "staged", marks=pytest.mark.slow)],
 )
 def test_contexts_beyond_what_an_indexer_chooses(
-    family: str, way: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 keys are chosen: a recorded step is replayed below, at and beyond that length; layers share a choice."""
-    spec = read_spec(tiny_model_path(family))
+    layers = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]} if family == "glm_moe_dsa" else {}
+    path = make_tiny_model(tmp_path, family, **layers)
+    spec = read_spec(path)
     assert spec.index is not None
     assert spec.index.topk == 24
-    model = load_model(tiny_model_path(family), spec, torch.device("cpu"), torch.float32, max_model_len=harness.MAX_LEN)
+    model = load_model(path, spec, torch.device("cpu"), torch.float32, max_model_len=harness.MAX_LEN)
     used: list[int] = []
     choose = indexer.choose_on_device
     monkeypatch.setattr(latent_attention, "choose_on_device", lambda *given: used.append(1) or choose(*given))
