@@ -69,7 +69,8 @@ def test_every_line_of_the_list_is_sound(has_library: bool) -> None:
         )
         in_ram = pick.cpu_bytes(EngineConfig())
         assert 0.95 * pick.bytes <= in_ram + 0.1 * pick.bytes <= 2.2 * pick.bytes
-        assert pick.cpu_bytes(EngineConfig(cpu_weights="exact")) <= in_ram
+        exact = pick.cpu_bytes(EngineConfig(cpu_weights="exact"))
+        assert exact <= 1.08 * in_ram, "a scale for each 32 weights is more than one for each row"
 
 
 def test_the_suggested_speech_models_are_sound_and_fit_by_their_size() -> None:

@@ -161,11 +161,8 @@ class Weights:
         matrix = self._matrix(format.kind(self.layout.checkpoint, stem), [StoredPart(stem, order)], shape)
         table = cast(QuantizedTable, matrix)  # guaranteed by `is_table`
         shared = shared_table(table, self._target, self.packer) if has_head else None
-        return self._kept(table) if shared is None else shared
-
-    def _kept(self, table: QuantizedTable) -> QuantizedTable:
-        if not isinstance(table, GGUFBlocks):
-            return table
+        if shared is not None or not isinstance(table, GGUFBlocks):
+            return shared or table
         return table.copied() if self._target.type == "cpu" else table.repacked()
 
     def linear(
