@@ -215,7 +215,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "ministral": {"head_dim": 16},
-    "mimo_v2_flash": {"v_head_dim": 12},
+    "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 16},  # 8 dimensions rotate
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "text_config": {"time_step_min": 1e-12}},
     "nemotron_h": {"time_step_min": 1e-12},  # its scan clamps the time step there, and its single step does not
