@@ -67,7 +67,7 @@ static void describe_recurrent(Caller* c) {
     c->operations[7 + i].recurrent = all[i];
     c->operations[7 + i].states = c->states;
   }
-  c->operations[11] = operation(OP_MULTIPLY, (Matrix){.outputs = HIDDEN}, out, HIDDEN, c->stream, HIDDEN);
+  c->operations[11] = operation(OP_MULTIPLY, (Matrix){.outputs = HIDDEN, .inputs = HIDDEN}, out, HIDDEN, c->stream, HIDDEN);
 }
 
 static void describe(Caller* c, Pool* pool) {
