@@ -32,7 +32,7 @@ _PER_LAYER = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_
 
 
 def _windowed(config: Config) -> tuple[bool, ...]:
-    """Return which layers are windowed, of which both families state the kinds."""
+    """Return which layers are windowed: both families list the kinds of their layers."""
     return windowed_layers(config, lambda layer: False)
 
 

@@ -160,9 +160,10 @@ class Weights:
         order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
         matrix = self._matrix(format.kind(self.layout.checkpoint, stem), [StoredPart(stem, order)], shape)
         table = cast(QuantizedTable, matrix)  # guaranteed by `is_table`
-        shared = shared_table(table, self._target, self.packer) if has_head else None
-        if shared is not None or not isinstance(table, GGUFBlocks):
-            return shared or table
+        if has_head and (shared := shared_table(table, self._target, self.packer)) is not None:
+            return shared
+        if not isinstance(table, GGUFBlocks):
+            return table
         return table.copied() if self._target.type == "cpu" else table.repacked()
 
     def linear(

@@ -221,17 +221,6 @@ static void widen_nibbles(const uint8_t* codes, const _Float16* scales, int64_t 
   }
 }
 
-// By the instruction, which compilers do not find in a loop over _Float16: one number at a time took most of attention.
-static void widen_halves(const uint16_t* halves, int64_t n, float* out) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store_floats(out + i, load_halves(halves + i));
-  for (; i < n; i++) {
-    _Float16 half;
-    memcpy(&half, halves + i, sizeof half);
-    out[i] = (float)half;
-  }
-}
-
 static void widen(
     const Attention* a, int64_t type, int64_t group, const void* cache, const void* scales, int64_t token, float* out) {
   const int64_t n = a->head_dim;

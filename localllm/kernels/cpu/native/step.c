@@ -249,15 +249,7 @@ static const float* widened(const LowRank* l, const void* values, int64_t first,
     for (int64_t i = 0; i < count; i++) wide[i] = from_bf16(halves[i]);
     return wide;
   }
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store_floats(wide + i, load_halves(halves + i));
-  if (i < count) {
-    uint16_t rest[LANES] = {0};
-    float last[LANES];
-    memcpy(rest, halves + i, (size_t)(count - i) * sizeof *halves);
-    store_floats(last, load_halves(rest));
-    memcpy(wide + i, last, (size_t)(count - i) * sizeof *wide);
-  }
+  widen_halves(halves, count, wide);
   return wide;
 }
 
