@@ -136,7 +136,13 @@ def _h_mixture(config: Config, kinds: tuple[LayerPart, ...]) -> Any:
 def _gguf_h(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
     """Return the fields of Nemotron-H, whose layers are one part each: what has neither KV heads nor a feed-forward
     part is recurrent."""
-    heads, widths = (counts_of_layers(metadata, key, config) for key in PER_LAYER)
+    heads_key, widths_key = PER_LAYER
+    stated, widths = metadata.get(heads_key), counts_of_layers(metadata, widths_key, config)
+    if isinstance(stated, list) and not any(stated):  # published files of Nemotron 3.5 Lightning state no heads at all
+        keys = [checkpoint.tensors.get(f"blk.{layer}.attn_k.weight") for layer in range(len(widths))]
+        heads = [0 if key is None else key.shape[0] // config["head_dim"] for key in keys]
+    else:
+        heads = counts_of_layers(metadata, heads_key, config)
     feed_forward = "moe" if metadata.architecture == "nemotron_h_moe" else "mlp"
     kinds = [
         "attention" if count else feed_forward if width else "mamba" for count, width in zip(heads, widths, strict=True)

@@ -50,6 +50,17 @@ def test_logits_are_those_of_the_blocks(name: str, source: Callable[[str], Path]
     assert held_bytes(harness.model) == predicted
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_moe"])
+def test_a_file_that_states_no_heads_at_all_is_read_by_its_tensors(
+    name: str, source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, tokens = source(name), prompt(20)
+    layers = read_spec(folder).num_layers
+    file = write_hybrid(folder, tmp_path / "model.gguf", metadata={"attention.head_count_kv": [0] * layers})
+    _, logits = Harness(file).prefill(tokens)
+    assert_close(logits, reference_logits(load_reference(folder), tokens))
+
+
 @pytest.mark.parametrize(
     ("name", "left_out"),
     [
