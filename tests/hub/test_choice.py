@@ -61,6 +61,12 @@ def test_the_owners_code_is_fetched_only_when_asked_for() -> None:
         (["Q4_0/t-Q4_0.gguf", "mmproj-F32.gguf"], None, ["Q4_0/t-Q4_0.gguf", "mmproj-F32.gguf"]),
         (["t-Q4_0.gguf", "mtp-t-Q4_0.gguf", "MTP/mtp-t-Q4_0.gguf"], "Q4_0", ["t-Q4_0.gguf"]),
         (["t-MTP-Q4_0.gguf", "mtp-t-Q8_0.gguf"], None, ["t-MTP-Q4_0.gguf"]),
+        (
+            ["t-KQuant-17GB-Q4_K_M.gguf", "dflash-t-Q4_K_M.gguf", "mmproj-t-Q4_K_M.gguf"],
+            "Q4_K_M",
+            ["t-KQuant-17GB-Q4_K_M.gguf", "mmproj-t-Q4_K_M.gguf"],
+        ),
+        (["t-Q8_0.gguf", "t-DSpark-Q8_0.gguf", "t-EAGLE3.Q8_0.gguf", "t-DFlash2.gguf"], "Q8_0", ["t-Q8_0.gguf"]),
         (["t-Q8_0.gguf", "t-Q3_K_M.gguf", "t-F16.gguf"], None, ["t-Q8_0.gguf"]),
         (["t-UD-Q4_K_XL.gguf", "t-Q4_K_S.gguf"], None, ["t-UD-Q4_K_XL.gguf"]),
         (["t-UD-Q4_K_M.gguf", "t-Q4_K_M.gguf"], "Q4_K_M", ["t-Q4_K_M.gguf"]),

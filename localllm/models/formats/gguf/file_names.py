@@ -28,7 +28,7 @@ _QUANT = re.compile(
     re.IGNORECASE,
 )
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
-_BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)|^mtp-", re.IGNORECASE)
+_BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix|dflash2?|dspark|eagle3?)(?:[-._]|$)|^mtp-", re.IGNORECASE)
 """Names of files beside a model: its projector, its importance matrix, its small model for drafts."""
 
 
@@ -98,7 +98,7 @@ class GGUFModel:
 
 def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
     """Return the models among file names, sorted by name. Projectors, importance matrices and the small models that
-    write drafts (mtp-*) are left out."""
+    write drafts (mtp-*, dflash-*, *-eagle3) are left out."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
