@@ -263,14 +263,14 @@ def test_more_bandwidth_is_faster_and_experts_are_less_sure() -> None:
 @pytest.mark.parametrize(
     ("hardware", "bandwidth", "first", "second"),
     [
-        (machine(64, gpus=(32,)), None, "Qwen3.6 35B A3B", "Nemotron 3 Nano 30B A3B"),
-        (machine(32, gpus=(24,)), None, "GLM-4.7 Flash", "Qwen3.6 27B"),
+        (machine(64, gpus=(32,)), None, "Qwen3.6 35B A3B", "Nemotron 3.5 Lightning 30B A3B"),
+        (machine(32, gpus=(24,)), None, "Nemotron 3.5 Lightning 30B A3B", "GLM-4.7 Flash"),
         (machine(32, gpus=(16,)), None, "gpt-oss 20B", "Qwen3.5 9B"),
         (machine(16, gpus=(8,)), None, "Gemma 4 E4B", "Granite 4 H Tiny"),
-        (machine(64), 80e9, "Gemma 4 26B A4B", "Qwen3.6 35B A3B"),
+        (machine(64), 80e9, "Nemotron 3.5 Lightning 30B A3B", "Qwen3.6 35B A3B"),
         (machine(16), 40e9, "Granite 4 H Tiny", "gpt-oss 20B"),
         (machine(23.5, cores=2), 20.5e9, "Qwen3.5 0.8B", "Granite 4 H Tiny"),
-        (machine(23.5, cores=2), 30e9, "Granite 4 H Tiny", "Gemma 4 26B A4B"),
+        (machine(23.5, cores=2), 30e9, "Granite 4 H Tiny", "Nemotron 3.5 Lightning 30B A3B"),
         (machine(16), None, "Qwen3.5 9B", "gpt-oss 20B"),
         (machine(8, cores=4), 25e9, "Qwen3.5 0.8B", "Granite 4 H Tiny"),
         (machine(4, cores=2), None, "LFM2.5 1.2B", "Qwen3.5 0.8B"),
