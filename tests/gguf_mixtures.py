@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "dots1": "dots1",
     "minimax_m2": "minimax-m2",
     "solar_open": "glm4moe",
+    "glm4_moe": "glm4moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "hy_v3": "hy_v3",

@@ -36,6 +36,7 @@ class MTPKind:
 
 _DEEPSEEK = {"embed": "enorm", "hidden": "hnorm", "projection": "eh_proj", "final": "shared_head.norm"}
 _QWEN = {"embed": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "projection": "fc", "final": "norm"}
+_GGUF = {"embed": "enorm", "hidden": "hnorm", "projection": "eh_proj", "final": "shared_head_norm"}
 _HYBRID = (("layer_types", ["linear_attention", "full_attention", "full_attention"]),)
 KINDS = {
     "deepseek_v3": MTPKind("deepseek_v3", _DEEPSEEK),
@@ -113,6 +114,24 @@ def make_mtp_model(path: Path, name: str, *, seed: int = 0) -> Path:
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **lists, **dict(kind.config)}
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def converted_source(path: Path, name: str, out: Path) -> Path:
+    """Write to folder `out` the checkpoint with the layer behind the model's own, and GGUF's names around it."""
+    kind, whole = KINDS[name], path / "whole"
+    tensors = load_file(whole / "model.safetensors")
+    around = load_file(path / "around.bin")
+    for part, stored in _GGUF.items():
+        shift = 1.0 if kind.norm_plus_one and part != "projection" else 0.0
+        tensors[f"blk.{LAYERS}.nextn.{stored}.weight"] = around[part] - shift
+    if kind.has_copies:
+        tensors[f"blk.{LAYERS}.nextn.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"blk.{LAYERS}.nextn.shared_head_head.weight"] = tensors["lm_head.weight"].clone()
+    out.mkdir()
+    for file in whole.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def _parts_around(hidden: int, seed: int) -> dict[str, Tensor]:

@@ -386,21 +386,25 @@ def open_further_layer(
     headers alone. Other arguments as of `load_model`.
     """
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
-        storage = _storage(checkpoint, spec)
-        storage = replace(
-            storage,
-            renames=(*storage.renames, (r"^model\.layers\.0\.", stored_prefix), (rf"^{re.escape(AROUND)}", around)),
-            more_layers=False,
-            ignored=tuple(
-                pattern for pattern in storage.ignored if not re.match(pattern, f"{stored_prefix}norm.weight")
-            ),
-        )
+        storage = storage_of_further_layer(checkpoint, spec, stored_prefix, around)
         weights = (MetaWeights if sizes_only else Weights)(
             StoredLayout(checkpoint, spec, storage, _format(checkpoint, spec)), device, dtype,
             quantize=at_load(quantization, spec.quantization), cpu_weights=cpu_weights, half_weights=half_weights,
         )  # fmt: skip
         with torch.device("meta") if sizes_only else nullcontext():
             yield checkpoint, weights, DecoderBuilder(spec, weights, device, dtype, shard, group)
+
+
+def storage_of_further_layer(checkpoint: Checkpoint, spec: ModelSpec, stored_prefix: str, around: str) -> Storage:
+    """Return the names of `open_further_layer` in the checkpoint."""
+    storage = _storage(checkpoint, spec)
+    first = storage.stored_name("model.layers.0.")
+    return replace(
+        storage,
+        renames=(*storage.renames, (rf"^{re.escape(first)}", stored_prefix), (rf"^{re.escape(AROUND)}", around)),
+        more_layers=False,
+        ignored=tuple(pattern for pattern in storage.ignored if not re.match(pattern, f"{stored_prefix}norm.weight")),
+    )
 
 
 def check_all_used(spec: ModelSpec, unused: Sequence[frozenset[str]]) -> None:

@@ -26,10 +26,12 @@ from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import index_size, kv_shape
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
+from tests.gguf_files import ARCHITECTURES, write_gguf
+from tests.gguf_hybrids import write_hybrid
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised
 from tests.models.formats.stores import BLOCKS, DYNAMIC, per_block, per_output
 from tests.models.harness import NO_GPU, prompt
-from tests.mtp_models import KINDS, MTPOracle, make_mtp_model
+from tests.mtp_models import KINDS, MTPOracle, converted_source, make_mtp_model
 
 CPU, BLOCK_SIZE, NUM_BLOCKS = torch.device("cpu"), 8, 40
 TOKENS = prompt(41)
@@ -187,6 +189,50 @@ class TestCopies:
             assert_near(paged.drafter.logits(found), scale * whole.logits(wanted))
 
 
+def as_gguf(path: Path, name: str, file: Path, block_type: str = "F32", *, has_layer: bool = True) -> Path:
+    """Write the checkpoint as a GGUF file, with the prediction layer as its last one or without it."""
+    source = converted_source(path, name, file.with_suffix(".source"))
+    if name.startswith("qwen"):
+        layers = {"nextn_predict_layers": 1} if has_layer else {"block_count": 2}
+        return write_hybrid(source, file, block_type, metadata=layers, left_out="" if has_layer else r"blk\.2\.")
+    write_gguf(source, file, block_type, metadata={f"{ARCHITECTURES[name]}.nextn_predict_layers": 1})
+    return file
+
+
+class TestGGUF:
+    """llama.cpp's converter writes the layer behind the model's own, or into a file of its own."""
+
+    def check(self, file: Path, source: Path, name: str) -> None:
+        paged, whole = Paged(file), MTPOracle(source, name)
+        features = whole.target_hidden(TOKENS)[:-1]
+        wanted = whole.hidden(TOKENS, features)[-1:]
+        (found,) = paged.extend(features.clone(), len(TOKENS))
+        with torch.inference_mode():
+            assert_near(found, wanted)
+            assert_near(paged.drafter.logits(found), whole.logits(wanted))
+
+    @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+    def test_the_layer_in_the_models_file(self, name: str, tmp_path: Path) -> None:
+        source = make_mtp_model(tmp_path / "source", name)
+        file = as_gguf(source, name, tmp_path / "model.gguf")
+        self.check(file, source, name)
+        parts = Paged(file).drafter.parts
+        assert (parts.embedding, parts.head) == (None, None), "the copies are the target's"
+
+    def test_the_layer_in_a_file_beside_it(self, tmp_path: Path) -> None:
+        source = make_mtp_model(tmp_path / "source", "qwen3_5")
+        file = as_gguf(source, "qwen3_5", tmp_path / "Some-Model-F32.gguf", has_layer=False)
+        as_gguf(source, "qwen3_5", tmp_path / "mtp-Some-Model-Q8_0.gguf", "Q8_0")
+        as_gguf(source, "qwen3_5", tmp_path / "mtp-Some-Model-F32.gguf")
+        self.check(file, source, "qwen3_5")
+
+    def test_its_quantised_bytes_are_predicted(self, tmp_path: Path) -> None:
+        source = make_mtp_model(tmp_path / "source", "qwen3_5")
+        file = as_gguf(source, "qwen3_5", tmp_path / "model.gguf", "Q8_0")
+        paged = Paged(file)
+        assert mtp_bytes(paged.plan, 2, CPU, torch.float32) == held_bytes(paged.drafter.parts)
+
+
 class TestRefused:
     def refuse(self, path: Path, message: str, kind: type[LocalLLMError] = DrafterMismatch) -> None:
         with pytest.raises(kind) as caught:
@@ -199,9 +245,11 @@ class TestRefused:
     def test_a_checkpoint_that_leaves_it_out(self, tiny_model_path: Callable[[str], Path]) -> None:
         self.refuse(tiny_model_path("deepseek_v3"), "no layer for multi-token prediction.*model.layers.2.")
 
-    def test_a_gguf_file(self, path: Path) -> None:
-        with pytest.raises(DrafterMismatch, match=r"model\.gguf.*GGUF"):
-            plan_mtp(path / "model.gguf", read_spec(path))
+    def test_a_gguf_file_that_leaves_it_out(self, tmp_path: Path) -> None:
+        source = make_mtp_model(tmp_path / "source", "qwen3_5")
+        file = as_gguf(source, "qwen3_5", tmp_path / "model.gguf", has_layer=False)
+        as_gguf(source, "qwen3_5", tmp_path / "mtp-other.gguf")
+        self.refuse(file, r"model\.gguf has no layer.*blk\.2\., .*mtp-NAME\.gguf")
 
     @pytest.mark.parametrize("name", ["deepseek_v3", "mimo"])
     def test_tensors_that_the_layer_does_not_use(self, name: str, tmp_path: Path) -> None:

@@ -30,15 +30,16 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.layer import DecoderLayer
 from localllm.models.drafters.drafter import FINAL_HIDDEN, DrafterPlan, DraftStep
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
+from localllm.models.formats.gguf.file_names import quant_of, whole_stem
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.attention import AttentionStep, ChosenKeys, plan_step, sparse_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.group import SplitHead
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
-from localllm.models.loader import AROUND, open_further_layer
+from localllm.models.loader import AROUND, open_further_layer, storage_of_further_layer
 from localllm.models.read_spec import families, family_of
-from localllm.models.spec.family import MTPLayout
+from localllm.models.spec.family import MTPLayout, Storage
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, local_spec
@@ -121,25 +122,31 @@ class MTPDrafter:
 
 
 def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
-    """Return the plan of the prediction layer in the target's own checkpoint, a folder.
+    """Return the plan of the prediction layer in the target's own checkpoint, or in the mtp-*.gguf file beside it.
 
     Raises `DrafterMismatch` if the checkpoint has no such layer, or one that is not supported.
     """
     layout = _layout(path, target)
+    path = _file_of_layer(path, f"{layout.parts_prefix(target.num_layers)}{layout.embed_norm}.weight")
     with open_checkpoint(path) as checkpoint:
         prefix, around = layout.stored_prefix(target.num_layers), layout.parts_prefix(target.num_layers)
         if f"{around}{layout.embed_norm}.weight" not in checkpoint.tensors:
+            beside = (
+                ", or have it in a file of its own, mtp-NAME.gguf, which belongs beside it" if is_gguf(path) else ""
+            )
             raise DrafterMismatch(
                 f"{path.name} has no layer for multi-token prediction.",
                 f"In a checkpoint of {target.architecture} its names begin with {around}, and there are none. Many "
-                "quantised copies leave the layer out.",
+                f"quantised copies leave the layer out{beside}.",
                 _HINT,
             )
-        stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
-        spec = _layer_spec(
-            target, has_experts=f"{prefix}mlp.gate" in stems, has_indexer=f"{prefix}self_attn.indexer.wk" in stems
+        names = storage_of_further_layer(checkpoint, target, prefix, around)
+        has_experts, has_indexer = (
+            names.stored_name(f"model.layers.0.{name}.weight") in checkpoint.tensors
+            for name in ("mlp.gate", "self_attn.indexer.wk")
         )
-        shared = _shared_copies(checkpoint, layout, around)
+        spec = _layer_spec(target, has_experts=has_experts, has_indexer=has_indexer)
+        shared = _shared_copies(checkpoint, names, layout, around)
         own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(around)]
         stored = sum(own) - sum(checkpoint.tensors[name].num_bytes for name in shared)
     return DrafterPlan("mtp", path, spec, stored, MTPDrafter.taps, MTPDrafter.first_key, _DRAFTS)
@@ -172,13 +179,24 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
             f"Layers for multi-token prediction are supported for {', '.join(known)}.",
             _HINT,
         )
-    if is_gguf(path):
-        raise DrafterMismatch(
-            f"--speculative mtp is not supported for {path.name}.",
-            "Layers for multi-token prediction are read from safetensors, not from GGUF files.",
-            _HINT,
-        )
-    return layout
+    return layout.in_gguf() if is_gguf(path) else layout
+
+
+def _file_of_layer(path: Path, name: str) -> Path:
+    """Return the file that has the tensor `name` of the layer: the model's own or, in GGUF, one beside it that is named
+    after it (mtp-NAME-Q4_0.gguf), the one of the model's quantisation first."""
+    with open_checkpoint(path) as checkpoint:
+        if not is_gguf(path) or name in checkpoint.tensors:
+            return path
+    model, quant = whole_stem(path.name), quant_of(path.name)
+    beside = [*path.parent.glob("mtp-*.gguf"), *path.parent.glob("MTP/mtp-*.gguf")]
+    own = [file for file in beside if _without_quant(whole_stem(file.name)[4:]) == _without_quant(model)]
+    return min(own, key=lambda file: (quant_of(file.name) != quant, file.name), default=path)
+
+
+def _without_quant(stem: str) -> str:
+    quant = quant_of(stem)
+    return stem[: len(stem) - len(quant)].rstrip("-._").lower() if quant else stem.lower()
 
 
 def _layer_spec(target: ModelSpec, *, has_experts: bool, has_indexer: bool) -> ModelSpec:
@@ -202,7 +220,7 @@ def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype:
         quantization=plan.quantization, **load,
     )  # fmt: skip
     with opened as (checkpoint, weights, builder):
-        shared = _shared_copies(checkpoint, layout, around)
+        shared = _shared_copies(checkpoint, weights.layout.storage, layout, around)
         parts = _build(builder, layout, {name.removeprefix(around) for name in shared})
         left = sorted(name for name in weights.unused(around) if name not in shared)
     if left and builder.shard.index == 0:  # the others may use a part of the tensors
@@ -242,10 +260,10 @@ def _build(builder: DecoderBuilder, layout: MTPLayout, shared: set[str]) -> MTPP
     )  # fmt: skip
 
 
-def _shared_copies(checkpoint: Checkpoint, layout: MTPLayout, prefix: str) -> list[str]:
+def _shared_copies(checkpoint: Checkpoint, storage: Storage, layout: MTPLayout, prefix: str) -> list[str]:
     """Return the stored tensors of the layer that repeat the model's embedding or head: the target's are used."""
-    head = LM_HEAD if LM_HEAD in checkpoint.tensors else EMBEDDING
-    pairs = ((layout.embedding, EMBEDDING), (layout.head, head))
+    embedding, head = map(storage.stored_name, (EMBEDDING, LM_HEAD))
+    pairs = ((layout.embedding, embedding), (layout.head, head if head in checkpoint.tensors else embedding))
     names = ((f"{prefix}{copy}.weight", original) for copy, original in pairs if copy)
     return [copy for copy, original in names if copy in checkpoint.tensors and _is_same(checkpoint, copy, original)]
 
@@ -253,7 +271,9 @@ def _shared_copies(checkpoint: Checkpoint, layout: MTPLayout, prefix: str) -> li
 def _is_same(checkpoint: Checkpoint, copy: str, original: str) -> bool:
     """Compare rows spread over both tensors: a matrix that was trained further differs in all rows."""
     known, found = checkpoint.tensors.get(original), checkpoint.tensors[copy]
-    if known is None or (known.dtype, known.shape) != (found.dtype, found.shape) or found.dtype not in FLOATS:
+    if known is None or (known.dtype, known.shape) != (found.dtype, found.shape):
+        return False
+    if found.dtype not in FLOATS and not is_gguf(found.file):  # scales are stored apart
         return False
     step = max(1, found.shape[0] // _COMPARED_ROWS)
     return torch.equal(checkpoint.tensor(copy)[::step], checkpoint.tensor(original)[::step])

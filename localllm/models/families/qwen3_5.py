@@ -137,7 +137,8 @@ _STORAGE = Storage(
 _NOTE = "the multi-token prediction layer is run with --speculative mtp"
 _TEXT_NOTE = f"{text_part.NOTE} The multi-token prediction layer is run with --speculative mtp."
 _NORMS_PLUS_ONE = tuple(
-    (f"{norm}_norm.weight", 1.0) for norm in ("attn", "post_attention", "output", "attn_q", "attn_k")
+    (f"{norm}norm.weight", 1.0)
+    for norm in ("attn_", "post_attention_", "output_", "attn_q_", "attn_k_", "nextn.e", "nextn.h", "shared_head_")
 )  # all but ssm_norm
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from localllm.models.spec.gguf import GGUFFacts
@@ -40,6 +40,15 @@ class MTPLayout:
     def parts_prefix(self, num_layers: int) -> str:
         """Return the prefix of the names of the parts around the layer."""
         return self.around or self.stored_prefix(num_layers)
+
+    def in_gguf(self) -> MTPLayout:
+        """Return the layout in GGUF, where the layer follows the model's own and its parts have the same names in all
+        architectures."""
+        return replace(
+            self, prefix="blk.{layer}.", around="", embed_norm="nextn.enorm", hidden_norm="nextn.hnorm",
+            projection="nextn.eh_proj", final_norm="nextn.shared_head_norm", embedding="nextn.embed_tokens",
+            head="nextn.shared_head_head",
+        )  # fmt: skip
 
 
 DEEPSEEK_MTP = MTPLayout(
