@@ -30,10 +30,10 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.mixture import build_mixture, expert_pairs, held_experts, held_mlp, record_bytes
 from localllm.models.families import text_part
 from localllm.models.formats.at_load import at_load
-from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.checkpoint import Checkpoint, layer_forms
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
-from localllm.models.formats.registry import linear_format, open_checkpoint
+from localllm.models.formats.registry import Headers, linear_format, open_checkpoint
 from localllm.models.layers.arena import Arena
 from localllm.models.layers.disk import ExpertCache, write_experts
 from localllm.models.layers.embedding import EmbeddingTable
@@ -173,7 +173,7 @@ def count_model(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     shard: Shard | None = None,
-    headers: Checkpoint | None = None,
+    headers: Headers | None = None,
 ) -> HeldBytes:
     """Count the bytes of `load_model`'s result from the headers, by building the model without data. Of layers whose
     experts are stored alike, the experts are built once: there may be 36,000 of their matrices. headers: of the same
@@ -190,10 +190,11 @@ def count_model(
             path, spec, device, dtype, quantize=kept["quantize"], cpu_weights=cpu_weights
         )
         return HeldBytes(through, 0, {}, {})
-    with torch.inference_mode(), headers or open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+    headers = headers or Headers(path)
+    with torch.inference_mode(), headers.open() as checkpoint, torch.device("meta"):
         spec = _with_stored_head(spec, checkpoint)
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, lora=bank, **kept)
-        alike = None if spec.mixture is None else AlikeLayers(_forms_of_layers(checkpoint))
+        alike = None if spec.mixture is None else AlikeLayers(headers.layer_forms)
         model = DecoderBuilder(spec, weights, device, dtype, shard, alike=alike).build(1)
         experts, shared = dict[int, int](), 0
         if alike is not None:
@@ -227,7 +228,7 @@ def expert_bytes(
     cpu_weights: str = "fast",
     half_weights: bool = False,
     known: Mapping[int, int] | None = None,
-    headers: Checkpoint | None = None,
+    headers: Headers | None = None,
 ) -> dict[int, tuple[int, int]]:
     """Return the exact bytes of each layer's routed experts, or of a dense model's feed-forward parts, from the
     headers: on `device`, and in RAM beside it. known, headers: those on `device`, and the headers, if they were
@@ -238,8 +239,9 @@ def expert_bytes(
     mixture = spec.mixture
     layers = [layer for layer in range(spec.num_layers) if mixture is None or mixture.is_in(layer)]
     found, of_form = dict[int, tuple[int, int]](), dict[Hashable, tuple[int, int]]()
-    with torch.inference_mode(), headers or open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
-        weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), _forms_of_layers(checkpoint)
+    headers = headers or Headers(path)
+    with torch.inference_mode(), headers.open() as checkpoint, torch.device("meta"):
+        weights, forms = _weights(MetaWeights, checkpoint, spec, device, dtype, **kept), headers.layer_forms
         far = _far(weights, device, layers)
         assert far is not None
         near, in_ram = (ShardWeights(weights, whole_shard(spec), Alone(), each) for each in (None, far))
@@ -263,7 +265,7 @@ def _held_in_layer(spec: ModelSpec, share: ShardWeights, layer: int) -> int:
 
 def _arena_bytes(spec: ModelSpec, weights: Weights, checkpoint: Checkpoint, layers: Sequence[int]) -> int:
     """Return the bytes of the experts of these layers that an arena holds. weights: sizes alone."""
-    forms, of_form, total = _forms_of_layers(checkpoint), dict[Hashable, int](), 0
+    forms, of_form, total = layer_forms(checkpoint.tensors), dict[Hashable, int](), 0
     count = 1 if spec.mixture is None else spec.mixture.num_experts
     for layer in layers:
         form = forms.get(layer, layer)
@@ -271,16 +273,6 @@ def _arena_bytes(spec: ModelSpec, weights: Weights, checkpoint: Checkpoint, laye
             of_form[form] = (record_bytes(spec, weights, layer) or 0) * count
         total += of_form[form]
     return total
-
-
-def _forms_of_layers(checkpoint: Checkpoint) -> dict[int, Hashable]:
-    """Return for each layer the names, types and shapes of its tensors."""
-    forms: dict[int, set[Hashable]] = {}
-    for name, info in checkpoint.tensors.items():
-        if (number := re.search(r"\.(\d+)\.", name)) is not None:
-            form = name[: number.start()], name[number.end() :], info.dtype, tuple(info.shape)
-            forms.setdefault(int(number[1]), set()).add(form)
-    return {layer: frozenset(each) for layer, each in forms.items()}
 
 
 def _far(

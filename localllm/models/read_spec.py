@@ -14,7 +14,7 @@ from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.families.text_part import is_thinker, without_thinker
 from localllm.models.formats.checkpoint import is_gguf
-from localllm.models.formats.registry import linear_format, open_checkpoint
+from localllm.models.formats.registry import Headers, linear_format
 from localllm.models.spec.family import Family
 from localllm.models.spec.fields import LARGEST, NormSpec, number, size
 from localllm.models.spec.model_spec import ModelSpec
@@ -89,8 +89,7 @@ def spec_of_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def weights_bytes(path: Path) -> int:
     """Return the exact bytes of all tensors as stored, from the headers."""
-    with open_checkpoint(Path(path)) as checkpoint:
-        return sum(info.num_bytes for info in checkpoint.tensors.values())
+    return Headers(path).stored_bytes
 
 
 def families() -> Mapping[str, Family]:

@@ -274,7 +274,7 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident_for
     from localllm.models.fit.devices import choose_gpu
-    from localllm.models.read_spec import weights_bytes
+    from localllm.models.formats.registry import Headers
     from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
 
     config = settings.engine
@@ -286,10 +286,11 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     choice = choose(config.profile, key_of(found.path, config, hardware, device), profiles)
     if choice is None:
         return settings
-    resident = count_resident_for(config, found.path, spec)
+    headers = Headers(found.path)
+    resident = count_resident_for(config, found.path, spec, headers)
 
     def context_of(settings: Settings) -> int:
-        stored = weights_bytes(found.path)
+        stored = headers.stored_bytes
         return plan_memory(settings.engine, spec, stored, hardware, resident_bytes=resident).max_model_len
 
     with report_phase("profile", on_phase) as report:
@@ -304,11 +305,11 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
     from localllm.machine.bandwidth import probed
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident_for
-    from localllm.models.read_spec import weights_bytes
+    from localllm.models.formats.registry import Headers
 
     with report_phase("fit", on_phase) as report:
-        resident = count_resident_for(config, path, spec)
-        in_files = weights_bytes(path)
+        headers = Headers(path)
+        resident, in_files = count_resident_for(config, path, spec, headers), headers.stored_bytes
         try:
             plan = plan_memory(config, spec, in_files, hardware, resident_bytes=resident)
         except DoesNotFit:

@@ -27,6 +27,9 @@ from localllm.models.fit.far import (
     token_s,
 )
 from localllm.models.fit.speed import predict
+from localllm.models.formats import safetensors
+from localllm.models.formats.checkpoint import TensorInfo
+from localllm.models.formats.safetensors import read_header
 from localllm.models.layers.far import TIMED_ROWS
 from localllm.models.layers.moe import MoE
 from localllm.models.loader import load_model
@@ -512,3 +515,18 @@ def test_a_checkpoint_is_planned_with_the_tables_of_its_headers(tmp_path: Path) 
     )  # fmt: skip
     assert whole.far is None
     assert made.weights_bytes == whole.weights_bytes - table.num_bytes
+
+
+def test_a_fit_reads_each_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny_model(tmp_path, "qwen3_moe", dtype="bfloat16")
+    read: list[Path] = []
+
+    def counted(file: Path) -> dict[str, TensorInfo]:
+        read.append(file)
+        return read_header(file)
+
+    monkeypatch.setattr(safetensors, "read_header", counted)
+    _, found = estimate_checkpoint(path, EngineConfig(cpu_moe=True), gpu_machine(11, 12))
+    assert found[0].plan is not None
+    assert found[0].plan.far is not None
+    assert sorted(read) == sorted(path.glob("*.safetensors"))

@@ -19,12 +19,11 @@ from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.far import CheckpointBytes, LayerExperts, TableBytes
 from localllm.models.fit.pictures import with_tower
 from localllm.models.fit.speed import predict_speech
-from localllm.models.read_spec import weights_bytes
+from localllm.models.formats.registry import Headers
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 
 if TYPE_CHECKING:
-    from localllm.models.formats.checkpoint import Checkpoint
     from localllm.models.layers.lora import LoraLimits
 
 WithDrafter = Callable[[EngineConfig, Path, ModelSpec], ModelSpec]
@@ -37,10 +36,12 @@ def lora_limits(config: EngineConfig) -> LoraLimits | None:
     return LoraLimits(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
 
 
-def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> CheckpointBytes:
+def count_resident_for(
+    config: EngineConfig, path: Path, spec: ModelSpec, headers: Headers | None = None
+) -> CheckpointBytes:
     """Return `count_resident` of the checkpoint as this configuration loads it, with its drafter."""
     cpu_weights, half = config.cpu_weights, config.keeps_half_weights
-    own = count_resident(path, spec, cpu_weights, lora_limits(config), half_weights=half)
+    own = count_resident(path, spec, cpu_weights, lora_limits(config), half_weights=half, headers=headers)
     if spec.drafter is None:
         return own
     import torch
@@ -68,19 +69,15 @@ def count_resident(
     lora: LoraLimits | None = None,
     *,
     half_weights: bool = False,
+    headers: Headers | None = None,
 ) -> CheckpointBytes:
     """Return functions that count the bytes the loader would hold. The model is built without data once for each type
-    of device, dtype and shard."""
+    of device, dtype and shard. headers: of the checkpoint, for a caller that needs more of them."""
     import torch
 
-    from localllm.models.formats.checkpoint import is_gguf
-    from localllm.models.formats.registry import open_checkpoint
     from localllm.models.loader import HeldBytes, count_model, expert_bytes
 
-    @cache
-    def headers() -> Checkpoint | None:
-        """Return the headers, which are read once; None: of a GGUF file, whose map is closed after each use."""
-        return None if is_gguf(path) or spec.implementation != "localllm" else open_checkpoint(path)
+    read = headers or Headers(path)
 
     @cache
     def counted(kind: str, dtype: str, quantization: str | None, shard: Shard | None) -> HeldBytes:
@@ -88,7 +85,7 @@ def count_resident(
         return count_model(
             path, spec, torch.device(kind), getattr(torch, dtype),
             quantization=quantization, lora=lora, cpu_weights=cpu_weights, half_weights=half_weights, shard=shard,
-            headers=headers(),
+            headers=read,
         )  # fmt: skip
 
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
@@ -100,7 +97,7 @@ def count_resident(
         found = expert_bytes(
             path, spec, torch.device(kind), getattr(torch, dtype), quantization=quantization, cpu_weights=cpu_weights,
             half_weights=half_weights, known=counted(kind, dtype, quantization, None).experts,
-            headers=headers(),
+            headers=read,
         )  # fmt: skip
         return tuple(LayerExperts(layer, *sizes) for layer, sizes in sorted(found.items()))
 
@@ -126,8 +123,9 @@ def estimate_checkpoint(
     if spec.task != "generate":
         return spec, [_estimate_pooling(path, spec, config, hardware)]
     spec = with_tower(path, spec if with_drafter is None else with_drafter(config, path, spec))
-    resident = count_resident_for(config, path, spec)
-    return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
+    headers = Headers(path)
+    resident = count_resident_for(config, path, spec, headers)
+    return spec, estimate(config, spec, headers.stored_bytes, hardware, resident)
 
 
 def estimate_measured(

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
+
+from localllm.machine.memory import paused_collection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +124,21 @@ def _cut_info(whole: TensorInfo, ranges: Sequence[range]) -> TensorInfo:
     shape = (*map(len, ranges), *whole.shape[len(ranges) :])
     num_bytes = whole.num_bytes * prod(shape) // max(1, prod(whole.shape))
     return replace(whole, shape=shape, num_bytes=num_bytes, start=None)
+
+
+_around_number = re.compile(r"\.(\d+)\.").split
+
+
+@paused_collection()
+def layer_forms(tensors: Mapping[str, TensorInfo]) -> dict[int, Hashable]:
+    """Return for each layer the names, types and shapes of its tensors: one object for all layers stored alike."""
+    forms: dict[int, set[Hashable]] = {}
+    for name, info in tensors.items():
+        if len(parts := _around_number(name, 1)) == 3:
+            forms.setdefault(int(parts[1]), set()).add((parts[0], parts[2], info.dtype, tuple(info.shape)))
+    known: dict[Hashable, Hashable] = {}
+    found = {layer: frozenset(each) for layer, each in forms.items()}
+    return {layer: known.setdefault(each, each) for layer, each in found.items()}
 
 
 def drop_pages(tensors: Iterable[TensorInfo]) -> None:

@@ -8,13 +8,14 @@ Does not know: what the tensors mean, how a matrix is quantised (at_load.py) or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm.errors import UnsupportedModel, UnsupportedOption
-from localllm.models.formats.checkpoint import Checkpoint, is_gguf
+from localllm.models.formats.checkpoint import Checkpoint, is_gguf, layer_forms
 
 if TYPE_CHECKING:
     from localllm.models.formats.linear_format import LinearFormat
@@ -29,6 +30,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from localllm.models.formats.safetensors import SafetensorsCheckpoint
 
     return SafetensorsCheckpoint(path)
+
+
+class Headers:
+    """The headers of a checkpoint, which are read when they are first needed, and what follows from them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def open(self) -> Checkpoint:
+        """Return the checkpoint. A GGUF file is opened again, since its map is closed after each use; `read_header`
+        keeps what was parsed."""
+        return open_checkpoint(self.path) if is_gguf(self.path) else self._folder
+
+    @cached_property
+    def _folder(self) -> Checkpoint:
+        return open_checkpoint(self.path)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """The exact bytes of all tensors as stored."""
+        with self.open() as checkpoint:
+            return sum(info.num_bytes for info in checkpoint.tensors.values())
+
+    @cached_property
+    def layer_forms(self) -> Mapping[int, Hashable]:
+        """The result of `layer_forms` for the checkpoint's tensors."""
+        with self.open() as checkpoint:
+            return layer_forms(checkpoint.tensors)
 
 
 FORMATS: dict[str, str] = {

@@ -15,10 +15,13 @@ from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeGuard
+
+import msgspec
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json
+from localllm.machine.memory import paused_collection
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.units import format_bytes
 
@@ -55,21 +58,66 @@ def check_length(prefix: bytes, size: int, file: Path) -> int:
 
 def parse_header(raw: bytes, data_bytes: int, file: Path) -> dict[str, TensorInfo]:
     """Parse a header. raw: the JSON; data_bytes: the length of the data behind it; file: only for errors."""
+    tensors: dict[str, TensorInfo] = {}
+    last, are_sorted = 0, True
+    for name, entry in _entries(raw, file).items():
+        start, end = entry.data_offsets
+        width, stored = DTYPES.get(entry.dtype), end - start
+        if stored < 0:
+            raise _damaged(file, f"{name!r} ends at {end:,}, before it begins at {start:,}.")
+        if width is not None and (needed := prod(entry.shape) * width) != stored:
+            raise CorruptModel(
+                f"{name} in {file} has the wrong size.",
+                f"Shape {[*entry.shape]} in {entry.dtype} needs {needed:,} bytes, but the header says {stored:,}.",
+            )
+        are_sorted, last = are_sorted and start >= last, end
+        tensors[name] = TensorInfo(file, entry.dtype, entry.shape, stored, 8 + len(raw) + start)
+    _check_places(file, tensors, data_bytes, 8 + len(raw), are_sorted=are_sorted)
+    return tensors
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _HeaderEntry(msgspec.Struct, gc=False):
+    """The description of one tensor in a header. Its fields have defaults since `__metadata__`, which is another
+    object, is decoded as an entry, too."""
+
+    dtype: str = ""
+    shape: tuple[_Size, ...] = (-1,)
+    data_offsets: tuple[_Size, _Size] = (-1, -1)
+
+    def is_whole(self) -> bool:
+        return self.dtype != "" and self.shape != (-1,) and self.data_offsets[0] >= 0
+
+
+_decode = msgspec.json.Decoder(dict[str, _HeaderEntry]).decode
+
+
+def _entries(raw: bytes, file: Path) -> dict[str, _HeaderEntry]:
+    """Return the entries of the tensors. A checkpoint may have 40,000, so an ordinary header is decoded at once: it has
+    no escapes, one object for each name, and each field once in each. Others are checked part by part."""
+    try:
+        entries = _decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return _checked_entries(raw, file)
+    objects = 1 + len(entries)
+    entries.pop("__metadata__", None)
+    counts = {raw.count(b'"%s"' % field.encode()) for field in _HeaderEntry.__struct_fields__}
+    is_ordinary = b"\\" not in raw and raw.count(b"{") == objects and counts <= {len(entries)}
+    if is_ordinary and all(entry.is_whole() for entry in entries.values()):
+        return entries
+    return _checked_entries(raw, file)
+
+
+def _checked_entries(raw: bytes, file: Path) -> dict[str, _HeaderEntry]:
     try:
         header = json.loads(raw, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise _damaged(file, f"{type(error).__name__}: {error}.") from error
     if not isinstance(header, dict):
         raise _damaged(file, f"It is a JSON {type(header).__name__}, not an object.")
-    spans: dict[str, tuple[int, int]] = {}
-    tensors: dict[str, TensorInfo] = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            dtype, shape, spans[name] = _entry(file, name, entry)
-            start, end = spans[name]
-            tensors[name] = TensorInfo(file, dtype, shape, end - start, 8 + len(raw) + start)
-    _check_places(file, spans, data_bytes, 8 + len(raw))
-    return tensors
+    return {name: _entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"}
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,34 +128,30 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    """Return (dtype, shape, (start, end)) of one tensor."""
+def _entry(file: Path, name: str, entry: object) -> _HeaderEntry:
     if not isinstance(entry, Mapping):
         raise _damaged(file, f"The entry of {name!r} is a {type(entry).__name__}, not an object.")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _damaged(file, f"{name!r} has dtype {dtype!r}, shape {shape!r} and data_offsets {offsets!r}."[:300])
-    start, end = offsets
-    if end < start:
-        raise _damaged(file, f"{name!r} ends at {end:,}, before it begins at {start:,}.")
-    needed = prod(shape) * DTYPES.get(dtype, 0)
-    if dtype in DTYPES and needed != end - start:
-        raise CorruptModel(
-            f"{name} in {file} has the wrong size.",
-            f"Shape {shape} in {dtype} needs {needed:,} bytes, but the header says {end - start:,}.",
-        )
-    return dtype, tuple(shape), (start, end)
+    return _HeaderEntry(dtype, tuple(shape), (offsets[0], offsets[1]))
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and set(map(type, value)) <= {int} and min(value, default=0) >= 0
 
 
-def _check_places(file: Path, spans: Mapping[str, tuple[int, int]], data_bytes: int, header_bytes: int) -> None:
-    wanted = max((end for _, end in spans.values()), default=0)
-    if wanted > data_bytes:
-        raise _truncated(file, header_bytes + data_bytes, header_bytes + wanted)
-    by_place = sorted((span, name) for name, span in spans.items() if span[0] < span[1])
+def _check_places(
+    file: Path, tensors: Mapping[str, TensorInfo], data_bytes: int, header_bytes: int, *, are_sorted: bool
+) -> None:
+    """are_sorted: each tensor begins at or after the end of the one before it."""
+    spans = [(info.start or 0, (info.start or 0) + info.num_bytes) for info in tensors.values()]
+    wanted = max((end for _, end in spans), default=0)
+    if wanted > header_bytes + data_bytes:
+        raise _truncated(file, header_bytes + data_bytes, wanted)
+    if are_sorted:
+        return
+    by_place = sorted((span, name) for span, name in zip(spans, tensors, strict=True) if span[0] < span[1])
     for ((_, end), name), ((start, _), after) in pairwise(by_place):
         if start < end:
             raise _damaged(file, f"{after!r} begins {end - start:,} bytes before {name!r} ends.")
@@ -164,14 +208,15 @@ class SafetensorsCheckpoint:
         return self._open[file]
 
 
+@paused_collection()
 def read_headers(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the folder by name. Raises `CorruptModel` with the file and the numbers that disagree."""
     tensors: dict[str, TensorInfo] = {}
     for file in _files(path):
-        for name, info in read_header(file).items():
-            if name in tensors:
-                raise CorruptModel(f"{name} is stored twice, in {tensors[name].file.name} and in {file.name}.")
-            tensors[name] = info
+        found = read_header(file)
+        for name in tensors.keys() & found.keys():
+            raise CorruptModel(f"{name} is stored twice, in {tensors[name].file.name} and in {file.name}.")
+        tensors |= found
     return tensors
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -29,12 +30,15 @@ class StoredLayout:
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, storage: Storage, format: LinearFormat | None) -> None:
         self.checkpoint, self.spec, self.storage, self.format = checkpoint, spec, storage, format
-        self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
         self._names: dict[str, str] = {}
         # Layers that read another layer's KV may still store K and V weights.
         readers = [layer for layer, source in enumerate(spec.kv_source) if source != layer]
         unread = (f"model.layers.{layer}.self_attn.{part}" for layer in readers for part in _KV_PARTS)
         self._unread = {self.name(f"{stem}.weight").removesuffix(".weight") for stem in unread}
+
+    @cached_property
+    def _stems(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.checkpoint.tensors}
 
     def name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor; of one stored as several tensors, the stem must exist."""

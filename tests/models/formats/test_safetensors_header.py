@@ -46,6 +46,7 @@ def test_what_a_header_says() -> None:
     }
 
 
+WHOLE = json.dumps(entry()["t"]).encode()
 BAD: list[tuple[str, bytes, str]] = [
     ("empty", b"", "cut short"),
     ("no length", b"\1\2\3", "cut short"),
@@ -56,6 +57,13 @@ BAD: list[tuple[str, bytes, str]] = [
     ("a list", made([]), "JSON list"),
     ("a tensor in words", made({"t": "F32"}), "entry of 't' is a str"),
     ("a name twice", made(b'{"t": {}, "t": {}}'), "'t' occurs twice"),
+    ("a name twice, once empty", made(b'{"t": {}, "t": ' + WHOLE + b"}"), "'t' occurs twice"),
+    ("a name twice, once escaped", made(b'{"t": ' + WHOLE + rb', "\u0074": ' + WHOLE + b"}"), "'t' occurs twice"),
+    (
+        "a field twice, missing elsewhere",
+        made(b'{"t": {"dtype": "U8", ' + WHOLE[1:] + b', "u": {"shape": [2], "data_offsets": [8, 10]}}'),
+        "'dtype' occurs twice",
+    ),
     ("no dtype", made({"t": {"shape": [], "data_offsets": [0, 4]}}), "dtype None"),
     ("a dtype that is a list", made(entry(dtype=["F32"])), r"dtype \['F32'\]"),
     ("a shape in words", made(entry(shape="12")), "shape '12'"),
@@ -80,6 +88,12 @@ BAD: list[tuple[str, bytes, str]] = [
 def test_bad_headers(data: bytes, message: str) -> None:
     with pytest.raises(CorruptModel, match=message):
         parse(data)
+
+
+@pytest.mark.parametrize("name", ["t", 'a "dtype" of {2}', "a\\b", "größe"])
+def test_unusual_names_and_further_fields_are_accepted(name: str) -> None:
+    header = {"__metadata__": {"shape": "[2]", "note": "{}"}, name: {**entry()["t"], "more": {"dtype": 1}}}
+    assert parse(made(header)) == {name: TensorInfo(FILE, "F32", (2,), 8, 8 + len(json.dumps(header)))}
 
 
 def test_a_header_beyond_the_formats_limit(tmp_path: Path) -> None:
