@@ -5,16 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.errors import UnsupportedOption
+from localllm.errors import CorruptModel, UnsupportedOption
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import kv_cache_bytes, plan_memory
-from localllm.models.loader import load_model
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import state_bytes
+from localllm.models.transformers_backend.module import StoredTable
+from localllm.models.weights.parameters import held_bytes
 from localllm.runner.kv_cache import KVCache, StateCache
 from tests.models.class_models import make_class_model
 from tests.models.classes import class_logits
@@ -103,6 +107,40 @@ def test_what_is_kept_takes_the_planned_bytes(path: Path) -> None:
     assert cache.allocated_bytes == kv_cache_bytes(spec, (5,), 8, "bfloat16")
     layers = StateCache(spec, 3, CPU, torch.bfloat16).layers.values()
     assert sum(part.nbytes for layer in layers for part in layer.tensors()) == 3 * state_bytes(spec, "bfloat16")
+
+
+@pytest.mark.parametrize("model_type", ["qwen4_exp_text", "qwen4_exp"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tables_of_ngrams_stay_in_the_files(model_type: str, quantization: str | None, tmp_path: Path) -> None:
+    """Rows come from each part of a table; no table is among the bytes that are held, as planned."""
+    make_class_model(tmp_path, model_type)
+    spec = read_spec(tmp_path)
+    model = load_model(tmp_path, spec, CPU, torch.float32, quantization=quantization)
+    assert held_bytes(model) == resident_bytes(tmp_path, spec, CPU, torch.float32, quantization=quantization)
+    tables = [part for part in model.module.modules() if isinstance(part, StoredTable)]
+    assert len(tables) == 2
+    assert not any(name.endswith("ngram_embedding.weight") for name in model.module.state_dict())
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if "ngram_embedding.shard_" in name]  # noqa: SIM118
+        assert len(names) == 4
+        stored = torch.cat([file.get_tensor(name) for name in sorted(names)])
+    assert torch.equal(torch.cat(list(map(rows, tables))), stored)
+
+
+def test_a_table_of_another_size_is_refused(tmp_path: Path) -> None:
+    make_class_model(tmp_path, "qwen4_exp_text")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("ngram_embedding.shard_1.weight"))
+    save_file({**tensors, name: tensors[name][:-3].clone()}, file, {"format": "pt"})
+    with pytest.raises(CorruptModel, match=r"ngram_embedding.weight has shape .*asks for"):
+        load_model(tmp_path, read_spec(tmp_path), CPU, torch.float32)
+
+
+def rows(table: StoredTable) -> torch.Tensor:
+    """All rows, in a shape of two dimensions as the class asks for."""
+    count = int(table._ends[-1])
+    return table(torch.arange(count).view(-1, 1)).flatten(0, 1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen4_exp_text", "deepseek_v4"])

@@ -453,12 +453,12 @@ def _attend(
     rows = torch.cat([part[0].transpose(0, 1).reshape(tokens, -1) for part in (q, k, values)], dim=1)
     queries = rotary_store_kv(rows, kv, own.slot_mapping, None, all_valid=step.all_slots_valid)
     factor, sinks = head_dim**-0.5 if scaling is None else scaling, None if s_aux is None else s_aux.float()
-    given = (others.get("block_indices"), others.get("indices"), getattr(module, "localllm_chosen", None))
+    given = (others.get("block_indices"), others.get("indices"), vars(module).pop("localllm_chosen", None))
     if (chosen := next((each for each in given if each is not None), None)) is not None:
         size = getattr(module.indexer, "compress_ratio", getattr(module.indexer, "block_size", 1))
         out = _attend_to_blocks(queries, kv, _rows_of(step, layer, kv), chosen, size, factor, sinks)
         return out.view(1, tokens, num_heads, head_dim)[..., : v.shape[-1]], None
-    if (compressed := getattr(module, "localllm_compressed", None)) is not None:
+    if (compressed := vars(module).pop("localllm_compressed", None)) is not None:
         assert sinks is not None, "such layers have sinks"
         assert sliding_window is not None, "such layers have a window"
         own_rows = _rows_of(step, layer, kv)
