@@ -94,7 +94,9 @@ DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _QWEN4 = {
-    "indexer_n_heads": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "indexer_n_heads": 16,  # with few heads several blocks have the score 0, and either may be chosen
     "indexer_kv_heads": 1,
     "indexer_head_dim": 32,
     "indexer_budget": 16,
@@ -103,8 +105,11 @@ _QWEN4 = {
     "split_ngram_parts": 2,
     "make_ngram_vocab_size_divisible_by": 2,
     "heads_per_ngram": 2,
+    "ple_layer_ids": [1, 3],  # counted from 1
     "ple_embed_dim": 64,
     "hc_lowrank": 16,
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 2,
 }
 _GLM5_NEXT = {
     "num_hidden_layers": 4,
@@ -220,7 +225,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "text_config": {"time_step_min": 1e-12}},
     "nemotron_h": {"time_step_min": 1e-12},  # its scan clamps the time step there, and its single step does not
     "paddleocr_vl": _SECTIONS,
-    "qwen4_exp": _QWEN4,
+    "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "xmod": {"default_language": "en_XX"},
     "glm5_next": {"text_config": _GLM5_NEXT},
@@ -277,7 +282,7 @@ def make_class_model(path: Path, model_type: str, *, seed: int = 0, **sizes: Any
     model = auto.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim <= 1:
+            if parameter.ndim <= 1 or not parameter.any():  # some matrices begin as zeros
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(path, save_original_format=model_type not in OWN_NAMES)
 

@@ -88,6 +88,7 @@ CLASSES: dict[str, Row] = {
     "glm5_next": (BLOCKS, per_block(), {}),
     "hy_v4": (BLOCKS, per_block(), {}),
     "minimax_m3_vl": (BLOCKS, per_block(), {}),
+    "qwen4_exp": (BLOCKS, per_block(), {}),
     "mistral_large4": (BLOCKS, named(per_block(), weight_scale_inv="qscale_weight"), {}),
 }
 OURS: dict[str, Row] = {"step3p7": (BLOCKS, per_block(), {})}

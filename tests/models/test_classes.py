@@ -31,6 +31,7 @@ HYBRIDS = (
     "lfm2",  # a convolution alone
     "nemotron_h",  # layers of one part
     "qwen3_5_text",  # gated delta net
+    "qwen4_exp_text",  # keys chosen by pools, residual streams, embeddings of n-grams, a convolution with gaps
     "zaya",  # a recurrent module that makes queries, keys and values
 )
 COMPOSITES = {
@@ -46,13 +47,13 @@ COMPOSITES = {
     "muse_glimmer": "own",
     "nemotron_h_omni": "own",  # a projector that is named mlp1
     "ovis2": "own",
+    "qwen4_exp": "transformers",
     "step3p7": "own",  # only the whole model has a class; more heads in windowed layers
 }
 REFUSED = {
     "trocr": r"TrOCRForCausalLM is not supported: its attention cannot be replaced",
     "llama4_text": r"layers of type chunked_attention",
     "mpt": r"MptForCausalLM is not supported: its attention cannot be replaced",
-    "qwen4_exp_text": r"The indexer of qwen4_exp_text keeps keys in another way",
     "rwkv": r"type 'rwkv' are not supported.*no num_attention_heads",
 }
 

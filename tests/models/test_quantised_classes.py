@@ -60,6 +60,7 @@ HELD = {
     "hy_v4": (28, 3),
     "minimax_m3_vl": (30, 3),
     "mistral_large4": (14, 1),
+    "qwen4_exp": (52, 4),
 }
 
 

@@ -28,7 +28,7 @@ OTHERS = (
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
     "afmoe", "exaone_moe", "granite_moe_shared", "laguna", "mellum", "mimo_v2", "phimoe",
 )  # fmt: skip
-BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "inkling_text", "mistral_large4", "minimax_m3_vl")
+BY_CLASS = ("deepseek_v4", "glm5_next", "hy_v4", "inkling_text", "mistral_large4", "minimax_m3_vl", "qwen4_exp")
 WITHOUT_GGUF = ("axk2", "flex_olmo")  # their tensors have no names in GGUF files
 TOKENS, STEPS = prompt(40), 8
 

@@ -558,10 +558,10 @@ class PlanAttempt:
 
 
 def _refuse_prompt_embeds(config: EngineConfig, spec: ModelSpec) -> None:
-    if config.enable_prompt_embeds and spec.per_layer_input is not None:
+    if config.enable_prompt_embeds and (spec.per_layer_input is not None or spec.reads_token_ids):
         raise UnsupportedOption(
             f"--enable-prompt-embeds is not supported for {spec.architecture}.",
-            "Each of its layers has a further embedding of every token, which needs the token's id.",
+            "Some of its layers read the ids of tokens, which given embeddings do not have.",
             "Leave the flag out.", param="enable_prompt_embeds",
         )  # fmt: skip
 

@@ -5,8 +5,8 @@ into the layer's paged cache and attends over it, as the native decoder does. Va
 zeros. The step's inputs are attached to the attention modules, where the function finds them.
 Layers that attend to blocks of keys which an indexer chooses (MiniMax M3) run the indexer's own code row by row over
 its paged keys; then each key head gathers its blocks. So do single keys, and the compressed entries of DeepSeek V4,
-which are made anew in each step from what is kept of each token. Where scores depend on what a query makes of each
-distance (Inkling), its own rows are computed in PyTorch too.
+which are made anew in each step from what is kept of each token. Pools of keys (Qwen4-Exp) are chosen by the code here.
+Where scores depend on what a query makes of each distance (Inkling), its own rows are computed in PyTorch too.
 Unsupported: attention outside that interface, custom masks, biases on scores, windows inside a mask.
 Does not know: requests, schedules, recurrent states.
 """
@@ -14,6 +14,7 @@ Does not know: requests, schedules, recurrent states.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -73,7 +74,10 @@ def replace_attention(module: Any, step: Step) -> None:
             config._attn_implementation = NAME
     for part in attention:
         object.__setattr__(part, "localllm_step", step)
-        if hasattr(part, "indexer"):
+        if hasattr(getattr(part, "indexer", None), "compress_ratio"):
+            rotary = next(each.rotary_emb for each in module.modules() if hasattr(each, "rotary_emb"))
+            _choose_pools_by_rows(part, step, rotary)
+        elif hasattr(part, "indexer"):
             _choose_by_rows(part, step)
         if getattr(part, "compressor", None) is not None:
             _compress_by_rows(part, step)
@@ -85,7 +89,12 @@ def replace_attention(module: Any, step: Step) -> None:
 class _AnyMask:
     """The mask of an attention module whose indexer reads one: each row's indexer gets its own."""
 
+    dtype = torch.bool
+
     def __getitem__(self, index: Any) -> _AnyMask:
+        return self
+
+    def __and__(self, other: Any) -> _AnyMask:
         return self
 
 
@@ -148,21 +157,12 @@ class _IndexKeys:
 def _choose_by_rows(part: Any, step: Step) -> None:
     """Let the indexer of an attention module choose keys for each row of a step, and a layer without one take what the
     layer before it has chosen. A choice is a list of what the indexer's code returns for each row."""
-    attend, builds_mask = part.forward, hasattr(part, "build_attention_mask_from_topk")
-    named = inspect.signature(attend)
-
-    def with_mask(*positional: Any, **others: Any) -> Any:
-        given = named.bind(*positional, **others).arguments
-        given = {**given, **given.pop("kwargs", {})}
-        if given.get("attention_mask") is None:
-            given["attention_mask"] = _AnyMask()
-        return attend(**given)
 
     def keep_choice(topk_indices: list[Tensor], **_: Any) -> None:
         part.localllm_chosen = topk_indices
 
-    object.__setattr__(part, "forward", with_mask)
-    if builds_mask:
+    _give_mask(part)
+    if hasattr(part, "build_attention_mask_from_topk"):
         object.__setattr__(part, "build_attention_mask_from_topk", keep_choice)
     if part.indexer is None:
         return
@@ -174,6 +174,65 @@ def _choose_by_rows(part: Any, step: Step) -> None:
         return [forward(**_of_row(given, row, kv)) for row in _rows_of(step, part.layer_idx, kv)]
 
     object.__setattr__(part.indexer, "forward", by_rows)
+
+
+def _give_mask(part: Any) -> None:
+    """Let an attention module that reads a mask have one."""
+    attend, named = part.forward, inspect.signature(part.forward)
+
+    def with_mask(*positional: Any, **others: Any) -> Any:
+        given = named.bind(*positional, **others).arguments
+        given = {**given, **given.pop("kwargs", {})}
+        if given.get("attention_mask") is None:
+            given["attention_mask"] = _AnyMask()
+        return attend(**given)
+
+    object.__setattr__(part, "forward", with_mask)
+
+
+def _choose_pools_by_rows(part: Any, step: Step, rotary: Any) -> None:
+    """Let the indexer of an attention module (Qwen4-Exp) choose pools of keys for each row of a step.
+
+    The class's code goes through queries one by one, and makes all pools anew for each. rotary: the model's, which maps
+    positions to cosines and sines.
+    """
+
+    def by_rows(hidden_states: Tensor, *_: Any, **__: Any) -> _AnyMask:
+        kv = _kv_of(step, part.layer_idx)
+        part.localllm_chosen = [
+            _choose_pools(part.indexer, hidden_states[:, row.tokens], _IndexKeys(kv, row), rotary)
+            for row in _rows_of(step, part.layer_idx, kv)
+        ]
+        return _AnyMask()
+
+    _give_mask(part)
+    object.__setattr__(part.indexer, "forward", by_rows)
+
+
+def _choose_pools(indexer: Any, hidden: Tensor, keys: _IndexKeys, rotary: Any) -> Tensor:
+    """Return the pools that each of a row's queries sees, [1, queries, chosen + 1]; -1: none. hidden [1, queries, H].
+
+    A pool is `compress_ratio` keys that follow one another. Its key is their mean, normed, and rotated by the position
+    of the first. A query sees the complete pools of the largest scores, sum over heads of relu(q . key), and the last,
+    incomplete one.
+    """
+    size, width, context = indexer.compress_ratio, indexer.index_head_dim, keys.get_seq_length()
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    q, new = indexer.index_qk_proj(hidden).split((indexer.index_n_heads * width, width), dim=2)
+    kept, count = keys.update_indexer(new), context // size
+    pools = kept[:, : count * size].reshape(1, count, size, width).float().mean(2).to(kept.dtype)
+    last = torch.arange(context - hidden.shape[1], context, device=hidden.device)
+    first = torch.arange(0, count * size, size, device=hidden.device)
+    (q_cos, q_sin), (cos, sin) = (rotary(hidden, positions[None]) for positions in (last, first))
+    queries = rotate(indexer.q_layernorm(q.unflatten(2, (-1, width))), cos=q_cos, sin=q_sin, unsqueeze_dim=2)[0].float()
+    pools = rotate(indexer.k_layernorm(pools)[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[0, :, 0].float().t()
+    complete, chosen = (last + 1) // size, []
+    at_once = max(1, BUFFER_NUMBERS // (indexer.index_n_heads * max(count, 1)))
+    for own, seen in zip(queries.split(at_once), complete.split(at_once), strict=True):
+        scores = torch.matmul(own, pools).relu_().sum(1).masked_fill_(first >= seen[:, None] * size, -1.0)
+        best = scores.topk(min(indexer.block_topk, count))
+        chosen.append(best.indices.masked_fill_(best.values < 0, -1))
+    return torch.cat((torch.cat(chosen), complete[:, None]), dim=1)[None]
 
 
 def _compress_by_rows(part: Any, step: Step) -> None:
@@ -394,12 +453,12 @@ def _attend(
     rows = torch.cat([part[0].transpose(0, 1).reshape(tokens, -1) for part in (q, k, values)], dim=1)
     queries = rotary_store_kv(rows, kv, own.slot_mapping, None, all_valid=step.all_slots_valid)
     factor, sinks = head_dim**-0.5 if scaling is None else scaling, None if s_aux is None else s_aux.float()
-    given = (others.get("block_indices"), others.get("indices"), getattr(module, "localllm_chosen", None))
+    given = (others.get("block_indices"), others.get("indices"), vars(module).pop("localllm_chosen", None))
     if (chosen := next((each for each in given if each is not None), None)) is not None:
-        size = getattr(module.indexer, "block_size", 1)
+        size = getattr(module.indexer, "compress_ratio", getattr(module.indexer, "block_size", 1))
         out = _attend_to_blocks(queries, kv, _rows_of(step, layer, kv), chosen, size, factor, sinks)
         return out.view(1, tokens, num_heads, head_dim)[..., : v.shape[-1]], None
-    if (compressed := getattr(module, "localllm_compressed", None)) is not None:
+    if (compressed := vars(module).pop("localllm_compressed", None)) is not None:
         assert sinks is not None, "such layers have sinks"
         assert sliding_window is not None, "such layers have a window"
         own_rows = _rows_of(step, layer, kv)

@@ -30,7 +30,14 @@ from localllm.models.spec.model_spec import ModelSpec, index_size, kv_groups, kv
 from localllm.models.transformers_backend.config_class import first_line
 from localllm.models.transformers_backend.layouts import Quantization, QuantizedReader, quantized_bytes
 from localllm.models.transformers_backend.model import TransformersModel
-from localllm.models.transformers_backend.module import load_module, module_on_meta, quantized_on_meta
+from localllm.models.transformers_backend.module import (
+    classes_of,
+    load_module,
+    module_on_meta,
+    quantized_on_meta,
+    stored_tables,
+    table_stems,
+)
 
 T = TypeVar("T")
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
@@ -204,7 +211,13 @@ def bytes_through_transformers(
     plan = module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ()  # what stays in fp32
     in_fp32 = [re.compile(each.replace("*", ".*")) for each in plan]
     total: int = 0
+    kind, tables = classes_of(path, spec, trust_remote_code=is_remote)[0], dict[str, list[str]]()
+    if table_stems(kind):
+        with open_checkpoint(path) as checkpoint:
+            tables = stored_tables(kind, checkpoint)
     for name, parameter in module.named_parameters():
+        if name.removesuffix(".weight") in tables:
+            continue
         is_wide = any(each.search(name) for each in in_fp32)
         total += parameter.numel() * (torch.float32 if is_wide else dtype).itemsize
     total += quantized_bytes(module)

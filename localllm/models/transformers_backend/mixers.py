@@ -24,8 +24,10 @@ from localllm.kernels.layer_cache import LayerState, state_of
 from localllm.models.transformers_backend.attention import Step
 from localllm.models.transformers_backend.layouts import code_names
 
-Key = tuple[Literal["conv", "matrix"], int]  # a state by kind and number, as transformers' caches name it
+Kind = Literal["conv", "matrix"]
+Key = tuple[Kind, int]  # a state by kind and number, as transformers' caches name it
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
+_TOKEN_IDS = "input_ids"  # the argument of a module that reads token ids beside hidden states (Qwen4-Exp)
 _ONE_TOKEN = ("JambaMambaMixer", "ZambaMambaMixer")
 """Classes whose scan of several tokens begins from zeros: they continue token by token."""
 
@@ -36,6 +38,7 @@ class StatePart(NamedTuple):
     key: Key
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kind: Kind  # of the tensor that holds it
     start: int  # of its numbers in the layer's row for this kind
 
     @property
@@ -56,7 +59,7 @@ class Mixer:
 
     def numbers(self, kind: str) -> int:
         """Return the end of its numbers in the layer's row for this kind."""
-        return max((part.numbers.stop for part in self.parts if part.key[0] == kind), default=0)
+        return max((part.numbers.stop for part in self.parts if part.kind == kind), default=0)
 
 
 class RowStates:
@@ -98,25 +101,35 @@ class RowStates:
 
 
 def find_mixers(module: nn.Module, name: str) -> list[Mixer]:
-    """Return the recurrent modules of a model on `meta` or any other device, in order.
+    """Return the recurrent modules of a model on `meta` or any other device, in order, without those inside others.
 
     name: the model's class. Raises `UnsupportedModel` if a module cannot be called by itself.
     """
     found: list[Mixer] = []
     ends: dict[tuple[int, str], int] = {}
+    inner: set[nn.Module] = set()
     for part in module.modules():
-        if not _UPDATES & code_names(part):
+        if part in inner or not _UPDATES & _called_names(part):
             continue
+        inner |= set(part.modules())
         layer = getattr(part, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedModel(f"{name} is not supported.", f"{type(part).__name__} does not know its layer.")
         states = []
         for key, shape, dtype in _trial(part, name):
-            start = ends.get((layer, key[0]), 0)
-            states.append(StatePart(key, shape, dtype, start))
-            ends[layer, key[0]] = start + math.prod(shape)
+            kind = key[0] if dtype.is_floating_point else "matrix"  # token ids are exact in fp32
+            start = ends.get((layer, kind), 0)
+            states.append(StatePart(key, shape, dtype, kind, start))
+            ends[layer, kind] = start + math.prod(shape)
         found.append(Mixer(part, layer, tuple(states)))
     return found
+
+
+def _called_names(part: nn.Module) -> set[str]:
+    """Return the names that a module's forward function uses, and those that the methods use which it calls."""
+    names = code_names(part)
+    codes = [getattr(getattr(type(part), name, None), "__code__", None) for name in names]
+    return names.union(*(code.co_names for code in codes if code is not None))
 
 
 def _trial(part: Any, name: str) -> list[tuple[Key, tuple[int, ...], torch.dtype]]:
@@ -125,8 +138,11 @@ def _trial(part: Any, name: str) -> list[tuple[Key, tuple[int, ...], torch.dtype
     try:
         empty = _without_data(part)
         weight = next(parameter for parameter in empty.parameters())
+        given: dict[str, Any] = {_cache_argument(part): cache}
+        if _TOKEN_IDS in inspect.signature(part.forward).parameters:
+            given[_TOKEN_IDS] = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         with torch.inference_mode():
-            empty(torch.zeros(1, 3, _width(part), dtype=weight.dtype, device="meta"), **{_cache_argument(part): cache})
+            empty(torch.zeros(1, 3, _width(part), dtype=weight.dtype, device="meta"), **given)
     except Exception as error:  # the module may raise anything
         raise UnsupportedModel(
             f"{name} is not supported.",
@@ -147,7 +163,7 @@ def _width(part: Any) -> int:
     for name in ("hidden_size", "embed_dim", "d_model"):
         for holder in (part, getattr(part, "config", None)):
             if isinstance(getattr(holder, name, None), int):
-                return int(getattr(holder, name))
+                return int(getattr(holder, name)) * getattr(part, "hc_count", 1)  # residual streams (Qwen4-Exp)
     if isinstance(conv := getattr(part, "conv1d", None), nn.Conv1d):  # a convolution alone (Inkling)
         return conv.in_channels
     raise TypeError("the width of its input is not known")
@@ -162,12 +178,17 @@ def _cache_argument(part: Any) -> str:
 def run_by_rows(mixer: Mixer, step: Step) -> None:
     """Let a module's call on a step's flat batch [1, T, width] run each row with its own states."""
     forward, cache_argument = mixer.module.forward, _cache_argument(mixer.module)
+    signature = inspect.signature(forward)
 
-    def by_rows(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, ...]:
+    def by_rows(hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor | tuple[Tensor, ...]:
+        token_ids = signature.bind(hidden_states, *positional, **named).arguments.get(_TOKEN_IDS)
+
         def call(rows: slice, count: int, states: RowStates) -> tuple[Tensor, ...]:
             """Run some of the tokens as `count` sequences of equal length -> [tokens, ...] of each output."""
-            own = hidden_states[0, rows]
-            out = forward(own.reshape(count, -1, own.shape[-1]), **{cache_argument: states})
+            own, given = hidden_states[0, rows], {cache_argument: states}
+            if token_ids is not None:
+                given[_TOKEN_IDS] = token_ids[0, rows].view(count, -1)
+            out = forward(own.reshape(count, -1, own.shape[-1]), **given)
             return tuple(part.flatten(0, 1) for part in (out if isinstance(out, tuple) else (out,)))
 
         outputs = tuple(torch.cat(parts)[None] for parts in zip(*_run(mixer, step, call), strict=True))
@@ -216,7 +237,7 @@ def _load(mixer: Mixer, state: LayerState, places: Sequence[int]) -> dict[Key, T
     """Return copies of the states [B, ...] at these places."""
     loaded = {}
     for part in mixer.parts:
-        rows = _tensor(state, part.key[0])
+        rows = _tensor(state, part.kind)
         chosen = rows[torch.tensor(places, device=rows.device), part.numbers]
         loaded[part.key] = chosen.view(-1, *part.shape).to(part.dtype)
     return loaded
@@ -225,7 +246,7 @@ def _load(mixer: Mixer, state: LayerState, places: Sequence[int]) -> dict[Key, T
 def _store(mixer: Mixer, state: LayerState, states: RowStates, places: Sequence[int]) -> None:
     """Write the rows' states to these places; 0: nowhere."""
     for part in mixer.parts:
-        rows, new = _tensor(state, part.key[0]), states.states[part.key]
+        rows, new = _tensor(state, part.kind), states.states[part.key]
         for index, place in enumerate(places):
             if place:
                 rows[place, part.numbers] = new[index].reshape(-1).to(rows.dtype)

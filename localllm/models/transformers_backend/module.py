@@ -6,8 +6,9 @@ Does not know: attention, caches, steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.errors import CorruptModel, ModelError, UnsupportedModel
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.models.families.bamba import time_step_limits
 from localllm.models.families.text_part import WITHIN
 from localllm.models.formats.at_load import AtLoad
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.spec.model_spec import ModelSpec
@@ -38,9 +40,46 @@ from localllm.models.transformers_backend.layouts import (
     find_places,
     place_parts,
 )
+from localllm.models.weights.layout import wrong_shape
 
 _TEXT_PART = re.compile(rf"{WITHIN}(?:model\.)?(.*)")
 """Names of tensors of a text part."""
+
+
+class StoredTable(nn.Module):
+    """A table whose rows are read where the checkpoint's files store them, mapped: it takes no memory of its own.
+
+    It stands for an embedding that is too large for the class itself to place it on a device (Qwen4-Exp's of n-grams:
+    95 GiB in 16 bits, of which a token reads 16 rows).
+    """
+
+    stays_in_ram = True
+
+    def __init__(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """parts [rows, width]: views into the files, one after the other. dtype: of the rows that a call returns."""
+        super().__init__()
+        self._parts, self._dtype = tuple(parts), dtype
+        self._ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
+        self._is_hf_initialized = True  # nothing is drawn for it
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a part, whose device is read."""
+        return self._parts[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids [...] to rows [..., width], all in RAM."""
+        flat = ids.flatten()
+        of_part = torch.bucketize(flat, self._ends, right=True)
+        rows = torch.empty(len(flat), self.weight.shape[1], dtype=self._dtype)
+        for number in of_part.unique().tolist():
+            (own,), part = torch.nonzero(of_part == number, as_tuple=True), self._parts[number]
+            rows[own] = part.index_select(0, flat[own] - (self._ends[number] - len(part))).to(self._dtype)
+        return rows.view(*ids.shape, -1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
+        """Return an embedding without data, for a call that finds what a module keeps."""
+        return nn.Embedding(int(self._ends[-1]), self.weight.shape[1], device="meta", dtype=self._dtype)
 
 
 class ModelClass(NamedTuple):
@@ -87,13 +126,17 @@ def load_module(
                     matrices = Quantization(checkpoint, format, at_load)
                     reader = QuantizedReader(matrices, device, dtype, packer or CpuPacker())
                     module = _read_quantized(kind, path, reader, **options)
+            elif kind.name_of is None and not table_stems(kind):
+                module = read_module(kind.auto, path, kind.config, dtype, **options)
             else:
-                state = None
-                if kind.name_of is not None:
-                    with open_checkpoint(path) as checkpoint:
-                        names = {name: kind.name_of(name) for name in checkpoint.tensors}
-                        state = {new: checkpoint.tensor(old).clone() for old, new in names.items() if new is not None}
-                module = read_module(kind.auto, path, kind.config, dtype, state=state, **options)
+                with open_checkpoint(path) as checkpoint:
+                    tables = stored_tables(kind, checkpoint)
+                    placed = {name for names in tables.values() for name in names}
+                    renamed = {name: (kind.name_of or str)(name) for name in checkpoint.tensors if name not in placed}
+                    state = {new: checkpoint.tensor(old).clone() for old, new in renamed.items() if new is not None}
+                    prepare = _placing_tables(tables, checkpoint, dtype) if tables else None
+                    auto = causal_classes(kind.config)[0] if tables else kind.auto
+                    module = read_module(auto, path, kind.config, dtype, state=state, prepare=prepare, **options)
         except CorruptModel as error:
             if kind is not found[-1]:
                 continue
@@ -114,11 +157,63 @@ def _read_quantized(
     places = find_places(empty, reader.quantization, kind.name_of or str)
     if places.unknown:
         raise _does_not_match(path, empty, "unexpected keys", [f"{stem}.weight" for stem in places.unknown])
+    checkpoint = reader.quantization.checkpoint
+    tables = stored_tables(kind, checkpoint)
+    for name in (name for names in tables.values() for name in names):
+        del places.plain[name]
     parts, state = reader.parts(empty, places), reader.others(places)
+
+    place_tables = _placing_tables(tables, checkpoint, reader.dtype)
+
+    def prepare(module: Any) -> None:
+        place_parts(module, parts, reader.packer)
+        place_tables(module)
+
     return read_module(
         type(empty), path, kind.config, reader.dtype, state=state, attention=attention,
-        trust_remote_code=trust_remote_code, prepare=lambda module: place_parts(module, parts, reader.packer),
+        trust_remote_code=trust_remote_code, prepare=prepare,
     )  # fmt: skip
+
+
+def stored_tables(kind: ModelClass, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Return the stored tensors, in order, of each `StoredTable`, by the name of its module. Quantised tables
+    are left to the class."""
+    from transformers.core_model_loading import dot_natural_key
+
+    found: dict[str, list[str]] = {}
+    for stem in table_stems(kind):
+        for stored in sorted((name for name in checkpoint.tensors if stem in name), key=dot_natural_key):
+            name = (kind.name_of or str)(stored)
+            if name is not None:
+                found.setdefault(name[: name.index(stem) + len(stem)], []).append(stored)
+    return {table: names for table, names in found.items() if all(map(partial(_is_plain, checkpoint), names))}
+
+
+def _is_plain(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(".weight") and checkpoint.tensors[name].dtype in FLOATS
+
+
+def table_stems(kind: ModelClass) -> list[str]:
+    """Return the ends of the names of modules whose weight the class never places on a device."""
+    ends = {end for each in causal_classes(kind.config) for end in getattr(each, "_no_placement_params", None) or ()}
+    return sorted(end.removesuffix(".weight") for end in ends)
+
+
+def _placing_tables(
+    tables: Mapping[str, list[str]], checkpoint: Checkpoint, dtype: torch.dtype
+) -> Callable[[Any], None]:
+    """Return a function that puts the tables in place of a module's embeddings. transformers copies what it calls, and
+    a function is not copied. Raises `CorruptModel` for other sizes."""
+
+    def place(module: Any) -> None:
+        for name, stored in tables.items():
+            table, parts = module.get_submodule(name), [checkpoint.tensor(each) for each in stored]
+            shape, wanted = (sum(map(len, parts)), parts[0].shape[1]), (table.num_embeddings, table.embedding_dim)
+            if shape != wanted:
+                raise wrong_shape([f"{name}.weight"], shape, wanted)
+            module.set_submodule(name, StoredTable(parts, dtype))
+
+    return place
 
 
 def _name_in_text(name: str) -> str | None:
@@ -175,6 +270,8 @@ def read_module(
                 output_loading_info=True,
                 **more,
             )
+    except ModelError:  # of `prepare`
+        raise
     except Exception as error:  # the class may raise anything
         raise _translated(path, config, error) from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):

@@ -48,6 +48,7 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
             raise UnsupportedModel(f"{architecture} is not supported.", why)
         fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
         fields["max_position"] -= first_position(config)
+        fields["reads_token_ids"] = _reads_token_ids(text_part(config))
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
             fields["recurrent"] = _recurrent(path, architecture, trust_remote_code=trust_remote_code)
         return fields
@@ -82,6 +83,12 @@ def sizes_of(config: Any) -> dict[str, Any]:
         "max_position": next(value for name in (*_LENGTHS, None) if (value := _length(text, name))),
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
     }
+
+
+def _reads_token_ids(config: Any) -> bool:
+    """Return whether layers read token ids: by embeddings of their own, or to choose experts."""
+    embeds = getattr(config, "ple_layer_ids", None) or getattr(config, "hidden_size_per_layer_input", None)
+    return bool(embeds) or "hash_moe" in (getattr(config, "mlp_layer_types", None) or ())
 
 
 def first_position(config: Any) -> int:
@@ -123,10 +130,7 @@ def _index_size(config: Any, layer: int, kind: str) -> int:
         return 0
     if (getattr(config, "indexer_types", None) or ["full"] * (layer + 1))[layer] != "full":
         return 0
-    if not hasattr(config, "index_head_dim"):
-        why = f"The indexer of {config.model_type} keeps keys in another way than those that are supported."
-        raise UnsupportedModel(f"Layers of type {kind} are not supported in this model.", why)
-    size = _whole(config, "index_head_dim")
+    size = _whole(config, "indexer_head_dim" if hasattr(config, "indexer_head_dim") else "index_head_dim")
     return 2 * size + 1 if getattr(config, "index_kpool", None) else size  # a key, its gate, and whether it is there
 
 

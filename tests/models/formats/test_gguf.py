@@ -215,7 +215,8 @@ def _write_step_keys(writer: gguf.GGUFWriter, text: Any) -> None:
         ("deepseek4", {"general.base_model.0.repo_url": "https://huggingface.co/o/Flash"}, ("Use o/Flash", "16 bits")),
         ("glm5-next", {"general.source.huggingface.repository": "o/five.3"}, ("Glm5Next", "Use o/five.3")),
         ("minimax-m3", {"general.source.repo_url": "https://elsewhere/o/m"}, ("MiniMaxM3", "without -GGUF")),
-        ("qwen4exp", {}, ("which is not supported", "without -GGUF")),
+        ("qwen4exp", {}, ("Qwen4ExpForConditionalGeneration", "without -GGUF")),
+        ("unheard-of", {}, ("which is not supported", "without -GGUF")),
     ],
 )
 def test_a_family_without_a_decoder_is_refused_with_the_repository_to_use(

@@ -37,6 +37,7 @@ OF_CLASSES = {
     "kimi-linear": "KimiLinearForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "minimax-m3": "MiniMaxM3SparseForConditionalGeneration",
+    "qwen4exp": "Qwen4ExpForConditionalGeneration",
 }
 """general.architecture of families that only a class of transformers computes, from unquantised weights -> the class in
 their config.json. In 16 bits their weights are several times as large as such a file."""
