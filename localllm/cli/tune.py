@@ -53,6 +53,13 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
     effort.add_argument(
         "--soak-seconds", type=float, metavar="X", help="length of the soak at the end; 0: none; default: 20"
     )
+    help = (
+        "try other places of the experts (GPU, RAM, disk), each with a load of the model: auto (if the plan puts some "
+        "in RAM beside a GPU or on disk), on (even if a flag does), or off"
+    )
+    effort.add_argument("--placements", choices=("auto", "on", "off"), default="auto", help=help)
+    help = "most time for the loads that --placements takes in all; default: 600"
+    effort.add_argument("--reload-seconds", type=float, metavar="X", help=help)
     effort.add_argument("--seed", type=int, metavar="N", dest="tune_seed", help="seed of the search and its prompts")
     kept = parser.add_argument_group("result")
     kept.add_argument("--apply", action="store_true", help="use the profile at every later start of this model")
@@ -114,10 +121,16 @@ def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:
     from localllm.tuning.run import TuneOptions
 
     made = TuneOptions.quick(fixed=fixed) if options.quick else TuneOptions(fixed=fixed)
-    asked = {"trial_s": options.trial_seconds, "soak_s": options.soak_seconds, "seed": options.tune_seed}
-    for flag, value, least in (("trial", options.trial_seconds, 0.1), ("soak", options.soak_seconds, 0)):
-        if value is not None and not least <= value < 3600:
-            why = f"Allowed: {least} to 3600."
+    asked = {
+        "trial_s": options.trial_seconds, "soak_s": options.soak_seconds, "seed": options.tune_seed,
+        "placements": options.placements, "reload_s": options.reload_seconds,
+    }  # fmt: skip
+    for flag, value, least, most in (
+        ("trial", options.trial_seconds, 0.1, 3600), ("soak", options.soak_seconds, 0, 3600),
+        ("reload", options.reload_seconds, 0, 86_400),
+    ):  # fmt: skip
+        if value is not None and not least <= value < most:
+            why = f"Allowed: {least} to {most}."
             raise ConfigError(f"--{flag}-seconds {value} is out of range.", why, param=f"{flag}_seconds")
     return replace(made, **{name: value for name, value in asked.items() if value is not None})
 

@@ -22,6 +22,7 @@ from localllm.tuning.run import BestChanged, Event, PhaseBegan, SoakEnded, Trial
 from localllm.tuning.words import (
     each_in_words,
     gain_in_words,
+    load_in_words,
     predicted_and_measured,
     settings_in_short,
     soak_in_words,
@@ -71,6 +72,8 @@ class TuneLines:
         match event:
             case PhaseBegan(name, detail):
                 self._say(f"{name}: {detail}")
+            case TrialBegan() if loads := load_in_words(event):
+                self._say(f"trial {event.number}: {loads}")
             case TrialEnded(trial):
                 self._say("  ".join(cell for cell in row(trial) if cell))
             case BestChanged(trial):
@@ -103,7 +106,8 @@ class TuneTable:
                     self._live.console.print(self._now, markup=False)
             case TrialBegan(number, settings, _, predicted):
                 planned = f" · {format_bytes(predicted.total_bytes)} planned" if predicted else ""
-                self._now = f"trial {number}  {settings_in_short(settings)}{planned}"
+                loads = f" · {words}" if (words := load_in_words(event)) else ""
+                self._now = f"trial {number}  {settings_in_short(settings)}{planned}{loads}"
             case TrialEnded(trial):
                 self._trials.append(trial)
             case BestChanged(trial):
@@ -145,7 +149,8 @@ def summary(result: TuningResult, out: TextIO) -> None:
     ended = "Cancelled after" if result.was_cancelled else "Tuned in"
     print(
         f"\n{ended} {format_seconds(result.seconds)} for {goal.name}: {len(result.trials)} trials, {tried} measured, "
-        f"of {result.grid_size} combinations",
+        f"of {result.grid_size} combinations"
+        + (f"; {format_seconds(result.reload_s)} for loads that moved experts" if result.reload_s else ""),
         file=out,
     )
     for value, agreement in result.agreements.items():

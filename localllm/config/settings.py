@@ -40,6 +40,8 @@ PICTURES = "Pictures"
 PARALLEL = "Several GPUs"
 SERVER, ACCESS, SEVERAL_MODELS, SEVERAL_SERVERS = "Server", "Access", "Several models", "Several servers"
 
+PLACEMENT = ("n_cpu_moe", "cpu_moe", "cpu_offload_gb", "weights_on", "expert_cache_gib")
+"""The settings that put experts on the GPU, in RAM or on disk."""
 ALL_LAYERS = 10_000
 """More layers than any model has."""
 MAX_UPLOAD_BYTES = 64 * 1024**2
@@ -391,6 +393,11 @@ class EngineConfig:
         if self.cpu_moe or self.n_cpu_moe == "all" or self.cpu_offload_gb:
             return ALL_LAYERS
         return None if self.n_cpu_moe == "auto" else int(self.n_cpu_moe)
+
+    @property
+    def placement(self) -> tuple[str | float, ...]:
+        """The settings that put experts somewhere. Loaded experts do not move: another value needs another load."""
+        return tuple(getattr(self, name) for name in PLACEMENT)
 
     @property
     def streams_prompts(self) -> bool:

@@ -67,7 +67,7 @@ def build_engine(
     stores: behind its KV cache, shared with other engines of the model; (): the stores that the settings ask for.
     Blocks for seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
     """
-    config = settings.engine
+    config, started_s = settings.engine, time.perf_counter()
     found, spec = _find(config, on_phase)
     if isinstance(spec, str):
         from localllm.serving.pooling import build_pooling
@@ -116,7 +116,7 @@ def build_engine(
             executor.when_lost(model.engine[0].lose)
             model = replace(
                 model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings),
-                speed=predict(plan, hardware),
+                speed=predict(plan, hardware), placement=config.placement, load_s=time.perf_counter() - started_s,
             )  # fmt: skip
             report(capacity(plan))
         if config.takes_adapters:

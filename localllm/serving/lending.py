@@ -1,6 +1,7 @@
 """Lend a model's weights to a tuning run, and reopen a model with other settings on the weights in memory.
 
-Both end the model's engine, keep its weights, and open an engine on them again (reopen.py).
+Both end the model's engine, keep its weights, and open an engine on them again (reopen.py). The weights are loaded
+again if the settings put experts elsewhere: the settings of a profile, or the former ones after a run that moved them.
 Does not know: how the other models are loaded and unloaded (loading.py), what a tuning run does.
 """
 
@@ -139,11 +140,16 @@ class Lending:
         """Open an engine with these settings. On failure mark the model as failed, and return the error."""
         assert entry.settings is not None
         config = replace(entry.settings.engine, **tuned)
-        baseline = self._transitions.baseline_bytes
-        known = None if baseline is None else baseline + bare.weights_bytes
-        limits = LoadLimits(reserved_bytes(self._transitions.entries, known))
+        baseline, loader = self._transitions.baseline_bytes, self._transitions.loader
         try:
-            work = partial(self._transitions.loader.open_engine, bare, config, lambda phase: None, limits)
+            if not bare.has_placed(config):
+                log.info("model loaded again name=%s experts=%s", entry.name, config.placement)
+                limits = LoadLimits(reserved_bytes(self._transitions.entries, baseline))
+                settings = replace(entry.settings, engine=replace(config, profile="none"))
+                await in_compute_thread(partial(loader.load_again, bare, settings, lambda phase: None, limits))
+            known = None if baseline is None else baseline + bare.weights_bytes
+            limits = LoadLimits(reserved_bytes(self._transitions.entries, known))
+            work = partial(loader.open_engine, bare, config, lambda phase: None, limits)
             model = replace(await in_compute_thread(work), tuned=tuned)
             await model.client.start()
         except Exception as error:

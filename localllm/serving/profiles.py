@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.config.settings import EngineConfig, Settings, Source
+from localllm.config.settings import PLACEMENT, EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 from localllm.machine.hardware import Hardware
@@ -40,7 +40,7 @@ FORM = ("dtype", "quantization", "cpu_weights", "model_impl", "enable_lora", "ma
 """Fields of EngineConfig that determine the stored form of the weights, and thereby their speed."""
 SUFFIXES = (".json", ".safetensors", ".bin", ".py")
 """Files of a checkpoint that its numbers depend on: .bin of a drafter, .py with --trust-remote-code."""
-SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization")
+SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization", "n_cpu_moe", "expert_cache_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +305,13 @@ def from_profile(settings: Settings) -> dict[str, Any]:
 
 
 def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = ()) -> Settings:
-    """Apply the profile to every field that still has its default, except those in `without`."""
+    """Apply the profile to every field that still has its default, except those in `without`. A user who says where
+    experts are says all of it."""
     default = EngineConfig()
     table = settings.table(settings.engine.model)
     said = set(table.engine) if table is not None else set()
+    if said.intersection(PLACEMENT) or any(settings.source(name) != "default" for name in PLACEMENT):
+        said = said.union(PLACEMENT)
     values = {
         name: value
         for name, value in profile.settings.items()

@@ -2,7 +2,8 @@
 
 `close_engine` ends an engine and frees its KV cache, graphs and buffers. `open_engine` runs the last phases of build.py
 again, with other settings: fit, weights, memory, engine. This takes milliseconds on a CPU and seconds on a GPU, while a
-load from disk takes much longer. Tuning trials (tuning/trial.py) use it.
+load from disk takes much longer. Tuning trials (tuning/trial.py) use it. `load_again` is for settings that put experts
+elsewhere, which the weights in memory do not move to.
 
 A sleeping model keeps only its weights, in host memory. `put_to_sleep` drops the KV cache with its prefixes, the CUDA
 graphs and the engine. Weights on a GPU are copied to page-locked host memory; on a CPU they stay where they are.
@@ -12,13 +13,14 @@ Does not know: why another engine is needed, when a model should sleep (manager.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.config.settings import EngineConfig, Settings
-from localllm.serving.build import capacity, engine_parts, plan_again, require_context
+from localllm.serving.build import build_engine, capacity, engine_parts, plan_again, require_context
 from localllm.serving.compute import release_cached_memory, start_torch
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
@@ -52,9 +54,29 @@ class BareModel:
         plan = plan_again(self.executor, served.spec, served.plan, config, hardware)
         return replace(plan, notes=served.plan.notes)
 
+    def has_placed(self, config: EngineConfig) -> bool:
+        """Return whether the experts are where these settings put them."""
+        return self.served.placement == config.placement
+
     def close(self) -> None:
         """Free the weights. Idempotent."""
         self.executor.close()
+
+
+def load_again(
+    bare: BareModel, settings: Settings, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS
+) -> None:
+    """Load the weights once more, for settings that put experts elsewhere.
+
+    The weights in memory are freed first, since memory may not hold both. Raises what a load and `on_phase` raise; then
+    there are no weights until another call succeeds.
+    """
+    bare.close()
+    bare.served = replace(bare.served, placement=())
+    gc.collect()  # an engine and its callbacks refer to each other
+    release_cached_memory()
+    loaded = close_engine(build_engine(settings, on_phase, limits))
+    bare.executor, bare.served = loaded.executor, loaded.served
 
 
 def close_engine(served: ServedModel) -> BareModel:
@@ -77,6 +99,7 @@ def open_engine(
     Raises `DoesNotFit` and `ConfigError` like a load; the memory taken so far is freed.
     """
     served, executor, spec = bare.served, bare.executor, bare.served.spec
+    assert bare.has_placed(config), "load_again moves experts"
     with ExitStack() as undo:
         hardware = executor.as_if_not_loaded(start_torch(on_phase, limits))
         with report_phase("fit", on_phase) as report:

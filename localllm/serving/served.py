@@ -107,6 +107,8 @@ class ServedModel:
     hearing: Hearing | None = None  # reads sound; None: the model does not hear
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
     speed: PlanSpeeds | None = None  # predicted; None: unknown
+    placement: tuple[str | float, ...] = ()  # of the settings that the weights were loaded with
+    load_s: float = 0.0  # seconds that the load took
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
     owner: str = ""  # whose request it is, in the same view

@@ -24,7 +24,7 @@ from localllm.serving.compute import release_cached_memory
 from localllm.serving.entry import ModelEntry, ModelsBusy, ModelTuning, UnloadCancelled
 from localllm.serving.eviction import ready
 from localllm.serving.phases import OnPhase
-from localllm.serving.reopen import BareModel, SleepingModel, close_engine, open_engine
+from localllm.serving.reopen import BareModel, SleepingModel, close_engine, load_again, open_engine
 from localllm.serving.served import LoadLimits, ServedModel
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Loader:
     list: Callable[[], Sequence[ResolvedModel]] = _list
     close_engine: Callable[[ServedModel], BareModel] = close_engine
     open_engine: Callable[[BareModel, EngineConfig, OnPhase, LoadLimits], ServedModel] = open_engine
+    load_again: Callable[[BareModel, Settings, OnPhase, LoadLimits], None] = load_again
     release_cached_memory: Callable[[], None] = release_cached_memory
 
 

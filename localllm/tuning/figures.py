@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from localllm.tuning.report import RequestTimes, distribution
 
-Fate = Literal["measured", "does not fit", "out of memory", "over a limit", "given up", "failed"]
-"""Outcome of a trial. "given up": it was so much slower than the best that it was stopped early."""
+Fate = Literal["measured", "does not fit", "out of memory", "over a limit", "given up", "not tried", "failed"]
+"""Outcome of a trial. "given up": it was so much slower than the best that it was stopped early. "not tried": the load
+that it needs would take more time than the run may spend on loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Trial:
     figures: LoadMetrics | None = None
     score: float | None = None  # in the goal's unit
     cost_s: float = 0.0  # seconds, opening and closing included
+    reload_s: float = 0.0  # of them, for a load that moved the experts
 
     @property
     def was_measured(self) -> bool:
@@ -96,13 +98,14 @@ def figures_of(
 
 
 def flags_of(settings: Mapping[str, Any]) -> str:
-    """Return settings as command-line flags. None and False are left out; True is a flag without a value."""
+    """Return settings as command-line flags. None, False and a cache of experts of the default size are left out; True
+    is a flag without a value."""
     words = []
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)
-        elif value is not None and value is not False:
+        elif value is not None and value is not False and (name, value) != ("expert_cache_gib", 0.0):
             words.append(f"{flag} {value}")
     return " ".join(words)
 

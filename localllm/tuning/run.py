@@ -8,7 +8,7 @@
 
 Events are frozen values, sent on the thread that runs; a web page posts them to its event loop. They are
 
-    PhaseBegan        calibrate, guard, search, soak, each with one line of detail
+    PhaseBegan        calibrate, guard, search, soak, placement, each with one line of detail
     TrialBegan        a trial's settings and the values predicted for it
     TrialEnded        the same `Trial`, with its figures or the reason why it has none
     BestChanged       a trial that beats all before it
@@ -17,27 +17,49 @@ Events are frozen values, sent on the thread that runs; a web page posts them to
 
 The runner holds the weights of an engine that was closed (serving/reopen.py), so no requests are served meanwhile.
 After the run no engine is open on the weights, and `open_engine` serves again, with the new or the old settings.
+Experts are moved last, as that takes a load each: the best settings are measured again with the experts in other
+places, and once more where they were before another place is recommended. The run may end with the experts elsewhere.
 Does not know: terminals, HTTP, where profiles are stored.
 """
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from localllm.config.settings import PLACEMENT
 from localllm.errors import DeviceLost, LocalLLMError
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.guard import Agreement
+from localllm.serving.profiles import key_of
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
-from localllm.tuning.search import BRIEF, FINALISTS, FULL, SMALL_SPACE, Outcome, Point, SearchRanking, Space, search
+from localllm.tuning.kept_places import KeptPlaces
+from localllm.tuning.search import (
+    BRIEF,
+    FINALISTS,
+    FULL,
+    GRACE_S,
+    HOPELESS,
+    LEAST_NOISE,
+    SMALL_SPACE,
+    Axis,
+    Outcome,
+    Point,
+    SearchRanking,
+    Space,
+    is_clearly_better,
+    search,
+)
 from localllm.tuning.soak import SoakReport, soak
-from localllm.tuning.space import space_of, start_of, with_values
+from localllm.tuning.space import NO_PLACEMENTS, AskedPlaces, Placements, placements_of, space_of, start_of, with_values
 from localllm.tuning.trial import TrialRunner
+from localllm.units import format_seconds
 
 FLOOR_SHARE = 0.95  # share of the longest possible context to require, if a goal's comfortable context is longer
 CALIBRATE_SCALE = 1 / 8  # scale of the goal's lengths
@@ -53,6 +75,8 @@ class TuneOptions:
     trial_s: float = 12.0  # approximate length of a full trial
     soak_s: float = 20.0  # 0: no soak
     share: float = 0.3  # of the time that measuring the whole grid takes; includes the phases before the search
+    placements: AskedPlaces = "off"  # places of experts to try, as of `placements_of`
+    reload_s: float = 600.0  # the most for the loads that these take, the one back included
     seed: int = 0
     fixed: frozenset[str] = frozenset()  # fields of EngineConfig that the user set
     running: Mapping[str, Any] = field(
@@ -66,7 +90,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:
-    name: Literal["calibrate", "guard", "search", "soak"]
+    name: Literal["calibrate", "guard", "search", "soak", "placement"]
     detail: str = ""
 
 
@@ -76,6 +100,7 @@ class TrialBegan:
     settings: Mapping[str, Any]
     effort: float
     predicted: Predicted | None
+    reload_s: float = 0.0  # expected of the load before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +136,7 @@ class TuningResult:
     grid_size: int
     seconds: float
     was_cancelled: bool = False
+    reload_s: float = 0.0  # of the seconds, for loads that moved experts
 
     @property
     def keeps_start(self) -> bool:
@@ -132,6 +158,20 @@ class RunEnded:
 Event = PhaseBegan | TrialBegan | TrialEnded | BestChanged | SoakEnded | RunEnded
 
 
+@dataclass(frozen=True, slots=True)
+class MovedExperts:
+    """Settings that put the experts elsewhere, and are better than all with the experts where they were loaded."""
+
+    pick: Trial | None
+    soak: SoakReport | None
+    scores: tuple[float, ...]  # of full trials
+    gain: float | None = None  # over the start; None: it was not measured in full
+
+    @property
+    def score(self) -> float:
+        return statistics.fmean(self.scores)
+
+
 @dataclass(slots=True)
 class TuningRun:
     """One run; the module's docstring shows its use."""
@@ -145,6 +185,8 @@ class TuningRun:
     trials: list[Trial] = field(default_factory=list)
     agreements: dict[str, Agreement] = field(default_factory=dict)
     searched: Space | None = None  # the search space, without what the guard removed
+    places: Placements = NO_PLACEMENTS
+    kept: KeptPlaces | None = None  # what earlier runs measured of them; None: there are none to try
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -158,15 +200,18 @@ class TuningRun:
         """Run all phases. Raises `DoesNotFit` when not even the planner's guess fits, and `DeviceLost`."""
         started_s = time.perf_counter()
         space, start = self.space()
-        found, soaked, pick = None, None, None
+        found, soaked, pick, moved = None, None, None, None
         try:
             self._calibrate(start)
             self.searched = space = self._without_lossy_cache(space, start)
             found = self._search(space, start, time.perf_counter() - started_s)
             pick, soaked = self._soak_best(space, found)
+            moved = self._move_experts(space, start, pick, found.noise)
+            if moved is not None:
+                pick, soaked = moved.pick, moved.soak
         except Cancelled:
             pick = self._best_of([trial for trial in self.trials if trial.effort == FULL]) or self._best_of(self.trials)
-        self.result = self._result(found, pick, soaked, start, space, time.perf_counter() - started_s)
+        self.result = self._result(found, pick, soaked, start, space, time.perf_counter() - started_s, moved)
         self._emit(RunEnded(self.result))
         return self.result
 
@@ -175,13 +220,20 @@ class TuningRun:
     def space(self) -> tuple[Space, dict[str, Any]]:
         """Return the search space, and in it what runs now: the profile in use, else the planner's guess."""
         config, served = self.runner.config, self.runner.bare.served
-        plan = self.runner.plan({})
-        self.goal = self.goal if plan.device == "cpu" else self.goal.on_gpu()
         running = self.options.running
+        plan = self.runner.plan({name: running[name] for name in PLACEMENT if name in running})
+        self.goal = self.goal if plan.device == "cpu" else self.goal.on_gpu()
+        self.places = placements_of(
+            plan, config, self.options.fixed, running, self.options.placements,
+            is_mixture=served.spec.mixture is not None,
+        )  # fmt: skip
+        if self.places.others:
+            key = key_of(served.path, config, self.runner.hardware, served.plan.device)
+            self.kept = KeptPlaces.of(key, self.goal.name, self.places.loaded)
         space = space_of(self.goal, plan, config, self.options.fixed, served.spec.max_position)
-        space = with_values(space, running)
-        guess = start_of(space, plan, config)
-        start = {name: running.get(name, value) for name, value in guess.items()}
+        space, guess = with_values(space, running), start_of(space, plan, config)
+        start = {name: running.get(name, value) for name, value in guess.items()} | dict(self.places.loaded)
+        space = Space((*space.axes, *(Axis(name, (value,)) for name, value in self.places.loaded.items())))
         return space, space.settings(space.point(start))
 
     def _calibrate(self, start: Mapping[str, Any]) -> None:
@@ -249,16 +301,105 @@ class TuningRun:
         report = None
         for point in found.ranking[:SOAKS]:
             settings = space.settings(point)
-            if not self.options.soak_s:
-                return self._last_of(settings), None
-            self._emit(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the heaviest load"))
-            report = soak(
-                self.runner, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
-            )
-            self._emit(SoakEnded(settings, report))
-            if report.passed:
+            report = self._soaked(settings)
+            if report is None or report.passed:
                 return self._last_of(settings), report
         return None, report
+
+    def _move_experts(
+        self, space: Space, start: Mapping[str, Any], pick: Trial | None, noise: float
+    ) -> MovedExperts | None:
+        """Measure the best settings with the experts in other places. Return the best place if it is clearly better.
+
+        The quickest prediction is tried first. A place that seems better is measured twice and soaked while the model
+        is loaded so; at the end the former best is measured once more, since the machine may have changed meanwhile.
+        """
+        if not self.places.others:
+            return None
+        base, floor = (start if pick is None else pick.settings), self.floor(space)
+        count, each = len(self.places.others), format_seconds(self.runner.reload_s)
+        self._emit(PhaseBegan("placement", f"{count} to try; each loads the model again, which took {each} last time"))
+        best: MovedExperts | None = None
+        for settings in sorted(({**base, **each} for each in self.places.others), key=self._hope, reverse=True):
+            if not self._may_load(settings, floor):
+                continue
+            to_beat = best.score if best is not None else 0.0 if pick is None else pick.score or 0.0
+            deadline_s = None
+            if pick is not None and pick.figures is not None and not self.goal.fills_context:
+                deadline_s = HOPELESS * pick.figures.duration_s + GRACE_S
+            scores = list[float]()
+            while len(scores) < 2:
+                score = self.trial(settings, FULL, floor, deadline_s).score
+                if score is None or score <= to_beat:
+                    break
+                scores.append(score)
+            report = self._soaked(settings) if len(scores) == 2 else None
+            if len(scores) == 2 and (report is None or report.passed):
+                best = MovedExperts(self._last_of(settings), report, tuple(scores))
+        if best is None or pick is None:
+            return best
+        self.trial(pick.settings, FULL, floor)  # loads the model as before
+        if not is_clearly_better(best.scores, self._full_scores(pick.settings), max(noise, LEAST_NOISE)):
+            return None
+        before = self._full_scores(start)
+        return replace(best, gain=best.score / statistics.fmean(before) - 1 if before else None)
+
+    def _hope(self, settings: Mapping[str, Any]) -> float:
+        """Return the predicted tokens/s, or the context if the goal is a long one; -1: unknown, or it does not fit."""
+        predicted, fate, _ = self.runner.refusal(settings, self.goal, 0)
+        if predicted is None or fate is not None:
+            return -1.0
+        if self.goal.fills_context:
+            return predicted.context
+        return -1.0 if predicted.each_tokens_per_s is None else statistics.fmean(predicted.each_tokens_per_s)
+
+    def _may_load(self, settings: Mapping[str, Any], floor: int) -> bool:
+        """Return whether there is time for the load that these settings need, and for one back, and whether no earlier
+        run found them hopeless. If not, the trial is reported as not tried. Settings that do not fit need no load:
+        their trial says so."""
+        predicted, fate, _ = self.runner.refusal(settings, self.goal, floor)
+        if fate is not None or self.runner.is_placed(settings):
+            return True
+        spent_s, limit_s = sum(trial.reload_s for trial in self.trials), self.options.reload_s
+        need_s = self._expected_load_s(settings) + self.runner.reload_s
+        known = None if self.kept is None else self.kept.get(settings)
+        if (
+            known is not None
+            and known.ratio is not None
+            and known.ratio < 1 / HOPELESS
+            and self.options.placements == "auto"
+        ):
+            why = f"on {known.date[:10]} it reached {known.ratio:.0%} of the score; --placements on measures it again"
+        elif spent_s + need_s > limit_s:
+            why = (
+                f"loading the model so and back takes about {format_seconds(need_s)}; "
+                f"{format_seconds(limit_s - spent_s)} of {format_seconds(limit_s)} are left for loads"
+            )
+        else:
+            return True
+        self.trials.append(Trial(len(self.trials) + 1, dict(settings), FULL, "not tried", why, predicted))
+        self._emit(TrialEnded(self.trials[-1]))
+        return False
+
+    def _expected_load_s(self, settings: Mapping[str, Any]) -> float:
+        """Return the seconds of the load that these settings need: as an earlier run measured, else as predicted."""
+        known = None if self.kept is None else self.kept.get(settings)
+        return self.runner.expected_reload_s(self.runner.plan(settings)) if known is None else known.load_s
+
+    def _soaked(self, settings: Mapping[str, Any]) -> SoakReport | None:
+        """Return the report of a soak; None: the run has none."""
+        if not self.options.soak_s:
+            return None
+        self._emit(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the heaviest load"))
+        report = soak(
+            self.runner, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
+        )
+        self._emit(SoakEnded(settings, report))
+        return report
+
+    def _full_scores(self, settings: Mapping[str, Any]) -> list[float]:
+        own = (trial.score for trial in self.trials if trial.settings == settings and trial.effort == FULL)
+        return [score for score in own if score is not None]
 
     # ---- one trial ---------------------------------------------------------------------------------------------------
 
@@ -267,8 +408,9 @@ class TuningRun:
     ) -> Trial:
         """Run one trial, report it and keep it."""
         number = len(self.trials) + 1
-        predicted, _, _ = self.runner.refusal(settings, self.goal, floor)
-        self._emit(TrialBegan(number, settings, effort, predicted))
+        predicted, fate, _ = self.runner.refusal(settings, self.goal, floor)
+        loads = fate is None and not self.runner.is_placed(settings)
+        self._emit(TrialBegan(number, settings, effort, predicted, self._expected_load_s(settings) if loads else 0.0))
         trial = self.runner.run(
             number, settings, self.goal, effort=effort, floor=floor, seed=self.options.seed,
             deadline_s=min(deadline_s or LONGEST_TRIAL_S, self._patience_s()), should_stop=self._cancelled.is_set,
@@ -276,6 +418,10 @@ class TuningRun:
         before = self._best_of(self.trials)
         self.trials.append(trial)
         self._emit(TrialEnded(trial))
+        if self.kept is not None and trial.reload_s:
+            first = self._full_scores({**settings, **self.places.loaded})
+            ratio = trial.score / statistics.fmean(first) if trial.score is not None and first else None
+            self.kept.put(settings, trial.reload_s, 0.0 if trial.fate == "given up" else ratio)
         if trial.score is not None and (before is None or trial.score > (before.score or 0)):
             self._emit(BestChanged(trial))
         return trial
@@ -318,7 +464,7 @@ class TuningRun:
 
     def _result(
         self, found: SearchRanking | None, pick: Trial | None, soaked: SoakReport | None, start: Mapping[str, Any],
-        space: Space, seconds: float,
+        space: Space, seconds: float, moved: MovedExperts | None,
     ) -> TuningResult:  # fmt: skip
         is_first = found is not None and pick is not None and found.ranking[:1] == (space.point(pick.settings),)
         return TuningResult(
@@ -328,13 +474,14 @@ class TuningRun:
             trials=tuple(self.trials),
             pareto=tuple(pareto(self.trials)),
             noise=found.noise if found is not None else 0.0,
-            gain=found.gain if found is not None and is_first else None,
-            is_clear=found is not None and is_first and found.is_clear,
+            gain=moved.gain if moved is not None else found.gain if found is not None and is_first else None,
+            is_clear=moved is not None or (found is not None and is_first and found.is_clear),
             soak=soaked,
             agreements=self.agreements,
-            grid_size=space.size,
+            grid_size=space.size * (1 + len(self.places.others)),
             seconds=seconds,
             was_cancelled=self.is_cancelled,
+            reload_s=sum(trial.reload_s for trial in self.trials),
         )
 
     def _emit(self, event: Event) -> None:
@@ -363,8 +510,11 @@ def remaining_time(run: TuningRun, soaking_s: float = 0.0) -> RemainingTime | No
     size = run.searched.size
     budget_s = unit_s * (run.options.share * size if size > SMALL_SPACE else size + 2 * FINALISTS)
     spent_s = sum(trial.cost_s for trial in run.trials)
+    tried = [trial.settings for trial in run.trials]
+    moves = sum(all(not place.items() <= each.items() for each in tried) for place in run.places.others)
+    loads_s = min(run.options.reload_s, (moves + 1) * run.runner.reload_s) if moves else 0.0
     soaks = any(isinstance(event, PhaseBegan) and event.name == "soak" for event in run.events)
     soaked = any(isinstance(event, SoakEnded) for event in run.events)
     search_left_s = 0.0 if soaks else max(0.0, budget_s - spent_s)
     soak_left_s = 0.0 if soaked else max(0.0, run.options.soak_s - soaking_s)
-    return RemainingTime(spent_s + soaking_s, search_left_s + soak_left_s)
+    return RemainingTime(spent_s + soaking_s, search_left_s + soak_left_s + moves * unit_s + loads_s)

@@ -125,6 +125,12 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.fmean(values)
 
 
+def is_clearly_better(mine: Sequence[float], its: Sequence[float], noise: float) -> bool:
+    """Return whether all of these scores are above the others, by more than the noise and than either differ."""
+    gain = statistics.fmean(mine) / statistics.fmean(its) - 1
+    return min(mine) > max(its) and gain > max(noise, _spread(mine), _spread(its))
+
+
 def search(
     space: Space,
     start: Point,
@@ -339,12 +345,9 @@ class _Search:
         all of the start, and their mean better than the start's brief ones as well.
         """
         mine, its = self.known[point], self.known[self.start]
-        if not mine.full or not its.full:
+        if not mine.full or not its.full or statistics.fmean(mine.full) <= max(its.brief, default=0.0):
             return False
-        mean = statistics.fmean(mine.full)
-        gain = mean / statistics.fmean(its.full) - 1
-        is_apart = min(mine.full) > max(its.full) and mean > max(its.brief, default=0.0)
-        return is_apart and gain > self._noise_beside_start(point)
+        return is_clearly_better(mine.full, its.full, self.noise)
 
     def _estimate_noise(self) -> None:
         """Set the noise to the median difference between repeated full measurements of a point.

@@ -8,9 +8,11 @@ Does not know: how the space is searched (search.py), torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from localllm.config.settings import EngineConfig, Settings
+from localllm.config.settings import PLACEMENT, EngineConfig, Settings
+from localllm.errors import UnsupportedOption
 from localllm.tuning.goals import Goal
 from localllm.tuning.search import Axis, Space
 
@@ -31,6 +33,9 @@ TUNABLE = (
     "enforce_eager", "max_model_len", "speculative", "kv_offloading_size",
 )  # fmt: skip
 """Settings that a trial may change: all that do not affect the loaded weights."""
+LAYERS_ASIDE = (-2, -1, 1, 2)  # layers with experts in RAM, more than the plan's
+CACHES = (0.5, 1.25)  # RAM for experts on disk, times the plan's
+AskedPlaces = Literal["auto", "on", "off"]
 
 
 def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collection[str], max_position: int) -> Space:
@@ -51,6 +56,55 @@ def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collecti
         axes.append(Axis("kv_offloading_size", (None, 0.0, LARGER_TIER * plan.kv_ram_bytes / 2**30)))
     open_axes = [axis for axis in axes if axis.name not in fixed]
     return Space(tuple(axis for axis in open_axes if axis.values != (getattr(config, axis.name),)))
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Places of experts in a run, as settings. Each of `others` needs another load of the model."""
+
+    loaded: Mapping[str, Any]  # of the weights in memory; empty: they are where the settings of the run say
+    others: tuple[Mapping[str, Any], ...] = ()
+
+
+NO_PLACEMENTS = Placements({})
+
+
+def placements_of(
+    plan: MemoryPlan, config: EngineConfig, fixed: Collection[str], running: Mapping[str, Any], asked: AskedPlaces, *,
+    is_mixture: bool,
+) -> Placements:  # fmt: skip
+    """Return the places of experts to try: on both sides of the plan's number of layers in RAM, and all of them; for
+    experts on disk, RAM, and other sizes of their cache.
+
+    plan: of the loaded weights. running: settings of a profile in use. asked: auto is what `fixed` leaves open; on also
+    tries other values of the settings in `fixed`, and the disk for a mixture in RAM. Raises `UnsupportedOption` if on
+    is asked for and no experts can move.
+    """
+    loaded = {name: running.get(name, getattr(config, name)) for name in PLACEMENT}
+    far, found = plan.far, list[dict[str, Any]]()
+    can_move = asked != "off" and not (plan.ranks or config.takes_adapters or config.cpu_moe or config.cpu_offload_gb)
+    if can_move and far is not None and far.disk is not None:
+        gib, most = far.disk.cache_bytes / 2**30, far.disk.file_bytes / 2**30
+        found = [{"weights_on": "ram", "expert_cache_gib": 0.0}]
+        sizes = [round(min(most, share * gib), 3) for share in CACHES if share < 1 or gib < most]
+        found += [{"weights_on": "disk", "expert_cache_gib": size} for size in sizes if size > 0]
+    elif can_move and far is not None and far.layers:
+        count, every = len(far.layers), far.num_layers
+        numbers = {count + more for more in LAYERS_ASIDE if 0 <= count + more < every}
+        found = [{"n_cpu_moe": f"{number}"} for number in sorted(numbers)]
+        found += [{"n_cpu_moe": "all"}] if count < every else []
+    elif can_move and asked == "on" and plan.device == "cpu" and is_mixture:
+        found = [{"weights_on": "disk"}]
+    if asked == "auto":
+        found = [each for each in found if not any(name in fixed and loaded[name] != each[name] for name in each)]
+    if asked == "on" and not found:
+        why = f"The model is on {plan.place}, and none of its experts can be elsewhere."
+        if not can_move:
+            why = "Several ranks, adapters, --cpu-moe and --cpu-offload-gb leave experts where they are."
+        raise UnsupportedOption("--placements on is not supported here.", why, "Leave it out.", param="placements")
+    names = {name for each in found for name in each} | {name for name in PLACEMENT if name in running}
+    own = {name: loaded[name] for name in PLACEMENT if name in names}
+    return Placements(own, tuple({**own, **each} for each in found))
 
 
 def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
@@ -77,7 +131,8 @@ def fixed_by(settings: Settings) -> frozenset[str]:
     """Return the tunable settings that the user has set."""
     table = settings.table(settings.engine.model)
     said = set(table.engine) if table is not None else set()
-    return frozenset(name for name in TUNABLE if name in said or settings.source(name) != "default")
+    names = (*TUNABLE, *PLACEMENT)
+    return frozenset(name for name in names if name in said or settings.source(name) != "default")
 
 
 def _seqs(goal: Goal, kind: str) -> Axis:

@@ -1,5 +1,6 @@
 """Trials on a model whose weights stay loaded: open an engine with some settings, run a load, measure, close it.
 
+Only for settings that put experts elsewhere are the weights loaded again.
 Settings that do not fit, run out of memory or fail give a normal result. Only a lost device raises: after it no trial
 is possible in this process.
 Does not know: which settings are tried, and why (search.py).
@@ -16,17 +17,18 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from localllm.config.settings import EngineConfig, Settings
+from localllm.config.settings import PLACEMENT, Settings
 from localllm.engine.client import EngineClient
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed, UnsupportedOption
 from localllm.machine.bandwidth import with_kept_speeds
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
+from localllm.models.fit import plan_memory
 from localllm.models.fit.speed import predict_each
 from localllm.serving.build import build_engine
 from localllm.serving.compute import clear_tracebacks, release_cached_memory
 from localllm.serving.guard import Agreement, agreement
-from localllm.serving.phases import OnPhase
-from localllm.serving.reopen import BareModel, close_engine, open_engine
+from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.reopen import BareModel, close_engine, load_again, open_engine
 from localllm.serving.served import ServedModel
 from localllm.tuning.drive import Cancelled, DeadlineExceeded, LoadMonitor, MemoryRanLow, drive, running
 from localllm.tuning.figures import Fate, LoadMetrics, Predicted, Trial, figures_of
@@ -35,6 +37,7 @@ from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, PromptSource, Workload,
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
+    from localllm.models.fit.far import CheckpointBytes
 
 GUARD_PROMPTS, GUARD_PROMPT_LEN, GUARD_ANSWER_LEN = 6, 48, 24
 WARM_UP = WorkloadRequest(tuple(range(1, 9)), 4)
@@ -45,9 +48,10 @@ Stop = Callable[[], bool]
 class TrialRunner:
     """A model's weights, and the settings that all trials share. Not thread-safe: one trial at a time."""
 
-    def __init__(self, bare: BareModel, config: EngineConfig) -> None:
-        """config: the settings of the load; each trial replaces some of its fields."""
-        self.bare, self.config = bare, config
+    def __init__(self, bare: BareModel, settings: Settings) -> None:
+        """settings: of the load; each trial replaces some fields of the engine's."""
+        self.bare, self.settings, self.config = bare, settings, settings.engine
+        self.reload_s = bare.served.load_s  # of the last load
         self.hardware: Hardware = bare.executor.as_if_not_loaded(with_kept_speeds(read_hardware()))
 
     @classmethod
@@ -57,7 +61,7 @@ class TrialRunner:
         # with two teams the engine's workers would sleep instead of spinning.
         with ThreadPoolExecutor(1, "localllm-loader") as loader:
             bare = loader.submit(_load, settings, on_phase).result()
-        return cls(bare, settings.engine)
+        return cls(bare, settings)
 
     @property
     def vocab_size(self) -> int:
@@ -70,10 +74,57 @@ class TrialRunner:
 
     def plan(self, settings: Mapping[str, Any]) -> MemoryPlan:
         """Return the memory plan of an engine with these settings. Raises `DoesNotFit`, `ConfigError`."""
-        return self.bare.plan(replace(self.config, **settings), self.hardware)
+        config, served = replace(self.config, **settings), self.bare.served
+        if self.bare.has_placed(config):
+            return self.bare.plan(config, self.hardware)
+        config = replace(config, device=served.plan.device, dtype=served.plan.dtype)
+        resident, in_files = self._count_resident
+        return plan_memory(config, served.spec, in_files, self.hardware, resident_bytes=resident)
+
+    @cached_property
+    def _count_resident(self) -> tuple[CheckpointBytes, int]:
+        """The bytes of the weights wherever they are, and in the files."""
+        from localllm.models.fit.checkpoint import count_resident_for
+        from localllm.models.read_spec import weights_bytes
+
+        path = self.bare.served.path
+        return count_resident_for(self.config, path, self.bare.served.spec), weights_bytes(path)
+
+    def is_placed(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a trial with these settings needs no other load."""
+        return self.bare.has_placed(replace(self.config, **settings))
+
+    def expected_reload_s(self, plan: MemoryPlan) -> float:
+        """Return the seconds that a load with this plan will take: as long as the last one, and the time to write
+        the file of experts where that is new."""
+        far, speed = plan.far, self.hardware.speeds.disk
+        writes = far is not None and far.disk is not None and self.bare.served.plan.far is None
+        return self.reload_s + (far.disk.file_bytes / speed if writes and speed and far and far.disk else 0.0)
+
+    def place(self, settings: Mapping[str, Any], should_stop: Stop = lambda: False) -> float:
+        """Load the model again if its experts are not where these settings put them, and return the seconds.
+
+        Raises what a load raises, and `Cancelled`; the next call for other settings loads them.
+        """
+        if self.is_placed(settings):
+            return 0.0
+
+        def stop_if_asked(phase: Phase) -> None:
+            if should_stop():
+                raise Cancelled("The load was cancelled.")
+
+        started_s = time.perf_counter()
+        config = replace(self.config, **{name: settings[name] for name in PLACEMENT if name in settings})
+        with ThreadPoolExecutor(1, "localllm-loader") as loader:  # as in `load`
+            work = partial(load_again, self.bare, replace(self.settings, engine=config), stop_if_asked)
+            loader.submit(work).result()
+        self.reload_s = time.perf_counter() - started_s
+        return self.reload_s
 
     def open(self, settings: Mapping[str, Any]) -> ServedModel:
-        """Open an engine with these settings; the caller drives it and calls `close_engine`. Raises as `plan` does."""
+        """Open an engine with these settings; the caller drives it and calls `close_engine`. Raises as `plan` and
+        `place` do."""
+        self.place(settings)
         return open_engine(self.bare, replace(self.config, **settings))
 
     def agreement(self, base: Mapping[str, Any], changed: Mapping[str, Any], seed: int = 0) -> Agreement:
@@ -127,12 +178,16 @@ class TrialRunner:
         return replace(trial, cost_s=time.perf_counter() - started_s)
 
     def _measured(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> Trial:
+        started_s = time.perf_counter()
         try:
+            trial = replace(trial, reload_s=self.place(trial.settings, should_stop))
             figures = self._figures(trial, goal, seed, deadline_s, should_stop)
         except (Cancelled, DeviceLost):
             raise
         except (LocalLLMError, MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             clear_tracebacks(error)  # its frames hold the engine's tensors
+            if not self.is_placed(trial.settings):
+                trial = replace(trial, reload_s=time.perf_counter() - started_s)
             return replace(trial, fate=fate_of(error), why=str(error).splitlines()[0])
         finally:
             release_cached_memory()

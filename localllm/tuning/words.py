@@ -12,15 +12,16 @@ from typing import Any
 from localllm.models.fit.speed import round_speed, speed_in_words
 from localllm.tuning.figures import Predicted, Trial
 from localllm.tuning.goals import Goal
-from localllm.tuning.run import TuningResult
+from localllm.tuning.run import TrialBegan, TuningResult
 from localllm.tuning.search import BRIEF, FULL
 from localllm.tuning.soak import SoakReport
-from localllm.units import format_bytes, format_count
+from localllm.units import format_bytes, format_count, format_seconds
 
 SHORT = {  # setting -> its name in a line of a terminal
     "max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "kv_cache_dtype": "kv", "max_model_len": "context",
     "gpu_memory_utilization": "share", "kv_cache_memory_bytes": "kv bytes", "enforce_eager": "eager",
-    "speculative": "drafts", "kv_offloading_size": "kv ram",
+    "speculative": "drafts", "kv_offloading_size": "kv ram", "n_cpu_moe": "layers in ram", "weights_on": "experts on",
+    "expert_cache_gib": "expert cache",
 }  # fmt: skip
 
 
@@ -28,7 +29,8 @@ LABELS = {
     "max_num_seqs": "Requests at a time", "max_num_batched_tokens": "Tokens per step",
     "kv_cache_dtype": "KV cache type", "max_model_len": "Context", "gpu_memory_utilization": "Share of the GPU",
     "kv_cache_memory_bytes": "KV cache size", "enforce_eager": "CUDA graphs",
-    "speculative": "Drafts", "kv_offloading_size": "KV in RAM",
+    "speculative": "Drafts", "kv_offloading_size": "KV in RAM", "n_cpu_moe": "Layers in RAM",
+    "weights_on": "Experts", "expert_cache_gib": "Expert cache",
 }  # fmt: skip
 """Setting -> the head of its column."""
 
@@ -37,11 +39,13 @@ def setting_in_words(name: str, value: Any) -> str:
     """Return the value of a setting, for a column under `LABELS[name]`."""
     if name == "enforce_eager":
         return "off" if value else "on"
-    if value is None or value == "auto":
+    if value is None or value == "auto" or (name == "expert_cache_gib" and not value):
         return "automatic"
     if name == "kv_cache_memory_bytes":
         return format_bytes(value)
-    if name == "kv_offloading_size":
+    if name == "weights_on":
+        return {"ram": "in RAM", "disk": "on disk"}[value]
+    if name in ("kv_offloading_size", "expert_cache_gib"):
         return f"{value:g} GiB"
     if name == "gpu_memory_utilization":
         return f"{value:.0%}"
@@ -60,8 +64,17 @@ def settings_in_words(settings: Mapping[str, Any]) -> str:
 
 
 def settings_in_short(settings: Mapping[str, Any]) -> str:
-    shown = {SHORT[name]: "auto" if value is None else value for name, value in settings.items()}
+    shown = {
+        SHORT[name]: "auto" if value is None or (name == "expert_cache_gib" and not value) else value
+        for name, value in settings.items()
+    }
     return " ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def load_in_words(began: TrialBegan) -> str:
+    """Return what the load before a trial is expected to take: the model is loaded again, about 40 s. Empty: there is
+    none."""
+    return f"the model is loaded again, about {format_seconds(began.reload_s)}" if began.reload_s else ""
 
 
 def each_in_words(trial: Trial) -> str:

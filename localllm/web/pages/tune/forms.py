@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from localllm.errors import InvalidParameter
@@ -39,15 +39,16 @@ class RunForm:
     model: str
     goal: Goal
     effort: str
+    moves_experts: bool = False
 
     @property
     def options(self) -> TuneOptions:
-        return EFFORTS[self.effort]
+        return replace(EFFORTS[self.effort], placements="on" if self.moves_experts else "off")
 
 
 def read_form(form: Mapping[str, str]) -> RunForm:
     """Return the run of a form. Raises `InvalidParameter` and `ConfigError`, both with the field's name."""
-    known = {"model", "goal", "effort"} | {each.name for each in fields(LimitFields)}
+    known = {"model", "goal", "effort", "placements"} | {each.name for each in fields(LimitFields)}
     if unknown := sorted(form.keys() - known):
         raise InvalidParameter(f"The form has no field {unknown[0][:LONGEST_TEXT]!r}.", param=unknown[0][:LONGEST_TEXT])
     limits = GoalLimits(
@@ -60,8 +61,12 @@ def read_form(form: Mapping[str, str]) -> RunForm:
     if effort not in EFFORTS:
         why = f"Known efforts: {', '.join(EFFORTS)}."
         raise InvalidParameter(f"Unknown effort {effort[:LONGEST_TEXT]!r}.", why, param="effort")
+    if (placements := form.get("placements", "off")) not in ("on", "off"):
+        what = f"Unknown value {placements[:LONGEST_TEXT]!r} of placements."
+        raise InvalidParameter(what, "Known: on, off.", param="placements")
     people = _read(form, "people", "a number of users, 1 to 256", parse_count)
-    return RunForm(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
+    goal = goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people)
+    return RunForm(form.get("model", ""), goal, effort, placements == "on")
 
 
 def typed_limits(form: Mapping[str, str]) -> LimitFields:

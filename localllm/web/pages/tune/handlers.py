@@ -186,6 +186,7 @@ def _limits_page(
         goal=views.goal_card(goal, ""),
         typed=forms.typed_limits(form),
         efforts=tuple(_effort(name, options, form.get("effort")) for name, options in forms.EFFORTS.items()),
+        places=views.places_offer(entry, form.get("placements") == "on" if error is not None else None),
         asks_people=goal.name == "share",
         own_limit=f"{limit:g} s unless you set another" if limit is not None else "",
         context_note=views.context_note(goal, card.spec.max_position if card is not None else None),

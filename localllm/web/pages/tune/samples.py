@@ -34,6 +34,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         shell, v.steps("limits"), "demo", card, forms.LimitFields(max_ttft="2"),
         (v.Effort("quick", "Quick", "trials of about 3 s", True), v.Effort("full", "Full", "trials of about 12 s")),
         True, "60 s unless you set another", v.context_note(goal_of("chat"), 40960), 2, "30 s",
+        v.PlacesOffer("Layers in RAM 26; layers in RAM all", "Each loads demo again, which took 41 s last time.", True),
     )  # fmt: skip
     return [
         steps,
@@ -59,7 +60,13 @@ def samples(shell: views.Shell) -> list[views.View]:
         ),
         v.GoalPage(shell, v.steps("goal"), "", (), (card,), saved_profiles.ProfileTable(()), has_result=True),
         limits,
-        replace(limits, open_requests=0, context_note="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
+        replace(
+            limits,
+            open_requests=0,
+            context_note="",
+            places=None,
+            error=views.ErrorNotice("It is not understood.", "Got 'x'."),
+        ),
         v.RunPage(
             shell,
             steps,

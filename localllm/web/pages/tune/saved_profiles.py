@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from localllm.config.settings import EngineConfig
+from localllm.config.settings import PLACEMENT, EngineConfig
 from localllm.errors import ConfigError
 from localllm.machine.hardware import read_hardware
 from localllm.serving.entry import ModelEntry
@@ -94,10 +94,20 @@ async def apply_saved(manager: ModelManager, file: str) -> None:
 
 async def apply_profile(manager: ModelManager, entry: ModelEntry, profile: Profile, model: str) -> None:
     """Reload the model with the profile and save the profile for later starts. If the reload fails, nothing is saved.
-    `model`: the name to save it under.
+    `model`: the name to save it under. Raises `ConfigError` if the profile puts experts elsewhere than a flag does.
     """
     assert entry.settings is not None, "a model that was tuned can be opened again"
-    await manager.lending.reopen(entry.name, from_profile(with_profile(entry.settings, profile)))
+    settings = with_profile(entry.settings, profile)
+    for name in PLACEMENT:
+        used = getattr(settings.engine, name)
+        if profile.settings.get(name, used) != used:
+            raise ConfigError(
+                f"{profile.name} cannot be applied while this server runs.",
+                f"It has {flags_of({name: profile.settings[name]})}; the server was started with "
+                f"{flags_of({name: used}) or 'other flags for the same'}, which takes precedence.",
+                f"Save it, and start without that flag: localllm up {model} --profile {profile.name}", param=name,
+            )  # fmt: skip
+    await manager.lending.reopen(entry.name, from_profile(settings))
     await asyncio.to_thread(save_profile, profile, model)
 
 

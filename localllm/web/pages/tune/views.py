@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote
 
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UnsupportedOption
 from localllm.serving.entry import ModelEntry
 from localllm.tuning.figures import Trial, flags_of
 from localllm.tuning.goals import Goal
 from localllm.tuning.profile import as_flags, as_toml
-from localllm.tuning.run import FLOOR_SHARE, TuningResult
+from localllm.tuning.run import FLOOR_SHARE, TuneOptions, TuningResult
+from localllm.tuning.space import fixed_by, placements_of
 from localllm.tuning.words import (
     LABELS,
     each_in_words,
     expected_in_words,
     gain_in_words,
+    load_in_words,
     nothing_worked,
     predicted_and_measured,
     setting_in_words,
@@ -90,6 +92,15 @@ class Effort:
     is_chosen: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PlacesOffer:
+    """The choice to try other places of the experts."""
+
+    places: str
+    cost: str
+    is_chosen: bool
+
+
 @view("tune/limits.html")
 class LimitsPage(View):
     """`/tune/limits`."""
@@ -105,6 +116,7 @@ class LimitsPage(View):
     context_note: str  # the context that tuning requires if the field is empty, and the model's limit
     open_requests: int
     drain: str  # how long running requests may take to finish
+    places: PlacesOffer | None = None  # None: no experts are in RAM beside a GPU or on disk
     error: ErrorNotice | None = None
 
 
@@ -241,6 +253,7 @@ ICONS = {
 
 TITLES = {
     "calibrate": "Measuring one round", "guard": "Checking the 8-bit KV cache", "search": "Trials", "soak": "Soak test",
+    "placement": "Other places of the experts",
 }  # fmt: skip
 
 RUNS_NOW = "what runs now"
@@ -287,6 +300,34 @@ def context_note(goal: Goal, longest: int | None) -> str:
     return f"If empty, at least {share}. {limit}".strip()
 
 
+def places_offer(entry: ModelEntry | None, chosen: bool | None) -> PlacesOffer | None:
+    """Return the choice to try other places of the experts, and what it costs; None: there are none. chosen: in the
+    form; None: chosen by itself where no setting of the user says where experts are."""
+    served = entry.served if entry is not None else None
+    if entry is None or served is None or entry.settings is None or served.plan.far is None:
+        return None
+    engine, fixed = entry.settings.engine, fixed_by(entry.settings)
+    try:
+        places = placements_of(
+            served.plan, engine, fixed, served.tuned, "on", is_mixture=served.spec.mixture is not None
+        )
+    except UnsupportedOption:
+        return None
+    each_s, most_s = served.load_s, TuneOptions().reload_s
+    words = "; ".join(
+        settings_in_words({name: value for name, value in each.items() if places.loaded[name] != value})
+        for each in places.others
+    )
+    cost = (
+        f"Each loads {entry.name} again, which took {format_seconds(each_s)} last time: about "
+        f"{format_seconds(min(most_s, (len(places.others) + 1) * each_s))} for all of them and the way back, and "
+        f"{most_s / 60:g} min at most."
+    )
+    return PlacesOffer(
+        f"{words[0].upper()}{words[1:]}", cost, not fixed.intersection(places.loaded) if chosen is None else chosen
+    )
+
+
 def tunable(models: Sequence[ModelEntry]) -> list[str]:
     """Return the models that generate text."""
     return [each.name for each in models if each.card is not None and each.card.spec.task == "generate"]
@@ -323,7 +364,8 @@ def _status_line(job: Job) -> str:
     if job.cancelled:
         return "Cancelling. Finished measurements are kept."
     if job.under_way is not None:
-        return f"Trial {job.under_way.number}: {settings_in_words(job.under_way.settings)}"
+        loads = f"; {words}" if (words := load_in_words(job.under_way)) else ""
+        return f"Trial {job.under_way.number}: {settings_in_words(job.under_way.settings)}{loads}"
     if not job.phases:
         return f"Waiting until {job.model} has finished its running requests"
     return TITLES[job.phases[-1][0].name]
@@ -421,7 +463,8 @@ def verdict(job: Job) -> str:
     tried = sum(trial.was_measured for trial in result.trials)
     ended = "Cancelled after" if result.was_cancelled else "Tuned in"
     words = f"{ended} {format_seconds(result.seconds)} for {result.goal.name}: {len(result.trials)} trials"
-    return f"{words}, {tried} measured, of {result.grid_size} combinations."
+    words = f"{words}, {tried} measured, of {result.grid_size} combinations."
+    return f"{words} {format_seconds(result.reload_s)} were for loads that moved experts." if result.reload_s else words
 
 
 def notes(job: Job) -> tuple[str, ...]:

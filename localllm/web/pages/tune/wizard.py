@@ -186,7 +186,7 @@ class Wizard:
             loop.call_soon_threadsafe(self._note, job, event)
 
         def work(bare: BareModel, settings: Settings) -> None:
-            runner = TrialRunner(bare, replace(settings.engine, profile="none"))
+            runner = TrialRunner(bare, replace(settings, engine=replace(settings.engine, profile="none")))
             options = replace(job.options, fixed=fixed_by(settings), running=bare.served.tuned)
             job.run = Run(runner, job.goal, options, tell)
             if job.cancelled:
