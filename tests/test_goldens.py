@@ -14,6 +14,7 @@ FAMILIES = (
     "llama", "qwen2", "phi3", "smollm3", "mistral", "gemma2", "gemma3", "gemma4",  # windows, caps, norms, fusion
     "olmo2", "gptj", "bloom", "falcon_rw", "gpt2",  # other topologies, other positions
     "mixtral", "gpt_oss", "deepseek_v2",  # experts, sinks, latents
+    "granite_swa", "flint",  # recognised classes
 )  # fmt: skip
 """One of each kind of layer; tests/models/test_goldens.py holds every family to transformers."""
 

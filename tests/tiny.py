@@ -666,11 +666,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_WINDOWS = {
+    "num_hidden_layers": 4,
+    "sliding_window": 20,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+RECOGNISED: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {**_MULTIPLIERS, **_WINDOWS, "layer_rope_theta": [0, 1e4, 1e4, 5e5], "tie_word_embeddings": False},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {**_MULTIPLIERS, **_WINDOWS, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 56},
+    ),
+    "flint": (
+        "FlintConfig",
+        {**_EXPERTS, **_WINDOWS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1], "head_dim": 24},
+    ),
+    "hyperclovax": ("HyperCLOVAXConfig", {**_MULTIPLIERS, "residual_multiplier": 1.0, "head_dim": 24}),
+    "cohere_compass": (
+        "CohereCompassTextConfig",
+        {
+            **_WINDOWS,
+            "head_dim": 24,
+            "logit_scale": 0.5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 3e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+"""Of classes that no family of localllm describes and that it recognises (transformers_backend/recognition.py)."""
+
+
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The family's transformers config; `overrides` win over the tiny defaults."""
     import transformers
 
-    class_name, differences = FAMILIES[family]
+    class_name, differences = (FAMILIES | RECOGNISED)[family]
     config_class = getattr(transformers, class_name)
     plain = config_class()
     common = {name: value for name, value in COMMON.items() if hasattr(plain, name)}

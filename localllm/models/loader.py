@@ -91,7 +91,8 @@ def load_model(
 
     max_model_len: the served context, default all that the checkpoint supports; it sizes the rotary tables and chooses
     between LongRoPE's short and long factors. quantization: quantise plain matrices to int4, int8 or fp8; None: leave
-    them. verify: compare with transformers on a short prompt; None: only if transformers' code computes the model.
+    them. verify: compare with transformers on a short prompt; None: only if transformers' code computes the
+    model, and the first layers of a recognised class.
     lora: adapter sizes; None: none. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
     half_weights: whether matrices stored in 16 bits stay so on a CPU that computes in float32.
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
@@ -133,12 +134,24 @@ def load_model(
         model.lora, model.unused_tensors = bank, weights.unused()
     if shard is None:
         check_all_used(spec, [model.unused_tensors])
+    _verify(path, model, spec, device, dtype, verify)
+    trim_heap()
+    return model
+
+
+def _verify(
+    path: Path, model: DecoderModel, spec: ModelSpec, device: torch.device, dtype: torch.dtype, verify: bool | None
+) -> None:
+    """Compare the model with transformers: all of it if asked, the first layers of a recognised class unless refused.
+    Raises `UnsupportedModel`."""
     if verify:
         from localllm.models.transformers_backend.loading import verify_decoder
 
         verify_decoder(path, model, spec, device, dtype)
-    trim_heap()
-    return model
+    elif spec.recognised is not None and verify is None:
+        from localllm.models.transformers_backend.recognition import compare_first_layers
+
+        compare_first_layers(path, spec)
 
 
 class HeldBytes(NamedTuple):

@@ -10,27 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.families.text_part import is_thinker, without_thinker
 from localllm.models.formats.checkpoint import is_gguf
 from localllm.models.formats.registry import Headers, linear_format
 from localllm.models.spec.family import Family
-from localllm.models.spec.fields import LARGEST, NormSpec, number, size
+from localllm.models.spec.fields import LARGEST, NormSpec, activation_of, number, size
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "quick_gelu": "quick_gelu",
-}
 _GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULTS = {
@@ -48,6 +37,9 @@ _FACTORS = (
     "embedding_scale",
     "residual_multiplier",
     "logits_multiplier",
+)
+_RECOGNISED = (
+    "localllm's own code computes this model: its class in transformers has the same parts and the same logits."
 )
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Separate files in which older quantisers described their quantisation, and the method each implies."""
@@ -67,7 +59,8 @@ def read_spec(
     config = _read_config(path)
     try:
         if model_impl == "transformers" or (model_impl == "auto" and not _has_family(config)):
-            return _through_transformers(path, config, trust_remote_code=trust_remote_code)
+            spec = _through_transformers(path, config, trust_remote_code=trust_remote_code)
+            return spec if model_impl == "transformers" else _as_own(path, spec)
         family = _family_of(config)
         generation = _read_generation_config(path)
         spec = _build(_filled(config, family), family, generation)
@@ -104,6 +97,8 @@ def family_of(spec: ModelSpec) -> Family:
     """Return the family of the model, which knows how its checkpoints store tensors."""
     from localllm.models.families.registry import family_of_class
 
+    if spec.recognised is not None:
+        return Family(spec.architecture, (spec.architecture,), storage=spec.recognised, note=_RECOGNISED)
     family = family_of_class(spec.architecture, spec.text_type)
     assert family is not None, "another implementation computes the model"
     return family
@@ -205,6 +200,25 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
     )
 
 
+def _as_own(path: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a model that a class of transformers computes as that of localllm's decoder, if the class is
+    recognised; else with the reason."""
+    if spec.implementation != "transformers":
+        return spec
+    from localllm.models.transformers_backend.recognition import Recognised, missing_names, recognise
+
+    found = recognise(path, spec.architecture)
+    if not isinstance(found, Recognised):
+        return replace(spec, why_transformers=found)
+    own = replace(spec, implementation="localllm", recognised=found.storage, **found.fields)
+    try:
+        _check(own)
+        why = missing_names(path, own)
+    except ModelError as error:
+        why = error.what
+    return replace(spec, why_transformers=why) if why else own
+
+
 def _quantization_of_class(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the quantisation of the model or of its text part. DeepSeek V4 names the type of its experts beside it."""
     text = config.get("text_config")
@@ -258,7 +272,7 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
         "quantization": _quantization(config),
         **_generation(config, generation, sizes["vocab_size"]),
     }
-    activation = _activation(differences.get("hidden_act", config["hidden_act"]))
+    activation = activation_of(differences.get("hidden_act", config["hidden_act"]))
     spec = ModelSpec(**{**sizes, **common, **differences, "hidden_act": activation})
     _check(spec)
     return spec
@@ -284,14 +298,6 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     if hidden % heads:
         raise CorruptModel(f"config.json's hidden_size {hidden} does not divide into {heads} attention heads.")
     return hidden // heads
-
-
-def _activation(name: object) -> str:
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise UnsupportedModel(
-            f"Activation {name!r} is not supported.", f"Supported: {', '.join(sorted(ACTIVATIONS))}."
-        )
-    return ACTIVATIONS[name]
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -391,8 +391,13 @@ def test_cpu_dtype(free_gib: float, asked: str, dtype: str) -> None:
 
 def test_a_model_of_transformers_is_said_to_be_slower_on_a_cpu() -> None:
     spec = replace(QWEN_05B, implementation="transformers")
-    assert plan(spec, NO_GPU).notes == (THROUGH_TRANSFORMERS,)
-    assert THROUGH_TRANSFORMERS not in (*plan(QWEN_05B, NO_GPU).notes, *plan(spec, gpu_machine(24)).notes)
+    assert plan(spec, NO_GPU).notes == (THROUGH_TRANSFORMERS.format(why=""),)
+    reason = replace(spec, why_transformers="a layer has a part")
+    assert plan(reason, NO_GPU).notes == (THROUGH_TRANSFORMERS.format(why=", because a layer has a part"),)
+    assert THROUGH_TRANSFORMERS.format(why="") not in (
+        *plan(QWEN_05B, NO_GPU).notes,
+        *plan(spec, gpu_machine(24)).notes,
+    )
 
 
 def test_a_gpu_before_turing_is_not_used_and_says_why() -> None:

@@ -26,12 +26,12 @@ from tests.models.harness import (
     reference_greedy,
     reference_logits,
 )
-from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
+from tests.tiny import FAMILIES, RECOGNISED, VOCAB_SIZE, load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECOGNISED])
 class TestFamily:
     def test_one_shot_prefill(self, family: str, tiny_model_path: PathOf) -> None:
         path, tokens = tiny_model_path(family), prompt(63)

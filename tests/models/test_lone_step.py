@@ -39,7 +39,7 @@ from tests.models.harness import CPU, LoneHarness, token
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
 from tests.models.vision_models import make_model
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, RECOGNISED
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -89,7 +89,7 @@ def largest_error(
     return worst
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECOGNISED])
 @pytest.mark.usefixtures("library")
 def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))

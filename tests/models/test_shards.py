@@ -47,7 +47,7 @@ from tests.models.stored_experts import WAYS as STORED_EXPERTS
 from tests.models.stored_experts import fuse, gpt_oss, quantise_experts, rewrite, wide_moe
 from tests.models.vision_models import make_model
 from tests.threads import Threads
-from tests.tiny import FAMILIES, make_tiny_model
+from tests.tiny import FAMILIES, RECOGNISED, make_tiny_model
 
 __all__ = ["gpt_oss", "wide_moe"]  # fixtures
 PathOf = Callable[[str], Path]
@@ -91,7 +91,7 @@ def uneven(path: Path, size: int) -> dict[str, Any]:
 # ---- equal logits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECOGNISED])
 def test_two_shards_of_every_family(family: str, tiny_model_path: PathOf) -> None:
     """Unlike sizes of feed-forward, vocabulary and experts; bytes as predicted, and all tensors used."""
     path = tiny_model_path(family)
@@ -110,7 +110,7 @@ def test_shards_of_layers_with_other_heads_and_limits(tmp_path: Path) -> None:
         assert_close(ShardedModel(tmp_path, *stages).logits(TOKENS), whole_logits(tmp_path))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECOGNISED])
 def test_two_stages_of_every_family(family: str, tiny_model_path: PathOf) -> None:
     """Or the reason why there are none, by which -pp is refused."""
     path = tiny_model_path(family)

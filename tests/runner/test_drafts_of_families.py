@@ -12,7 +12,7 @@ from localllm.models.drafters.draft_model import DraftModel
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from tests.runner.harness import assert_same, opened, serve
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, RECOGNISED
 
 PathOf = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECOGNISED])
 def test_drafts_change_no_token(family: str, drafter: str, tiny_model_path: PathOf) -> None:
     path, draft = tiny_model_path(family), tiny_model_path("llama")
     spec = read_spec(path)

@@ -10,9 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from localllm.errors import CorruptModel
+from localllm.errors import CorruptModel, UnsupportedModel
 
 LARGEST = 1e30
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
+}
 
 
 def size(config: Mapping[str, Any], name: str) -> int:
@@ -59,3 +70,12 @@ class NormSpec:
 
 def layer_norm(config: Mapping[str, Any], eps_name: str, *, bias: bool = True) -> NormSpec:
     return NormSpec(number(config, eps_name), "layer", bias=bias)
+
+
+def activation_of(name: object) -> str:
+    """Return the name in localllm of an activation in a config. Raises `UnsupportedModel`."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"Activation {name!r} is not supported.", f"Supported: {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[name]

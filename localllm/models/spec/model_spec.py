@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from localllm.config.settings import Task
 from localllm.kernels.kv_format import window_name
+from localllm.models.spec.family import Storage
 from localllm.models.spec.fields import NormSpec
 from localllm.models.spec.latent import IndexSpec, LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
@@ -207,6 +208,10 @@ class ModelSpec:
     why_unseeing: str = ""  # why that part is not read though the checkpoint has one, as sentences
     drafter: DrafterPlan | None = None  # guesses tokens of this model; counted by fit and loaded with it
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
+    recognised: Storage | None = None
+    """How tensors are named, of a class that no family describes and localllm's decoder computes all the same
+    (transformers_backend/recognition.py)."""
+    why_transformers: str = ""  # why transformers' code computes it, as a clause; empty: because it was asked for
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 

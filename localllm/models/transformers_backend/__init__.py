@@ -5,6 +5,7 @@
     attention.py replaces its attention        mixers.py   runs its recurrent modules row by row
     model.py     its output head alone, and all of it as a `CausalModel`
     loading.py   compares logits with eager attention on a short prompt, before the model is served
+    describe.py  a class in the words of localllm's decoder     recognition.py  whether the two compute the same
 
 This is slower than the native decoder: nothing is fused, and a step launches all of the module's kernels.
 """

@@ -55,10 +55,11 @@ def text_part(config: Any) -> Any:
 
 
 def causal_classes(config: Any) -> list[type[Any]]:
-    """Return the classes of transformers that compute a model of text with this config."""
+    """Return the classes of transformers that compute a model of text with this config, or a config of this type."""
     from transformers import AutoModelForCausalLM
 
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kind = config if isinstance(config, type) else type(config)
+    known = AutoModelForCausalLM._model_mapping.get(kind, None)
     return [kind for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None]
 
 

@@ -53,22 +53,26 @@ def short_prompt(spec: ModelSpec) -> list[int]:
 
 
 @torch.inference_mode()
-def eager_logits(module: Any, token_ids: list[int], device: torch.device) -> Tensor:
-    """Return logits [T, vocab] fp32 of a transformers module as loaded."""
+def eager_logits(module: Any, token_ids: list[int], device: torch.device, first: int = 0) -> Tensor:
+    """Return logits [T, vocab] fp32 of a transformers module as loaded. first: position of the first token, if it is
+    not 0."""
     ids = torch.tensor([token_ids], device=device)
-    logits: Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+    positions = {"position_ids": first + torch.arange(len(token_ids), device=device)[None]} if first else {}
+    logits: Tensor = module(input_ids=ids, use_cache=False, return_dict=True, **positions).logits[0]
     return logits.float()
 
 
 @torch.inference_mode()
 def paged_logits(
-    model: CausalModel, spec: ModelSpec, token_ids: list[int], device: torch.device, dtype: torch.dtype
+    model: CausalModel, spec: ModelSpec, token_ids: list[int], device: torch.device, dtype: torch.dtype, first: int = 0
 ) -> Tensor:
-    """Return logits [T, vocab] fp32 of the same tokens, run in chunks over shuffled blocks."""
+    """Return logits [T, vocab] fp32 of the same tokens, run in chunks over shuffled blocks. first: what is added to
+    their positions."""
     num_blocks = len(token_ids) // BLOCK_SIZE + 2
     caches = [_cache(spec, layer, num_blocks, device, dtype) for layer in range(spec.num_layers)]
     blocks = list(range(num_blocks - 1, 0, -1))
-    parts = [model.compute_logits(model.forward(inputs, caches)) for inputs in _steps(spec, token_ids, blocks, device)]
+    steps = [replace(each, positions=each.positions + first) for each in _steps(spec, token_ids, blocks, device)]
+    parts = [model.compute_logits(model.forward(inputs, caches)) for inputs in steps]
     return torch.cat([logits for logits in parts if logits is not None])
 
 
@@ -104,7 +108,10 @@ def guarded(run: Callable[[], T], architecture: str, what: str) -> T:
         ) from error
 
 
-def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture: str) -> float:
+def require_equal(
+    ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture: str,
+    hint: str = "--no-verify skips this check; answers would be wrong.",
+) -> float:  # fmt: skip
     """Return the difference relative to the largest logit. Raises `UnsupportedModel` if it exceeds rounding."""
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_(min=1e-30))
     if not error <= TOLERANCE[dtype]:  # also refuses NaN
@@ -112,7 +119,7 @@ def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture
             f"{architecture} computes other logits here than in transformers.",
             f"On {len(ours)} tokens logits differ by {error:.1e} of the largest; rounding in "
             f"{str(dtype).removeprefix('torch.')} explains {TOLERANCE[dtype]:.0e}.",
-            "--no-verify skips this check; answers would be wrong.",
+            hint,
         )
     return error
 

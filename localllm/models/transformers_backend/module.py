@@ -258,7 +258,7 @@ def read_module(
     """
     more = {} if prepare is None else {"quantization_config": _calling(prepare)}
     try:
-        with _quiet():
+        with read_quietly():
             module, report = auto.from_pretrained(
                 path if state is None else None,
                 config=config,
@@ -336,7 +336,7 @@ def _translated(path: Path, config: Any, error: Exception) -> Exception:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def read_quietly() -> Iterator[None]:
     """Turn off transformers' progress bars and tables; relevant problems are raised as errors."""
     from transformers.utils import logging
 

@@ -46,7 +46,7 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
         if getattr(config, "is_encoder_decoder", False):
             why = "It has an encoder; only decoders are supported."
             raise UnsupportedModel(f"{architecture} is not supported.", why)
-        fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
+        fields = {**sizes_of(config), **layers_of(text_part(config), architecture)}
         fields["max_position"] -= first_position(config)
         fields["reads_token_ids"] = _reads_token_ids(text_part(config))
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
@@ -96,7 +96,7 @@ def first_position(config: Any) -> int:
     return 1 + (config.pad_token_id or 0) if config.model_type in _FROM_PADDING else 0
 
 
-def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
+def layers_of(config: Any, architecture: str) -> dict[str, Any]:
     """Return what mixes tokens in each layer, and which layers are windowed."""
     count = _whole(config, "num_hidden_layers")
     kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"] * count]
