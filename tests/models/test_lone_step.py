@@ -49,7 +49,6 @@ REFUSED = {
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
     "gemma3n": "several residual streams",
-    "mimo_v2": "values narrower than keys",
 }
 LIMITS = {"gemma4": 1e-4, **dict.fromkeys((*LATENT, "youtu"), 1e-5)}
 """Of logits, if it is not 2e-5. Gemma 4 does not scale its scores: fp32 rounds the largest ones more coarsely."""
@@ -125,6 +124,7 @@ def test_gates_of_heads_and_activations_with_limits(tmp_path: Path) -> None:
         "gemma4_moe",
         "deepseek_v2",
         "mistral4",
+        "mimo_v2",
     ],
 )
 def test_the_definitions_of_the_operations_give_torchs_logits(
@@ -155,7 +155,9 @@ def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> 
 
 
 @needs_library
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3", "mimo_v2"]
+)
 def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))
     alone, together = [], LoneHarness(model)
@@ -172,7 +174,8 @@ def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path:
             assert torch.equal(logits[row], alone[row][step]), (row, count)
 
 
-ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3", *LATENT]
+ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3", "mimo_v2",
+         *LATENT]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")
@@ -212,7 +215,7 @@ def _next(harness: LoneHarness, requests: list[Request], seeds: Sequence[int]) -
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v2", "mistral4"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v2", "mistral4", "mimo_v2"])
 def test_a_request_may_change_between_native_steps_and_torch(family: str, tiny_model_path: PathOf) -> None:
     """Native alone, then beside a prompt through torch, native again: as if torch had computed all."""
     model = load(tiny_model_path(family))
@@ -248,8 +251,8 @@ def test_other_caches_are_refused(tiny_llama_path: Path) -> None:
         open_native_program(object(), [])
 
 
-ADAPTED = ["llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4", "gemma4_moe",
-           "deepseek_v3"]  # fmt: skip
+ADAPTED = ["mimo_v2", "llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4",
+           "gemma4_moe", "deepseek_v3"]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")
