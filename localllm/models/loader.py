@@ -372,6 +372,7 @@ def open_further_layer(
     dtype: torch.dtype,
     *,
     around: str,
+    renames: tuple[tuple[str, str], ...] = (),
     quantization: str | None = None,
     cpu_weights: str = "fast",
     half_weights: bool = False,
@@ -382,14 +383,20 @@ def open_further_layer(
     """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer; names that
     begin with AROUND belong to parts around it.
 
-    spec: of a model of this one layer. stored_prefix, around: how the stored names of the two begin. sizes_only: read
+    spec: of a model of this one layer. stored_prefix, around: how the stored names of the two begin. renames: of the
+    layer's names, as in `Storage`. sizes_only: read
     headers alone. Other arguments as of `load_model`.
     """
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         storage = _storage(checkpoint, spec)
         storage = replace(
             storage,
-            renames=(*storage.renames, (r"^model\.layers\.0\.", stored_prefix), (rf"^{re.escape(AROUND)}", around)),
+            renames=(
+                *storage.renames,
+                *renames,
+                (r"^model\.layers\.0\.", stored_prefix),
+                (rf"^{re.escape(AROUND)}", around),
+            ),
             more_layers=False,
             ignored=tuple(
                 pattern for pattern in storage.ignored if not re.match(pattern, f"{stored_prefix}norm.weight")

@@ -30,7 +30,7 @@ from localllm.models.layers.lora import LoraLimits
 from localllm.models.library.catalog import resolve_model
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import FINAL_HIDDEN
+from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM
 from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import LORA_TARGETS, make_tiny_adapter
@@ -138,9 +138,9 @@ def test_the_definitions_of_the_operations_give_torchs_logits(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "gpt_neox", "gemma4", "granite", "qwen3_moe"])
 @pytest.mark.usefixtures("library")
 def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> None:
-    """What a drafter reads: the stream before layers, and the final hidden state, in any order."""
+    """What a drafter reads: the stream before layers, and the last one before and after its norm, in any order."""
     model = load(tiny_model_path(family))
-    taps = (1, FINAL_HIDDEN, 0, model.spec.num_layers - 1)
+    taps = (1, FINAL_HIDDEN, 0, FINAL_STREAM, model.spec.num_layers - 1)
     ours, theirs, untapped = (LoneHarness(model, seed=seed) for seed in range(3))
     ours.lone.tap(taps)
     rows = [harness.prefill([token(place) for place in range(LONG)])[0] for harness in (ours, theirs, untapped)]
