@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.tiny import load_reference, make_tiny_model
+from tests.models.vision_models import make_model
+from tests.tiny import FAMILIES, load_reference, make_tiny_model, save_tiny_tokenizer
 
 LAYERS = 2  # of the target; the third is the prediction layer's
 
 
 @dataclass(frozen=True)
 class MTPKind:
-    base: str  # in tests/tiny.py
+    base: str  # in tests/tiny.py, or of a text part in tests/models/vision_models.py
     names: dict[str, str]  # the parts around the layer
     hidden_first: bool = False
     hands_on_normed: bool = False
@@ -29,6 +30,8 @@ class MTPKind:
     stored_prefix: str = f"model.layers.{LAYERS}."
     around: str | None = None  # prefix of the parts around the layer, if it is not the layer's own
     norm_plus_one: bool = False  # norms are stored as w - 1
+    reads_normed: bool = True  # the target's hidden state after its final norm, not before it
+    renames: tuple[tuple[str, str], ...] = ()  # of the layer's tensors
     window: int | None = None  # of the layer
     config: tuple[tuple[str, Any], ...] = ()
     overrides: tuple[tuple[str, Any], ...] = ()
@@ -37,6 +40,10 @@ class MTPKind:
 _DEEPSEEK = {"embed": "enorm", "hidden": "hnorm", "projection": "eh_proj", "final": "shared_head.norm"}
 _QWEN = {"embed": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "projection": "fc", "final": "norm"}
 _GGUF = {"embed": "enorm", "hidden": "hnorm", "projection": "eh_proj", "final": "shared_head_norm"}
+_STEP = (
+    ("layer_types", ["full_attention", "sliding_attention", "sliding_attention"]),  # also of the prediction layer
+    ("swiglu_limits_shared", [0.0, 0.0, 0.5]),
+)
 _HYBRID = (("layer_types", ["linear_attention", "full_attention", "full_attention"]),)
 KINDS = {
     "deepseek_v3": MTPKind("deepseek_v3", _DEEPSEEK),
@@ -88,15 +95,44 @@ KINDS = {
         config=(("architectures", ["MiMoForCausalLM"]), ("model_type", "mimo")),
         overrides=(("tie_word_embeddings", False),),
     ),
+    "mimo_v2": MTPKind(
+        "mimo_v2",
+        {**_DEEPSEEK, "final": "final_layernorm"},
+        hands_on_normed=True,
+        has_copies=False,
+        stored_prefix="model.mtp.layers.0.",
+        window=20,
+        renames=((r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),),
+        overrides=(
+            ("layer_types", ["full_attention", "sliding_attention", "sliding_attention"]),
+            ("mlp_layer_types", ["dense", "sparse", "dense"]),
+        ),
+    ),
+    "step3p5": MTPKind(
+        "Step3p7Config",
+        {**_DEEPSEEK, "final": "transformer.shared_head.norm", "head": "transformer.shared_head.output"},
+        reads_normed=False,
+        norm_plus_one=True,
+        window=20,
+        config=(("architectures", ["Step3p5ForCausalLM"]), ("model_type", "step3p5"), *_STEP),
+        overrides=(("mlp_layer_types", ["dense", "sparse", "dense"]), ("swiglu_limits", [0.0, 0.4, 0.0]), *_STEP),
+    ),
 }
 
 
 def make_mtp_model(path: Path, name: str, *, seed: int = 0) -> Path:
     """Write the checkpoint, and beside it the model with all layers in path/whole, which `MTPOracle` reads."""
     kind = KINDS[name]
-    whole = make_tiny_model(path / "whole", kind.base, seed=seed, num_hidden_layers=LAYERS + 1, **dict(kind.overrides))
-    tensors = load_file(whole / "model.safetensors")
-    stored = {re.sub(rf"^model\.layers\.{LAYERS}\.", kind.stored_prefix, key): tensors[key] for key in tensors}
+    whole, layers = path / "whole", {"num_hidden_layers": LAYERS + 1, **dict(kind.overrides)}
+    if kind.base in FAMILIES:
+        make_tiny_model(whole, kind.base, seed=seed, **layers)
+    else:
+        make_model(whole, kind.base, **layers)
+        save_tiny_tokenizer(whole)
+    tensors = {key: each for key, each in load_file(whole / "model.safetensors").items() if "vi" not in key[:3]}
+    own = {key for key in tensors if key.startswith(f"model.layers.{LAYERS}.")}
+    stored = {key: tensors[key] for key in tensors.keys() - own}
+    stored |= {_stored_name(kind, key): tensors[key] for key in own}
     around = _parts_around(tensors["model.embed_tokens.weight"].shape[1], seed)
     prefix = kind.stored_prefix if kind.around is None else kind.around
     for part, tensor in around.items():
@@ -104,12 +140,14 @@ def make_mtp_model(path: Path, name: str, *, seed: int = 0) -> Path:
         stored[f"{prefix}{kind.names[part]}.weight"] = tensor - shift
     if kind.has_copies:
         stored[f"{kind.stored_prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        stored[f"{kind.stored_prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        head = kind.names.get("head", "shared_head.head")
+        stored[f"{kind.stored_prefix}{head}.weight"] = tensors["lm_head.weight"].clone()
     for file in whole.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     save_file(around, path / "around.bin")
     config = json.loads((whole / "config.json").read_text())
+    config = config.get("text_config", config)
     lists = {key: value[:LAYERS] for key, value in config.items() if key in ("layer_types", "mlp_layer_types")}
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **lists, **dict(kind.config)}
     (path / "config.json").write_text(json.dumps(config))
@@ -134,6 +172,13 @@ def converted_source(path: Path, name: str, out: Path) -> Path:
     return out
 
 
+def _stored_name(kind: MTPKind, name: str) -> str:
+    """Return the name of a tensor of the prediction layer, which is the last one of the whole model."""
+    for pattern, replacement in ((rf"^model\.layers\.{LAYERS}\.", kind.stored_prefix), *kind.renames):
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def _parts_around(hidden: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     norms = {part: 1 + torch.randn(hidden, generator=generator) * 0.2 for part in ("embed", "hidden", "final")}
@@ -151,15 +196,19 @@ class MTPOracle:
             prefix, own = self.kind.stored_prefix, f"model.layers.{LAYERS}."
             reference.load_state_dict({key.replace(prefix, own): other[key] for key in other}, strict=False)
             self.parts["projection"] = other[f"{prefix}{self.kind.names['projection']}.weight"]
-        self._model, self._head = reference.model, reference.lm_head
+        self._model, self._head = getattr(reference.model, "language_model", reference.model), reference.lm_head
         self._layer = self._model.layers[LAYERS]
         self.embedding_scale = 1.0  # of a copy of the embedding
         self._model.layers = self._model.layers[:LAYERS]
 
     @torch.no_grad()
     def target_hidden(self, token_ids: list[int]) -> Tensor:
-        """Return [T, hidden] of the target after its final norm."""
-        return self._model(torch.tensor([token_ids])).last_hidden_state[0]
+        """Return [T, hidden] of the target after its final norm, or before it if the layer reads this."""
+        streams = list[Tensor]()
+        hook = self._model.norm.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
+        normed = self._model(torch.tensor([token_ids])).last_hidden_state
+        hook.remove()
+        return (normed if self.kind.reads_normed else streams[-1])[0]
 
     @torch.no_grad()
     def hidden(self, token_ids: list[int], before: Tensor) -> Tensor:

@@ -76,7 +76,16 @@ def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "place"), [("eagle3", "tp 2"), ("draft_model", "tp 3"), ("mtp", "tp 2 x pp 2")])
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [
+        ("eagle3", "tp 2"),
+        ("draft_model", "tp 3"),
+        ("mtp of mimo", "tp 2 x pp 2"),
+        ("mtp of mimo_v2", "tp 2"),
+        ("mtp of step3p5", "tp 2 x pp 2"),
+    ],
+)
 def test_a_drafter_over_ranks_changes_no_answer(
     method: str, place: str, checkpoint: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,8 +93,9 @@ def test_a_drafter_over_ranks_changes_no_answer(
     does not read. The model drafts for itself over three ranks, and is right where no adapter is used."""
     monkeypatch.setattr(Speculation, "width", lambda self, decoding, ready, limit: limit // len(ready) - 1)
     path, drafter = checkpoint, str(checkpoint)
+    method, _, family = method.partition(" of ")
     if method == "mtp":
-        path = make_mtp_model(tmp_path / "mtp", "mimo")
+        path = make_mtp_model(tmp_path / "mtp", family)
     if method == "eagle3":
         drafter = str(write_eagle(tmp_path / "eagle", json.loads((path / "config.json").read_text()), taps=[0, 1]))
     asked: dict[str, Any] = {"speculative": "mtp"} if method == "mtp" else {"draft": drafter}

@@ -5,7 +5,8 @@
     more      e4m3          w8a8_gemm: tensor cores at twice the rate; scales per token, or one from the checkpoint
 
 All rows use the first kernel below sm_89 (which has no e4m3 arithmetic), in deterministic mode (which must not choose
-by rows), and if the checkpoint requires unquantised activations. On a CPU, weights are converted to fp32.
+by rows), if the checkpoint requires unquantised activations, and with scales that are powers of two for each 32 inputs
+(MXFP8, OCP Microscaling Formats, 2023). On a CPU, weights are converted to fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from localllm.kernels.choice import Crossover
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.launch import INTERPRETED, cdiv, device_features, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
-from localllm.kernels.quantized_weight import ROW_BLOCK, SCALE_BLOCK, dequantized
+from localllm.kernels.quantized_weight import ROW_BLOCK, SCALE_BLOCK, SCALE_GROUP, dequantized
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.tuned import settings_for
@@ -37,7 +38,7 @@ class Fp8Weight:
     """W = values * scales; a `QuantizedWeight`."""
 
     values: Tensor  # [N, K] float8_e4m3fn, finite, rows contiguous
-    scales: Tensor  # fp32 [N], or [ceil(N/128), ceil(K/128)] per block
+    scales: Tensor  # fp32 [N], or [ceil(N/128), ceil(K/128)] per block; or uint8 [N, ceil(K/32)], powers of two
     activations: Literal["dynamic", "static", "16-bit"] = "dynamic"
     activation_scale: Tensor | None = None  # fp32 [1] where static: x is about round(x / scale) * scale
 
@@ -45,10 +46,16 @@ class Fp8Weight:
         n, k = self.values.shape
         blocks = (cdiv(n, SCALE_BLOCK), cdiv(k, SCALE_BLOCK))
         assert self.values.dtype == E4M3, "weights are e4m3"
-        assert self.scales.dtype == torch.float32, "scales are fp32"
-        assert self.scales.shape in ((n,), blocks), f"scales {tuple(self.scales.shape)} of weights {n} x {k}"
+        shapes = {torch.float32: ((n,), blocks), torch.uint8: ((n, cdiv(k, SCALE_GROUP)),)}[self.scales.dtype]
+        assert self.scales.shape in shapes, f"scales {tuple(self.scales.shape)} of weights {n} x {k}"
+        assert self.scales.dtype == torch.float32 or self.activations == "16-bit", "powers of two go with 16 bits"
         assert (self.activations == "static") == (self.activation_scale is not None), "a static scale, or none"
         assert self.activations != "static" or self.scales.ndim == 1, "block scales go with dynamic activations"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Return whether rows share scales."""
+        return self.scales.ndim == 2 and self.scales.dtype == torch.float32
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -89,7 +96,7 @@ def fp8_linear_unfinished(x: Tensor | PendingNorm, weight: Fp8Weight, bias: Tens
 
 def fp8_key(weight: Fp8Weight) -> tuple[int, int, bool, int]:
     """Return (N, K, whether scales are per block, architecture)."""
-    return *weight.shape, weight.scales.ndim == 2, device_features(weight.values.device).arch
+    return *weight.shape, weight.in_blocks, device_features(weight.values.device).arch
 
 
 def fp8_crossover(n: int, k: int, block_scales: bool, arch: int) -> Crossover:

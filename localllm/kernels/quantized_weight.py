@@ -1,6 +1,6 @@
 """The interface of low-precision weight matrices of any format, and the values of one-byte weights.
 
-    Fp8Weight      kernels/fp8_linear.py     e4m3 with scales per tensor, channel or block
+    Fp8Weight      kernels/fp8_linear.py     e4m3 with scales per tensor, channel, block or group (MXFP8)
     Int8Weight     kernels/int8_linear.py    int8 per channel
     Int4Weight     kernels/int4_linear.py    4 or 8 bits in groups: AWQ, GPTQ
     GGUFWeight     kernels/gguf_linear.py    a GGUF file's blocks
@@ -9,7 +9,8 @@
 `Linear` (models/layers/linear.py) holds one of these in place of a plain tensor. An instance is on one device, in the
 layout that its kernels read; models/formats/ converts a checkpoint's tensors to that layout.
 One-byte weights, W [N, K] float8_e4m3fn or int8, are converted to other types some rows at a time. Scales are fp32, per
-channel [N] or per block [ceil(N/128), ceil(K/128)]; int8 may have zeros int8 [N].
+channel [N] or per block [ceil(N/128), ceil(K/128)]; int8 may have zeros int8 [N]. Or they are powers of two for each 32
+inputs: uint8 [N, ceil(K/32)], the exponent plus 127 (E8M0; OCP Microscaling Formats, 2023), of which 0 counts as 0.
 Does not know: which layer it belongs to.
 """
 
@@ -73,6 +74,7 @@ class MetaWeight:
 
 
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
+SCALE_GROUP = 32  # columns of W per scale, if scales are powers of two
 ROW_BLOCK = 4096  # rows of W that are converted to fp32 at a time; a multiple of SCALE_BLOCK
 
 
@@ -87,6 +89,9 @@ def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: tor
 
 def rows_in_fp32(weight: Tensor, scales: Tensor, zeros: Tensor | None, rows: slice) -> Tensor:
     """Return rows [n, K] in fp32. rows: its start is a multiple of SCALE_BLOCK."""
+    if scales.dtype == torch.uint8:
+        powers = (scales[rows].int() << 23).view(torch.float32)
+        return weight[rows].float().mul_(powers.repeat_interleave(SCALE_GROUP, dim=1)[:, : weight.shape[1]])
     wide = weight[rows].float()  # ROW_BLOCK is a multiple of SCALE_BLOCK: blocks begin where a slice does
     if scales.ndim == 2:
         blocks = scales[rows.start // SCALE_BLOCK : cdiv(rows.stop, SCALE_BLOCK)]

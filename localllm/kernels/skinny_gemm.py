@@ -2,7 +2,8 @@
 
 W is [N, K] with K contiguous, in x's type or with one byte per weight: float8_e4m3fn with scales per channel [N] or per
 block of 128 x 128, or int8 with scales per channel and optional zeros. Bytes are converted exactly to x's 16-bit type
-in registers, so only the fp32 sums and the output are rounded; scales are applied to the fp32 sums.
+in registers, so only the fp32 sums and the output are rounded; scales are applied to the fp32 sums. Powers of two for
+each 32 inputs are applied to e4m3 in registers.
 
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
@@ -57,7 +58,7 @@ from localllm.kernels.launch import (
 from localllm.kernels.quantized_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unpack_bytes import unpack_pairs
+from localllm.kernels.unpack_bytes import scaled_groups, unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
 UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
@@ -76,8 +77,9 @@ def skinny_gemm(
 ) -> Tensor:  # fmt: skip
     """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype, or in `out` [M, N], contiguous, and its dtype.
 
-    weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
-    fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
+    weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)] or uint8 [N,
+    ceil(K/32)], as of `Fp8Weight`; or int8 with scales fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias
+    [N].
     """
     y = skinny_gemm_unfinished(x, weight, bias, scales, zeros)
     return out.copy_(y) if isinstance(y, Tensor) and out is not None else whole(y, out)
@@ -100,7 +102,7 @@ def skinny_gemm_unfinished(
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
         assert squares is None, "hidden sizes are even"
         return skinny_gemm_unfinished(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
-    block_scales = scales is not None and scales.ndim == 2
+    block_scales = _kind_of_scales(scales) == "block"
     arch = device_features(x.device).arch
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
@@ -135,7 +137,7 @@ class SkinnyProduct(Product):
 
     def gated(self, activation: str) -> Tensor | None:
         rows, n = self.shape
-        if self.scales is not None and self.scales.ndim == 2 and n // 2 % SCALE_BLOCK != 0:
+        if _kind_of_scales(self.scales) == "block" and n // 2 % SCALE_BLOCK != 0:
             return None  # gate and up share a block
         out = torch.empty((rows, n // 2), dtype=self.dtype, device=self.device)
         self._launch(out, self.bias, activation)
@@ -180,7 +182,7 @@ class SkinnyProduct(Product):
             out, *scratch, x, _descriptor(stored, tile, gated) if tma else stored, stored if pdl else None,
             scales, self.zeros, bias, *stream, self.squares, self.eps, squares, rows, n, k,
             x.stride(0), stored.stride(0), 0 if scales is None else scales.stride(0),
-            KIND=kind, SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
+            KIND=kind, SCALES=_kind_of_scales(scales),
             HAS_ZEROS=self.zeros is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
             SQUARES=next_power_of_2(squares), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             EVEN_K=k % tile.block_k == 0, SPLIT_K=tile.split_k, SERIAL=self.serial, TMA=tma, PTX=target.ptx, PDL=pdl,
@@ -333,6 +335,12 @@ def _row_bucket(rows: int) -> int:
 
 def _kind(weight: Tensor) -> str:
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(weight.dtype, "float")
+
+
+def _kind_of_scales(scales: Tensor | None) -> str:
+    if scales is None:
+        return "none"
+    return "group" if scales.dtype == torch.uint8 else "block" if scales.ndim == 2 else "channel"
 
 
 def _descriptor(weight: Tensor, tile: SkinnyGemmTile, gated: bool) -> Any:
@@ -496,6 +504,11 @@ def _split_sum(
             even, odd = unpack_pairs(w, KIND, dtype, PTX)
             if HAS_ZEROS:
                 even, odd = even - zeros, odd - zeros  # exact: |q - zero| <= 255; x is 0 beyond K
+            if SCALES == "group":
+                group = k // 32 + tl.arange(0, BLOCK_K // 32)
+                group_ptrs = scales_ptr + n.to(tl.int64)[:, None] * scales_stride + group[None, :]
+                exponents = tl.load(group_ptrs, mask=(group < tl.cdiv(K, 32))[None, :], other=0)
+                even, odd = scaled_groups(even, exponents), scaled_groups(odd, exponents)
             x_even, x_odd = tl.split(tl.reshape(x, [BLOCK_M, BLOCK_K // 2, 2]))
             if SCALES == "block":
                 part = tl.dot(even, tl.trans(x_even), input_precision="ieee")

@@ -377,6 +377,7 @@ def open_further_layer(
     dtype: torch.dtype,
     *,
     around: str,
+    renames: tuple[tuple[str, str], ...] = (),
     quantization: str | None = None,
     cpu_weights: str = "fast",
     half_weights: bool = False,
@@ -387,11 +388,12 @@ def open_further_layer(
     """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer; names that
     begin with AROUND belong to parts around it.
 
-    spec: of a model of this one layer. stored_prefix, around: how the stored names of the two begin. sizes_only: read
+    spec: of a model of this one layer. stored_prefix, around: how the stored names of the two begin. renames: of the
+    layer's names, as in `Storage`. sizes_only: read
     headers alone. Other arguments as of `load_model`.
     """
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
-        storage = storage_of_further_layer(checkpoint, spec, stored_prefix, around)
+        storage = storage_of_further_layer(checkpoint, spec, stored_prefix, around, renames)
         weights = (MetaWeights if sizes_only else Weights)(
             StoredLayout(checkpoint, spec, storage, _format(checkpoint, spec)), device, dtype,
             quantize=at_load(quantization, spec.quantization), cpu_weights=cpu_weights, half_weights=half_weights,
@@ -400,13 +402,20 @@ def open_further_layer(
             yield checkpoint, weights, DecoderBuilder(spec, weights, device, dtype, shard, group)
 
 
-def storage_of_further_layer(checkpoint: Checkpoint, spec: ModelSpec, stored_prefix: str, around: str) -> Storage:
+def storage_of_further_layer(
+    checkpoint: Checkpoint, spec: ModelSpec, stored_prefix: str, around: str, renames: tuple[tuple[str, str], ...] = ()
+) -> Storage:
     """Return the names of `open_further_layer` in the checkpoint."""
     storage = _storage(checkpoint, spec)
     first = storage.stored_name("model.layers.0.")
     return replace(
         storage,
-        renames=(*storage.renames, (rf"^{re.escape(first)}", stored_prefix), (rf"^{re.escape(AROUND)}", around)),
+        renames=(
+            *storage.renames,
+            *renames,
+            (rf"^{re.escape(first)}", stored_prefix),
+            (rf"^{re.escape(AROUND)}", around),
+        ),
         more_layers=False,
         ignored=tuple(pattern for pattern in storage.ignored if not re.match(pattern, f"{stored_prefix}norm.weight")),
     )

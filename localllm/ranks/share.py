@@ -83,7 +83,7 @@ class StageModel:
         return self._model.dtype
 
     def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], *, taps: Taps | None = None) -> Tensor:
-        """taps: of a last stage, the hidden state after the final norm alone."""
+        """taps: of a last stage, the hidden state after the final norm or before it alone."""
         model, stream = self._model, None
         if model.embedding is None:
             shape = (len(inputs.token_ids), model.stage_width)

@@ -67,9 +67,7 @@ def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
 def _refuse_early_taps(plan: DrafterPlan, stages: int) -> None:
     """Raise `UnsupportedOption` for a drafter in the last of several pipeline stages that reads the stream between
     layers, most of which are in other stages."""
-    from localllm.models.spec.model_spec import FINAL_HIDDEN
-
-    early = [str(layer) for layer in plan.taps if layer != FINAL_HIDDEN]
+    early = [str(layer) for layer in plan.taps if layer >= 0]
     if stages > 1 and early:
         raise UnsupportedOption(
             f"{plan.path.name} is not supported for a model in {stages} pipeline stages.",

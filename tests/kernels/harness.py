@@ -38,6 +38,8 @@ def exact_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | N
     if scales.ndim == 1:
         return wide * scales.double()[:, None]
     n, k = weight.shape
+    if scales.dtype == torch.uint8:  # powers of two of groups
+        return wide * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)[:, :k]
     return wide * scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
 
 

@@ -411,6 +411,26 @@ def test_weights_of_eight_bits_with_a_scale_per_block(num_tokens: int, device: t
     assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_weights_of_eight_bits_with_powers_of_two(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Powers of neighbouring outputs and of neighbouring groups of 32 inputs lie far apart."""
+    hidden, width, count = 96, 72, 3
+    mixture = Mixture(count, hidden, width, dtype, biased=False)
+    quantized = []
+    for name in ("gate_up", "down"):
+        rows, columns = getattr(mixture, name).shape[1:]
+        powers = torch.randint(116, 120, (count, rows, -(-columns // 32)), dtype=torch.uint8)
+        values = (torch.randn(count, rows, columns) * 20).to(torch.float8_e4m3fn)
+        quantized.append(ScaledExperts(values.to(device), powers.to(device)))
+        wide = torch.exp2(powers.float() - 127).repeat_interleave(32, 2)[:, :, :columns]
+        setattr(mixture, name, values.float() * wide)
+    x, weights = torch.randn(num_tokens, hidden).to(dtype), torch.rand(num_tokens, 2)
+    ids = some_ids(num_tokens, 2, count, skewed=True, padding=num_tokens // 10)
+    out = mixture.run(x, ids, weights, "silu", device, *quantized)
+    assert_near(out, mixture.by_hand(x, ids, weights, "silu"), dtype)
+
+
 PLANAR = {
     "groups of 128": {"group": 128},
     "groups of 32 and zero points": {"group": 32, "zeros": True},

@@ -52,12 +52,17 @@ def test_float_weight(shape: tuple[int, int, int], with_bias: bool, dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 130, 256), (5, 33, 130), (33, 40, 384), (3, 20, 63)])
-@pytest.mark.parametrize("per", ["channel", "block"])
+@pytest.mark.parametrize("per", ["channel", "block", "group"])
 def test_e4m3_weight(per: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     rows, n, k = shape
     x, _, bias = tensors(rows, n, k, dtype, device)
     scales = torch.rand((n,) if per == "channel" else (-(-n // 128), -(-k // 128)), device=device) / 448
-    check(x, e4m3(n, k, device), bias, scales)
+    check(x, e4m3(n, k, device), bias, powers(n, k, device) if per == "group" else scales)
+
+
+def powers(n: int, k: int, device: torch.device) -> Tensor:
+    """Scales of groups of 32 inputs, no two neighbours alike."""
+    return torch.randint(115, 122, (n, -(-k // 32)), dtype=torch.uint8).to(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +127,7 @@ def test_any_shape(rows: int, n: int, k: int, kind: str) -> None:
 @needs_kernels
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, when interpreted
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "TMA"])
-@pytest.mark.parametrize("kind", ["float", "e4m3", "e4m3 by block", "int8"])
+@pytest.mark.parametrize("kind", ["float", "e4m3", "e4m3 by block", "e4m3 by group", "int8"])
 def test_a_gated_activation_has_the_bits_of_its_own_kernel(
     kind: str, tma: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +142,8 @@ def test_a_gated_activation_has_the_bits_of_its_own_kernel(
         arguments = (e4m3(2 * width, k, device), bias, torch.rand(2 * width, device=device) / 448)
     elif kind == "e4m3 by block":
         arguments = (e4m3(2 * width, k, device), bias, torch.rand(2, 2, device=device) / 448)
+    elif kind == "e4m3 by group":
+        arguments = (e4m3(2 * width, k, device), bias, powers(2 * width, k, device))
     elif kind == "int8":
         zeros = torch.randint(-8, 8, (2 * width,), dtype=torch.int8).to(device)
         arguments = (weight.to(torch.int8), None, torch.rand(2 * width, device=device), zeros)

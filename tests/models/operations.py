@@ -187,9 +187,11 @@ def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
         a = NativeAttention.from_buffer_copy(a)
         a.kv_heads = 1  # its parts are for threads
     kinds = {HeadsMade.QKV: 2, HeadsMade.QK: 1, HeadsMade.Q: 0, HeadsMade.LATENT: 1}[HeadsMade(a.made)]
-    x = _row(operation, row, (a.heads + kinds * a.kv_heads) * a.head_dim).reshape(-1, a.head_dim)
+    narrower = a.kv_heads * (a.head_dim - a.value_dim)
+    x = _row(operation, row, (a.heads + kinds * a.kv_heads) * a.head_dim - narrower)
     x = x.clip(-a.clip, a.clip) if a.clip else x
-    turning, v = x[: a.heads + min(kinds, 1) * a.kv_heads], x[-a.kv_heads :]
+    turning = x[: (a.heads + min(kinds, 1) * a.kv_heads) * a.head_dim].reshape(-1, a.head_dim)
+    v = np.pad(x[-a.kv_heads * a.value_dim :].reshape(a.kv_heads, -1), ((0, 0), (0, a.head_dim - a.value_dim)))
     if a.norms_values:
         v = v / np.sqrt((v * v).mean(1, keepdims=True) + a.head_norm_eps)
     if a.head_norm == HeadNorm.RMS_LAST:
@@ -206,7 +208,7 @@ def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     seen = table[positions // a.block_size] * a.block_size + positions % a.block_size
     growth = 1 + a.query_growth * math.log(1 + at.position // a.growth_period) if a.query_growth else 1
     out = [_head(a, h, turning[h] * growth, keys[:, seen], values[:, seen], positions) for h in range(a.heads)]
-    _put(operation, row, np.concatenate(out))
+    _put(operation, row, np.stack(out)[:, : a.value_dim].ravel())
 
 
 def _head(a: NativeAttention, head: int, q: Array, keys: Array, values: Array, positions: Array) -> Array:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.models.class_models import make_class_model
 from tests.models.formats.quantised import Store, Stored, e2m1
-from tests.models.formats.stores import BLOCKS, per_block
+from tests.models.formats.stores import BLOCKS, MXFP8, mxfp8, per_block
 
 E8M0 = torch.float8_e8m0fnu
 PLAIN = re.compile(
@@ -86,7 +86,7 @@ Row = tuple[Mapping[str, Any], Store, dict[str, Any]]
 CLASSES: dict[str, Row] = {
     "deepseek_v4": ({**BLOCKS, "scale_fmt": "ue8m0"}, deepseek_v4, {"expert_dtype": "fp4"}),
     "glm5_next": (BLOCKS, per_block(), {}),
-    "hy_v4": (BLOCKS, per_block(), {}),
+    "hy_v4": (MXFP8, mxfp8("weight_scale_inv"), {}),
     "minimax_m3_vl": (BLOCKS, per_block(), {}),
     "qwen4_exp": (BLOCKS, per_block(), {}),
     "mistral_large4": (BLOCKS, named(per_block(), weight_scale_inv="qscale_weight"), {}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
 from tests.models.formats.quantised import Store
-from tests.models.formats.stores import BLOCKS, DYNAMIC, GPTQ, STATIC, gptq, per_block, per_tensor
+from tests.models.formats.stores import BLOCKS, DYNAMIC, GPTQ, MXFP8, STATIC, gptq, mxfp8, per_block, per_tensor
 from tests.tiny import make_tiny_model
 
 PathOf = Callable[[str], Path]
@@ -112,5 +112,6 @@ WAYS: dict[str, tuple[dict[str, Any], Store, type]] = {
     "gptq": (GPTQ, gptq(4, 32), PlanarExperts),
     "fp8": ({**DYNAMIC, "ignored_layers": None}, per_tensor(), ScaledExperts),
     "fp8 static": ({**STATIC, "ignored_layers": None}, per_tensor(static="input_scale"), ScaledExperts),
+    "mxfp8": (MXFP8, mxfp8(), ScaledExperts),
     "fp8 in blocks": ({**BLOCKS, "ignored_layers": None}, per_block(), ScaledExperts),
 }

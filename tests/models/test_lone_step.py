@@ -30,7 +30,7 @@ from localllm.models.layers.lora import LoraLimits
 from localllm.models.library.catalog import resolve_model
 from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import FINAL_HIDDEN
+from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM
 from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import LORA_TARGETS, make_tiny_adapter
@@ -49,7 +49,6 @@ REFUSED = {
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
     "gemma3n": "several residual streams",
-    "mimo_v2": "values narrower than keys",
 }
 LIMITS = {"gemma4": 1e-4, **dict.fromkeys((*LATENT, "youtu"), 1e-5)}
 """Of logits, if it is not 2e-5. Gemma 4 does not scale its scores: fp32 rounds the largest ones more coarsely."""
@@ -125,6 +124,7 @@ def test_gates_of_heads_and_activations_with_limits(tmp_path: Path) -> None:
         "gemma4_moe",
         "deepseek_v2",
         "mistral4",
+        "mimo_v2",
     ],
 )
 def test_the_definitions_of_the_operations_give_torchs_logits(
@@ -138,9 +138,9 @@ def test_the_definitions_of_the_operations_give_torchs_logits(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "gpt_neox", "gemma4", "granite", "qwen3_moe"])
 @pytest.mark.usefixtures("library")
 def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> None:
-    """What a drafter reads: the stream before layers, and the final hidden state, in any order."""
+    """What a drafter reads: the stream before layers, and the last one before and after its norm, in any order."""
     model = load(tiny_model_path(family))
-    taps = (1, FINAL_HIDDEN, 0, model.spec.num_layers - 1)
+    taps = (1, FINAL_HIDDEN, 0, FINAL_STREAM, model.spec.num_layers - 1)
     ours, theirs, untapped = (LoneHarness(model, seed=seed) for seed in range(3))
     ours.lone.tap(taps)
     rows = [harness.prefill([token(place) for place in range(LONG)])[0] for harness in (ours, theirs, untapped)]
@@ -155,7 +155,9 @@ def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> 
 
 
 @needs_library
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3", "mimo_v2"]
+)
 def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))
     alone, together = [], LoneHarness(model)
@@ -172,7 +174,8 @@ def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path:
             assert torch.equal(logits[row], alone[row][step]), (row, count)
 
 
-ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3", *LATENT]
+ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3", "mimo_v2",
+         *LATENT]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")
@@ -212,7 +215,7 @@ def _next(harness: LoneHarness, requests: list[Request], seeds: Sequence[int]) -
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v2", "mistral4"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v2", "mistral4", "mimo_v2"])
 def test_a_request_may_change_between_native_steps_and_torch(family: str, tiny_model_path: PathOf) -> None:
     """Native alone, then beside a prompt through torch, native again: as if torch had computed all."""
     model = load(tiny_model_path(family))
@@ -248,8 +251,8 @@ def test_other_caches_are_refused(tiny_llama_path: Path) -> None:
         open_native_program(object(), [])
 
 
-ADAPTED = ["llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4", "gemma4_moe",
-           "deepseek_v3"]  # fmt: skip
+ADAPTED = ["mimo_v2", "llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4",
+           "gemma4_moe", "deepseek_v3"]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")

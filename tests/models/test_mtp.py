@@ -23,7 +23,7 @@ from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
-from localllm.models.spec.model_spec import index_size, kv_shape
+from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM, index_size, kv_shape
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
 from tests.gguf_files import ARCHITECTURES, write_gguf
@@ -110,7 +110,7 @@ def test_pairs_and_drafts_are_the_layers(name: str, path: Path, chunk: int) -> N
 
 
 @pytest.mark.parametrize("load", [{}, {"quantization": "int8"}, {"cpu_weights": "exact"}], ids=str)
-def test_its_bytes_are_predicted(path: Path, load: dict[str, Any]) -> None:
+def test_its_bytes_are_predicted(name: str, path: Path, load: dict[str, Any]) -> None:
     paged, layout = Paged(path, **load), {key: value for key, value in load.items() if key == "cpu_weights"}
     plan, loaded = paged.plan, held_bytes(paged.drafter.parts)
     assert mtp_bytes(plan, read_spec(path).num_layers, CPU, torch.float32, **layout) == loaded
@@ -118,7 +118,7 @@ def test_its_bytes_are_predicted(path: Path, load: dict[str, Any]) -> None:
         assert plan.stored_bytes == pytest.approx(loaded, rel=0.1)
     else:
         assert plan.stored_bytes > 1.5 * loaded
-    assert (plan.taps, plan.first_key) == ((-1,), 1)
+    assert (plan.taps, plan.first_key) == ((FINAL_HIDDEN if KINDS[name].reads_normed else FINAL_STREAM,), 1)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

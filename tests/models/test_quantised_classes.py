@@ -207,7 +207,8 @@ def test_what_a_format_does_not_store_is_refused(plain: Path, tmp_path: Path) ->
     [
         ({**BLOCKS, "weight_block_size": [32, 32]}, r"a scale for each 32 x 32 weights.*128 x 128"),
         ({**BLOCKS, "expert_dtype": "fp6"}, r"expert_dtype of 'fp6'.*fp8 and fp4"),
-        ({"quant_method": "mxfp8"}, r"quantised \(mxfp8\).*Supported: awq"),
+        ({"quant_method": "mxfp6"}, r"quantised \(mxfp6\).*Supported: awq"),
+        ({"quant_method": "mxfp8", "weight_block_size": [32, 1]}, r"weight_block_size = \[32, 1\].*1, 32"),
     ],
 )
 def test_formats_that_are_not_supported_are_named(config: Any, message: str, plain: Path, tmp_path: Path) -> None:

@@ -62,6 +62,29 @@ def test_the_check_finds_a_wrong_computation(tiny_llama_path: Path, monkeypatch:
     through_transformers(tiny_llama_path, verify=False)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4", "minimax_m3_vl", "glm5_next"])
+def test_keys_that_rounding_chooses_otherwise_are_no_wrong_computation(model_type: str, tmp_path: Path) -> None:
+    make_class_model(tmp_path, model_type)
+    load_model(tmp_path, read_spec(tmp_path), CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", [torch.float32, torch.bfloat16])
+def test_the_check_finds_a_wrong_computation_of_chosen_keys(
+    wrong: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is wrong in the types in which it is compared: in fp32 by little, in 16 bits at most positions."""
+    make_class_model(tmp_path, "hy_v4")
+    right = loading.paged_logits
+
+    def paged_logits(*arguments: Any) -> torch.Tensor:
+        logits, dtype = right(*arguments), arguments[-1]
+        return logits * (1.01 if wrong == torch.float32 else 1.5) if dtype == wrong else logits
+
+    monkeypatch.setattr(loading, "paged_logits", paged_logits)
+    with pytest.raises(UnsupportedModel, match=f"rounding in {str(wrong).removeprefix('torch.')} explains"):
+        load_model(tmp_path, read_spec(tmp_path), CPU, torch.bfloat16)
+
+
 def test_a_decoder_of_ours_is_checked_when_asked(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_spec(tiny_llama_path)
     assert spec.implementation == "localllm"

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from localllm.llm import LLM
 from localllm.machine.hardware import read_hardware
 from localllm.models.decoder import native_program
 from localllm.models.decoder.native_program import CODED_ROWS, NativeProgram
+from localllm.models.loader import load_model
+from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
@@ -136,6 +139,23 @@ def test_requests_get_what_they_get_through_torch(
     monkeypatch.setattr(native_program, "native", lambda: None)
     through_torch, _ = serve(model, spec, make_requests())
     for name, outputs in mixed.items():
+        assert [t for o in outputs for t in o.token_ids] == [t for o in through_torch[name] for t in o.token_ids], name
+
+
+@needs_library
+def test_values_narrower_than_keys_give_what_they_give_through_torch(
+    counts: list[int], tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model_path("mimo_v2")
+    spec = read_spec(path)
+    model = load_model(path, spec, CPU, torch.float32)
+    assert spec.value_dim is not None
+    assert spec.value_dim < spec.head_dim
+    natively, _ = serve(model, spec, make_requests(), step=20)
+    assert len(counts) > 20
+    monkeypatch.setattr(native_program, "native", lambda: None)
+    through_torch, _ = serve(model, spec, make_requests())
+    for name, outputs in natively.items():
         assert [t for o in outputs for t in o.token_ids] == [t for o in through_torch[name] for t in o.token_ids], name
 
 

@@ -33,7 +33,10 @@ CPU = torch.device("cpu")
 GREEDY = 5  # of the requests
 
 
-@pytest.fixture(scope="module", params=["mimo", "deepseek_v3", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["mimo", "deepseek_v3", "step3p5", "mimo_v2", pytest.param("deepseek_v32", marks=pytest.mark.slow)],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     path = make_mtp_model(tmp_path_factory.mktemp("mtp"), request.param)
     return Served(path, str(request.param))

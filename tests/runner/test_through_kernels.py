@@ -216,13 +216,15 @@ def test_a_drafter_through_the_kernels(tmp_path: Path, kind: str, way: str, monk
             )
 
 
-@pytest.mark.parametrize(("family", "length"), [("deepseek_v3", 9), ("deepseek_v32", 29)])
-def test_a_latent_prediction_layer_through_the_kernels(
+@pytest.mark.parametrize(
+    ("family", "length"), [("deepseek_v3", 9), ("deepseek_v32", 29), ("mimo_v2", 29), ("step3p5", 29)]
+)
+def test_a_prediction_layer_through_the_kernels(
     family: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pairs of a text and one draft behind them, over one cache for keys and values: hidden states, logits and the
-    cache are those of the twins, also where an indexer chooses 24 keys. No key of the first token is read: it is
-    NaN."""
+    """The pairs of a text and one draft behind them: hidden states, logits and the cache are those of the twins, also
+    over one cache for keys and values, where an indexer chooses 24 keys, and where a window of 20 tokens is seen. No
+    key of the first token is read: it is NaN."""
     path = make_mtp_model(tmp_path, family)
     spec = read_spec(path)
     model = load_model(path, spec, torch.device("cpu"), torch.float32)

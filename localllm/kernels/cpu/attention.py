@@ -27,7 +27,7 @@ def reads_cache(kv: LayerKV) -> bool:
 
 
 def cache_fields(kv: LayerKV) -> dict[str, int | None]:
-    """Return the fields of `NativeAttention` that describe a cache, which is kept."""
+    """Return the fields of `NativeAttention` that describe a cache, which is kept, and heads as wide as it has them."""
     kv_heads, num_blocks, block_size, _ = kv.k.shape
     fields: dict[str, int | None] = {"num_blocks": num_blocks, "block_size": block_size, "kv_heads": kv_heads}
     for side, name, cache, scale in (("k", "key", kv.k, kv.k_scale), ("v", "value", kv.v, kv.v_scale)):
@@ -35,7 +35,7 @@ def cache_fields(kv: LayerKV) -> dict[str, int | None]:
         fields[f"{name}_type"] = CACHE_TYPES[cache.dtype]
         if cache.dtype == torch.uint8 and scale is not None:
             fields[f"{name}_group"] = kv.head_dim // scale.shape[-1]
-    return {**fields, "head_dim": kv.head_dim}
+    return {**fields, "head_dim": kv.head_dim, "value_dim": kv.head_dim}
 
 
 def rows_of(block_table: Tensor, context_lens: Sequence[int]) -> Tensor:

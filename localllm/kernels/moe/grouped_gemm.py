@@ -35,7 +35,7 @@ from localllm.kernels.launch import (
 )
 from localllm.kernels.moe.align import Alignment
 from localllm.kernels.moe.weights import ScaledExperts
-from localllm.kernels.unpack_bytes import unpack_pairs
+from localllm.kernels.unpack_bytes import scaled_groups, unpack_pairs
 
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as in gpt-oss's training
 
@@ -77,9 +77,8 @@ def grouped_gemm(
         values = values.view(torch.int16)  # two weights per element
     assert values.is_contiguous()
     assert x.stride(1) == 1
-    tma = (
-        tile.tma and uses("expert TMA") and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
-    )
+    aligned = values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
+    tma = tile.tma and uses("expert TMA") and aligned
     _grouped_gemm_kernel[(blocks.experts.numel() * cdiv(num_outputs, block_n),)](
         x,
         values,
@@ -99,6 +98,7 @@ def grouped_gemm(
         LIMIT=limit,
         KIND=kind,
         BLOCKS=in_blocks,
+        GROUPS=isinstance(weight, ScaledExperts) and weight.in_groups,
         PTX=not INTERPRETED and torch.version.hip is None,
         SINGLE=blocks.is_single,
         BLOCK_M=blocks.block_m,
@@ -169,8 +169,8 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
 
 def scaled_block_rows(weight: ScaledExperts) -> int:
     """Return the most rows of a block:
-    with scales per block, a product takes registers in addition to its accumulator."""
-    return 64 if weight.in_blocks else 128
+    with scales per block or group, a product takes registers in addition to its accumulator."""
+    return 64 if weight.in_blocks or weight.in_groups else 128
 
 
 def act_reference(gate_up: Tensor, activation: str) -> Tensor:
@@ -242,7 +242,7 @@ def _grouped_gemm_kernel(
     weight_ptr,  # [E, N or 2 * N, K]
     weight_desc,  # the same as [E * N or E * 2 * N, K], or None
     bias_ptr,  # [E, N or 2 * N] or None
-    scales_ptr,  # [E, N or 2 * N], or a block's [E, N / 128, K / 128]; or None
+    scales_ptr,  # [E, N or 2 * N], or a block's [E, N / 128, K / 128], or uint8 [E, N or 2 * N, K / 32]; or None
     weights_ptr,  # [T, TOP_K], of the router
     out_ptr,  # [rows of the alignment, N], or [T * TOP_K, N]
     rows_ptr,
@@ -256,6 +256,7 @@ def _grouped_gemm_kernel(
     LIMIT: tl.constexpr,  # of the activation and of up; 0: there is none
     KIND: tl.constexpr,  # "float", or "int8" or "e4m3": then an element of the weights is an int16 of two
     BLOCKS: tl.constexpr,  # 128 x 128 weights share a scale; a tile lies in one block
+    GROUPS: tl.constexpr,  # 32 inputs of an output share a power of two
     PTX: tl.constexpr,
     SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -289,6 +290,10 @@ def _grouped_gemm_kernel(
     k_of_weight = tl.arange(0, BLOCK_K // PACKED)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride + k_of_weight[None, :]
     up_ptrs = weight_ptrs + N.to(tl.int64) * weight_stride
+    group_ptrs, up_group_ptrs = scales_ptr, scales_ptr
+    if GROUPS:
+        group_ptrs = scales_ptr + weight_rows[:, None] * tl.cdiv(K, 32) + tl.arange(0, BLOCK_K // 32)[None, :]
+        up_group_ptrs = group_ptrs + N.to(tl.int64) * tl.cdiv(K, 32)
 
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -304,9 +309,9 @@ def _grouped_gemm_kernel(
             weight = _load_columns(weight_ptrs + start // PACKED, k_of_weight * PACKED, K - start, EVEN_K)
         if BLOCKS:
             block_scale = tl.load(scales_ptr + _block_of(expert, n_tile * BLOCK_N, start, N, K, GATED))
-            acc += _multiply(x, weight, tl.zeros_like(acc), SWAP, KIND, PTX) * block_scale
+            acc += _multiply(x, weight, tl.zeros_like(acc), None, start, K, SWAP, KIND, PTX) * block_scale
         else:
-            acc = _multiply(x, weight, acc, SWAP, KIND, PTX)
+            acc = _multiply(x, weight, acc, group_ptrs if GROUPS else None, start, K, SWAP, KIND, PTX)
         if GATED:
             if weight_desc is not None:
                 up = weight_desc.load([first + N + n_tile * BLOCK_N, start // PACKED])
@@ -314,11 +319,11 @@ def _grouped_gemm_kernel(
                 up = _load_columns(up_ptrs + start // PACKED, k_of_weight * PACKED, K - start, EVEN_K)
             if BLOCKS:
                 block_scale = tl.load(scales_ptr + _block_of(expert, N + n_tile * BLOCK_N, start, N, K, GATED))
-                up_acc += _multiply(x, up, tl.zeros_like(up_acc), SWAP, KIND, PTX) * block_scale
+                up_acc += _multiply(x, up, tl.zeros_like(up_acc), None, start, K, SWAP, KIND, PTX) * block_scale
             else:
-                up_acc = _multiply(x, up, up_acc, SWAP, KIND, PTX)
+                up_acc = _multiply(x, up, up_acc, up_group_ptrs if GROUPS else None, start, K, SWAP, KIND, PTX)
 
-    output_scales = None if BLOCKS else scales_ptr
+    output_scales = None if BLOCKS or GROUPS else scales_ptr
     y = tl.trans(acc) if SWAP else acc
     y = finish_outputs(y, bias_ptr, output_scales, first + n, n < N)
     if GATED:
@@ -364,12 +369,17 @@ def _load_columns(ptrs, k, left, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _multiply(x, weight, acc, SWAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return acc + x W^T, or its transpose. Bytes are converted exactly to x's type in registers."""
+def _multiply(x, weight, acc, group_ptrs, start, K, SWAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Return acc + x W^T, or its transpose. Bytes are converted exactly to x's type in registers. group_ptrs: to the
+    powers of two of the first tile's groups; None: there are none. start: the tile's first input."""
     if KIND == "float":
         return _dot(x, weight, acc, SWAP)
     else:
         even, odd = unpack_pairs(weight, KIND, x.dtype, PTX)
+        if group_ptrs is not None:
+            group = start // 32 + tl.arange(0, x.shape[1] // 32)
+            exponents = tl.load(group_ptrs + start // 32, mask=(group < tl.cdiv(K, 32))[None, :], other=0)
+            even, odd = scaled_groups(even, exponents), scaled_groups(odd, exponents)
         x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         return _dot(x_odd, odd, _dot(x_even, even, acc, SWAP), SWAP)
 

@@ -30,10 +30,11 @@ PACKED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 
 @dataclass(frozen=True, slots=True)
 class ScaledExperts:
-    """w[e, n, k] = values[e, n, k] * scales[e, n], or scales[e, n // 128, k // 128]"""
+    """w[e, n, k] = values[e, n, k] * scales[e, n], or scales[e, n // 128, k // 128], or two to the power of
+    scales[e, n, k // 32] - 127"""
 
     values: Tensor  # [E, N, K] int8 or float8_e4m3fn, K even
-    scales: Tensor  # fp32 [E, N], or per block [E, ceil(N / 128), ceil(K / 128)]
+    scales: Tensor  # fp32 [E, N], or per block [E, ceil(N / 128), ceil(K / 128)]; or uint8 [E, N, ceil(K / 32)]
 
     def __len__(self) -> int:
         return self.values.shape[0]
@@ -44,7 +45,12 @@ class ScaledExperts:
 
     @property
     def in_blocks(self) -> bool:
-        return self.scales.ndim == 3
+        return self.scales.ndim == 3 and not self.in_groups
+
+    @property
+    def in_groups(self) -> bool:
+        """Return whether scales are powers of two for each 32 inputs."""
+        return self.scales.dtype == torch.uint8
 
     @property
     def shape(self) -> torch.Size:

@@ -36,13 +36,21 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import FINAL_HIDDEN, ModelSpec, group_of_layers, kv_groups, query_heads
+from localllm.models.spec.model_spec import (
+    FINAL_HIDDEN,
+    FINAL_STREAM,
+    ModelSpec,
+    group_of_layers,
+    kv_groups,
+    query_heads,
+)
 
 
 class Taps:
     """The features of a step's tokens that a drafter reads, written by `DecoderModel.forward`.
 
-    layers: the layers whose inputs (residual + delta) are kept, FINAL_HIDDEN for the hidden state after the final norm.
+    layers: the layers whose inputs (residual + delta) are kept, FINAL_HIDDEN for the hidden state after the final norm,
+    FINAL_STREAM for the stream before this norm.
     features: [T, len(layers) * hidden] in the order of `layers`.
     """
 
@@ -188,6 +196,9 @@ class DecoderModel:
                 delta = whole(delta).index_add_(0, inputs.embeds.places, deep[index])
         if self.streams is not None and not self.hands_on:
             residual = self.streams.join(residual)
+        if taps is not None and FINAL_STREAM in taps.layers:
+            delta = None if delta is None else whole(delta)
+            taps.keep(FINAL_STREAM, residual, delta)
         hidden = self._end(residual, delta)
         if given is not None and self.hands_on:
             hidden = torch.cat((hidden.flatten(1), given[:, len(self.layers) :].flatten(1)), 1)

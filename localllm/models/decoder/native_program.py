@@ -38,7 +38,7 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import SourceInputs
 from localllm.models.layers.group import Alone
 from localllm.models.layers.native_writer import NotSupportedNatively, Writer
-from localllm.models.spec.model_spec import FINAL_HIDDEN, kv_groups
+from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM, kv_groups
 
 __all__ = ["DecodeRows", "NativeProgram", "NotSupportedNatively", "open_native_program"]
 
@@ -107,7 +107,7 @@ class NativeProgram:
         before its first operation."""
         hidden = self._model.spec.hidden_size
         self._taps, self._features = taps, torch.empty(MAX_ROWS, len(taps), hidden, dtype=self._model.dtype)
-        layers, stream = {tapped for tapped in taps if tapped != FINAL_HIDDEN}, self._stream[:, :hidden]
+        layers, stream = {tapped for tapped in taps if tapped >= 0}, self._stream[:, :hidden]
         keeps = [(self._starts[layer], partial(_keep, self._features, taps, layer, stream)) for layer in layers]
         self._cut([*keeps, *self._calls])
 
@@ -154,8 +154,9 @@ class NativeProgram:
     def features(self) -> Tensor:
         """Return the features [R, taps * hidden] of the last step, in the order of the taps."""
         assert self._model.norm is not None
+        stream = self._stream[: self._num_rows, : self._model.spec.hidden_size]
+        _keep(self._features, self._taps, FINAL_STREAM, stream, self._num_rows)
         if FINAL_HIDDEN in self._taps:
-            stream = self._stream[: self._num_rows, : self._model.spec.hidden_size]
             normed = self._model.norm(stream.to(self._model.dtype))
             _keep(self._features, self._taps, FINAL_HIDDEN, normed, self._num_rows)
         return self._features[: self._num_rows].flatten(1).clone()

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from localllm.kernels.layer_cache import LayerKV
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.model_spec import FINAL_HIDDEN, DrafterPlan, DraftMethod, ModelSpec
+from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM, DrafterPlan, DraftMethod, ModelSpec
 
-__all__ = ["FINAL_HIDDEN", "DraftMethod", "DraftStep", "Drafter", "DrafterPlan"]
+__all__ = ["FINAL_HIDDEN", "FINAL_STREAM", "DraftMethod", "DraftStep", "Drafter", "DrafterPlan"]
 
 DraftStep = ForwardInputs
 """One pass of a drafter's layers: the tensors that a model's layers read. T tokens of R rows of any lengths.
@@ -49,8 +49,8 @@ class Drafter(Protocol):
 
     spec: ModelSpec  # `cache` has an entry for each of its layers
     taps: tuple[int, ...]
-    """Features of the target that it reads, concatenated: the stream before these layers (residual + delta), and
-    `FINAL_HIDDEN`. (): none."""
+    """Features of the target that it reads, concatenated: the stream before these layers (residual + delta),
+    `FINAL_HIDDEN` and `FINAL_STREAM`. (): none."""
     first_key: int
 
     def serve_context(self, max_model_len: int) -> None:

@@ -5,8 +5,9 @@
     logits   = head(norm(output))                the target's head, unless the checkpoint stores another
     hidden i = output                            MiMo: norm(output)
 
-The hidden state of a pair after a prompt is the target's, after its final norm; that of a further draft is the layer's
-own output. One layer writes all drafts, also if the checkpoint has several: released checkpoints have one.
+The hidden state of a pair after a prompt is the target's, after its final norm (Step 3.5: before it); that of a further
+draft is the layer's own output. Its attention has the heads of the target's layers of its kind, windowed or not. One
+layer writes all drafts: the first, where a checkpoint has several (Step 3.5 and MiMo V2 Flash have three).
 Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2), MiMo (arXiv:2505.07608).
 Does not know: which names a family stores (spec/family.py), how drafts are drawn and verified.
 """
@@ -28,7 +29,7 @@ from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.layer import DecoderLayer
-from localllm.models.drafters.drafter import FINAL_HIDDEN, DrafterPlan, DraftStep
+from localllm.models.drafters.drafter import FINAL_HIDDEN, FINAL_STREAM, DrafterPlan, DraftStep
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
 from localllm.models.formats.gguf.file_names import quant_of, whole_stem
 from localllm.models.formats.registry import open_checkpoint
@@ -41,7 +42,7 @@ from localllm.models.loader import AROUND, open_further_layer, storage_of_furthe
 from localllm.models.read_spec import families, family_of
 from localllm.models.spec.family import MTPLayout, Storage
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_shape, query_heads
 from localllm.models.spec.shard import Shard, local_spec
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.source import EMBEDDING, LM_HEAD, stacked_rows
@@ -67,12 +68,12 @@ class MTPParts:
 class MTPDrafter:
     """A `Drafter` of one layer, which shares what it can with its target."""
 
-    taps: tuple[int, ...] = (FINAL_HIDDEN,)
     first_key = 1
 
     def __init__(self, spec: ModelSpec, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
         """spec: of the layer, with the sizes that this shard holds."""
         self.spec, self.layout, self.parts, self._target = spec, layout, parts, target
+        self.taps: tuple[int, ...] = _taps(layout)
 
     def serve_context(self, max_model_len: int) -> None:
         """No-op: the rotary tables are the target's."""
@@ -149,7 +150,7 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
         shared = _shared_copies(checkpoint, names, layout, around)
         own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(around)]
         stored = sum(own) - sum(checkpoint.tensors[name].num_bytes for name in shared)
-    return DrafterPlan("mtp", path, spec, stored, MTPDrafter.taps, MTPDrafter.first_key, _DRAFTS)
+    return DrafterPlan("mtp", path, spec, stored, _taps(layout), MTPDrafter.first_key, _DRAFTS)
 
 
 def mtp_bytes(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> int:
@@ -199,16 +200,26 @@ def _without_quant(stem: str) -> str:
     return stem[: len(stem) - len(quant)].rstrip("-._").lower() if quant else stem.lower()
 
 
+def _taps(layout: MTPLayout) -> tuple[int, ...]:
+    return (FINAL_HIDDEN if layout.reads_normed else FINAL_STREAM,)
+
+
 def _layer_spec(target: ModelSpec, *, has_experts: bool, has_indexer: bool) -> ModelSpec:
     """Return the spec of a model of the prediction layer alone: the target's, with one layer that keeps all tokens,
-    also if it sees a window of them."""
-    mixture = replace(target.mixture, layers=()) if target.mixture is not None and has_experts else None
+    also if it sees a window of them, and that has the heads of the target's layers of its kind."""
+    mixture = replace(target.mixture, layers=(), layer_limits=()) if target.mixture and has_experts else None
     latent = target.latent
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, layers=(True,)) if has_indexer else None)
+    kinds = target.layer_is_windowed or (False,) * target.num_layers
+    like = kinds.index(target.mtp_is_windowed) if target.mtp_is_windowed in kinds else 0
+    kv_heads, head_dim = kv_shape(target, like)
     return replace(
         target, num_layers=1, mixture=mixture, layer_is_windowed=(), drafter=None, layer_kinds=(), recurrent=None,
-        sliding_window=target.sliding_window if target.mtp_is_windowed else None, latent=latent,
+        sliding_window=target.sliding_window if target.mtp_is_windowed else None, latent=latent, layer_heads=(),
+        num_heads=query_heads(target, like), num_kv_heads=kv_heads, head_dim=head_dim, layer_kv_shapes=(),
+        layer_has_sinks=(), layer_limits=(target.mtp_limit,) if target.mtp_limit else (),
+        attention_sinks=target.layer_has_sinks[like] if target.layer_has_sinks else target.attention_sinks,
     )  # fmt: skip
 
 
@@ -216,7 +227,7 @@ def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype:
     layout = _layout(plan.path, plan.spec)
     around = layout.parts_prefix(num_layers)
     opened = open_further_layer(
-        plan.path, plan.spec, layout.stored_prefix(num_layers), device, dtype, around=around,
+        plan.path, plan.spec, layout.stored_prefix(num_layers), device, dtype, around=around, renames=layout.renames,
         quantization=plan.quantization, **load,
     )  # fmt: skip
     with opened as (checkpoint, weights, builder):

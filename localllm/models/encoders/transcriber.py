@@ -188,7 +188,7 @@ def transcriber_sizes(path: Path, held: HeldAs = HeldAs()) -> TranscriberSizes: 
             if held.quantization is not None and quantize is None:
                 raise UnsupportedOption(
                     f"--quantization {held.quantization} does not apply to {architecture} on {where.type}.",
-                    "It has an encoder alone, of which int8 takes the matrices on a CPU that multiplies bytes.",
+                    "Supported: int8, on a CPU with fast products of 8-bit integers.",
                     "Leave the flag out.", param="quantization",
                 )  # fmt: skip
             if quantize is not None:

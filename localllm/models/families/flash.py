@@ -11,11 +11,12 @@ and are scaled (Xiaomi, arXiv:2601.02780).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families import text_part
-from localllm.models.spec.family import Config, Family, Storage, windowed_layers
+from localllm.models.spec.family import MIMO_V2_MTP, STEP_MTP, Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import LARGEST, NormSpec, number, optional_number, renamed, size
 from localllm.models.spec.gguf import Fields, GGUFFacts, GGUFTensors, Metadata, has, layer_types, sigmoid_experts
 from localllm.models.spec.mixture import grouping, sigmoid_mixture, typed_layers
@@ -27,6 +28,7 @@ _OWN_NAMES = {
     "moe_top_k": "num_experts_per_tok",
     "max_seq_len": "max_position_embeddings",
 }
+_PREDICTION = "the first multi-token prediction layer is run with --speculative mtp"
 _PER_LAYER = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta")
 """Lists that also count the layers that predict further tokens."""
 
@@ -45,6 +47,7 @@ def _step_names(config: Config) -> dict[str, Any]:
     lists of a value for each layer."""
     config = renamed(config, _OWN_NAMES)
     count, other = size(config, "num_hidden_layers"), config.get("attention_other_setting") or {}
+    further = {name: config[name][count:] for name in _PER_LAYER if isinstance(config.get(name), list)}
     lists = {name: config[name][:count] for name in _PER_LAYER if isinstance(config.get(name), list)}
     kinds = lists.get("layer_types") or [_FULL] * count
     if "mlp_layer_types" not in lists:
@@ -58,6 +61,8 @@ def _step_names(config: Config) -> dict[str, Any]:
         "layer_types": kinds,
         "num_sliding_attention_heads": config.get("num_sliding_attention_heads") or other.get("num_attention_heads"),
         "num_sliding_key_value_heads": other.get("num_attention_groups"),
+        "mtp_layer_types": config.get("mtp_layer_types") or further.get("layer_types") or [_WINDOWED],
+        "mtp_limits": further.get("swiglu_limits_shared"),
         "rope_scaling": None,
     }
     ropes = config.get("rope_parameters") or {}
@@ -88,6 +93,8 @@ def _step(config: Config) -> dict[str, Any]:
     if uneven := [pair for pair in each if pair[0] % pair[1]]:
         raise CorruptModel(f"config.json's {uneven[0][0]} attention heads cannot share {uneven[0][1]} key/value heads.")
     scalar, bias = optional_number(config, "query_pre_attn_scalar"), bool(config.get("attention_bias"))
+    more = config["mtp_limits"] or ()
+    further = _limits({"swiglu_limits_shared": more, "num_hidden_layers": len(more)}, "swiglu_limits_shared")
     experts = sigmoid_mixture(
         config,
         layers=typed_layers(config),
@@ -111,6 +118,8 @@ def _step(config: Config) -> dict[str, Any]:
         **_windows(windowed),
         "attention_scale": None if scalar is None else scalar**-0.5,
         "layer_limits": _limits(config, "swiglu_limits_shared"),
+        "mtp_is_windowed": any(windowed) and config["mtp_layer_types"][0] == _WINDOWED,
+        "mtp_limit": next(iter(further), 0.0),
         "mixture": experts,
     }
 
@@ -185,7 +194,8 @@ STEP = Family(
         more_layers=True,
     ),
     _step_names,
-    note="multi-token prediction layers are not run",
+    note=_PREDICTION,
+    mtp=STEP_MTP,
     gguf={
         "step35": GGUFFacts(
             "Step3p5ForCausalLM",
@@ -203,7 +213,11 @@ STEP = Family(
         )
     },
 )
-STEP_VISION = text_part.of_family("Step 3.7 Flash", ("Step3p7ForConditionalGeneration",), STEP)
+STEP_VISION = replace(
+    text_part.of_family("Step 3.7 Flash", ("Step3p7ForConditionalGeneration",), STEP),
+    note=f"{text_part.NOTE} T{_PREDICTION[1:]}.",
+    mtp=STEP_MTP,
+)
 
 
 def _mimo_names(config: Config) -> dict[str, Any]:
@@ -254,6 +268,7 @@ def _mimo(config: Config) -> dict[str, Any]:
         "layer_has_sinks": sinks,
         "attention_factor": 1.0 if scale is None else scale,
         "sliding_window": config["sliding_window"],
+        "mtp_is_windowed": any(windowed),
         **_windows(windowed),
         "mixture": sigmoid_mixture(
             config,
@@ -308,7 +323,8 @@ MIMO = Family(
         ignored=(r"model\.mtp\..*",),
     ),
     _mimo_names,
-    note="multi-token prediction layers are not run",
+    note=_PREDICTION,
+    mtp=MIMO_V2_MTP,
     gguf={
         "mimo2": GGUFFacts(
             "MiMoV2FlashForCausalLM",

@@ -30,7 +30,7 @@ from localllm.models.spec.shard import VOCAB_UNIT, Shard, even_heads, shards_of,
 from localllm.units import format_count
 
 PLAIN_UNIT = 32  # features per unit where nothing is quantised
-BLOCKS = {"gguf": 256, "bitsandbytes": 64, "mxfp4": 32, "compressed-tensors": 128, "modelopt": 128}
+BLOCKS = {"gguf": 256, "bitsandbytes": 64, "mxfp4": 32, "mxfp8": 32, "compressed-tensors": 128, "modelopt": 128}
 UNITS_PER_RANK = 4  # fewer units than these per rank are made smaller: a cut inside a block is exact too
 
 

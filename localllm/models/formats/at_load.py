@@ -71,7 +71,7 @@ def _meta_int8(weight: Tensor) -> QuantizedWeight:
 
 
 def _meta_fp8(weight: Tensor) -> QuantizedWeight:
-    return meta_fp8((weight.shape[0], weight.shape[1]), in_blocks=False, static=False)
+    return meta_fp8((weight.shape[0], weight.shape[1]), None, static=False)
 
 
 _QUANTIZED = ("_proj", *(f".in_proj_{inputs}" for inputs in ("qkv", "q", "k", "v", "z", "qkvz")))

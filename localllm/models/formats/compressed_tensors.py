@@ -4,16 +4,17 @@ A group of modules has one scheme; tensor names show its form.
 
     weight_packed int32              2, 4, 8 bits (W4A16, W8A16)         stored_ints.py
     weight int8                      int8, int4 (W8A8, W4A8)             stored_ints.py
-    weight e4m3                      FP8 per tensor, output, block       fp8.py
+    weight e4m3                      FP8 per tensor, output, block; MXFP8  fp8.py
     weight_packed uint8              NVFP4, MXFP4                        fp4.py
 
 A group's `targets` (a class, a name, or "re:" and a pattern) decide how the integers and scales of its modules are
 read. Matrices that are stored unquantised are read as they are, whatever `ignore` says.
 
-Model Optimizer's checkpoints are FP8 per tensor, or NVFP4. The method is in config.json's quantization_config, or in
-hf_quant_config.json. Unquantised matrices stay so.
+Model Optimizer's checkpoints are FP8 per tensor, MXFP8 or NVFP4. The method is in config.json's quantization_config, or
+in hf_quant_config.json. Unquantised matrices stay so.
 
     FP8      {stem}.weight e4m3, weight_scale, input_scale                        fp8.py
+    MXFP8    {stem}.weight e4m3, weight_scale uint8                               fp8.py
     NVFP4    {stem}.weight uint8, weight_scale e4m3, weight_scale_2, input_scale  fp4.py
 
 Does not know: kernels.
@@ -29,13 +30,13 @@ from typing import Any
 from localllm.errors import CorruptModel
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.fp4 import Fp4, Fp4Names
-from localllm.models.formats.fp8 import Fp8, block_size
+from localllm.models.formats.fp8 import MXFP8, MXFP8_NOTE, Fp8, block_size, mxfp8
 from localllm.models.formats.matrices import FormatByMatrix, MatrixFormat, group_size, is_kv_scale, refuse, whole_number
 from localllm.models.formats.stored_ints import Ints, PackedInts, PlainInts
 
 FORMATS = (
     "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mixed-precision",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
 NVFP4 = Fp4Names("weight_packed", "weight_scale", "weight_global_scale", divides=True)
 MXFP4 = Fp4Names("weight_packed", "weight_scale", None)
@@ -100,10 +101,13 @@ def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> QuantGroup:
     if bits == 4:
         notes = ("Activations stay in 16 bits, although the checkpoint allows 4 bits.",) if inputs else ()
         return QuantGroup(tuple(targets), (Fp4(MXFP4 if weights.get("group_size") == 32 else NVFP4),), notes)
+    if bits == 8 and weights.get("strategy") == "group" and weights.get("group_size") == MXFP8[1]:
+        matrices = mxfp8({}) if inputs else Fp8("MXFP8", "16-bit", MXFP8)
+        return QuantGroup(tuple(targets), (matrices,), tuple(matrices.notes))
     if bits != 8 or weights.get("strategy") not in ("tensor", "channel", "block"):
         raise refuse(
             f"This checkpoint has floats of {bits} bits with scales per {weights.get('strategy')}.",
-            "Supported: FP8 per tensor, channel and block, NVFP4 and MXFP4.",
+            "Supported: FP8 per tensor, channel and block, MXFP8, NVFP4 and MXFP4.",
         )
     block = block_size(weights.get("block_structure")) if weights["strategy"] == "block" else None
     activations = "16-bit" if not inputs else "static" if not inputs.get("dynamic") else "dynamic"
@@ -186,18 +190,17 @@ def modelopt(config: Mapping[str, Any]) -> MatrixFormat:
     algorithm = config.get("quant_algo")
     notes = kv_note(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
     if algorithm == "FP8":
-        return ModelOptFp8(notes)
+        return ModelOptFp8("Model Optimizer FP8", "static", None, notes)
+    if algorithm == "MXFP8":
+        return ModelOptFp8("Model Optimizer MXFP8", "16-bit", MXFP8, (MXFP8_NOTE, *notes))
     if algorithm == "NVFP4":
         return ModelOptFp4(notes)
-    raise refuse(f"This checkpoint is Model Optimizer's {algorithm}.", "Supported: FP8 and NVFP4.")
+    raise refuse(f"This checkpoint is Model Optimizer's {algorithm}.", "Supported: FP8, MXFP8 and NVFP4.")
 
 
 class ModelOptFp8(Fp8):
-    def __init__(self, notes: tuple[str, ...]) -> None:
-        super().__init__("Model Optimizer FP8", "static", None, notes)
-
     def ignores(self, name: str) -> bool:
-        return bool(self.notes) and is_kv_scale(name)
+        return any(note != MXFP8_NOTE for note in self.notes) and is_kv_scale(name)
 
 
 class ModelOptFp4(Fp4):

@@ -6,10 +6,12 @@
                                           (DeepSeek V4) or qscale_weight (Mistral)
     fbgemm_fp8     the same               weight_scale, per output
     modelopt FP8   the same               weight_scale, per tensor                          input_scale
+    mxfp8, fp8     the same               the same names uint8 or e8m0, for each 32 inputs: exponents, plus 127
 
-w = weight * scale, even if the scale is called "inv". Matrices that are stored unquantised stay so. With
-expert_dtype = fp4 (DeepSeek V4) the experts are MXFP4 beside them: {stem}.weight int8 [N, K / 2], two weights per byte,
-and a power of two for each 32 weights.
+w = weight * scale, even if the scale is called "inv". Matrices that are stored unquantised stay so. MXFP8 (OCP
+Microscaling Formats, 2023) is also one of compressed-tensors' and Model Optimizer's schemes. With expert_dtype = fp4
+(DeepSeek V4) the experts are MXFP4 beside them: {stem}.weight int8 [N, K / 2], two weights per byte, and a power of two
+for each 32 weights.
 Does not know: how matrices are multiplied (kernels/fp8_linear.py).
 """
 
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel
 from localllm.kernels.fp8_linear import Fp8Weight
-from localllm.kernels.quantized_weight import SCALE_BLOCK
+from localllm.kernels.quantized_weight import SCALE_BLOCK, SCALE_GROUP
 from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.fp4 import PACKED, Fp4, Fp4Names
@@ -43,6 +45,9 @@ SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 ENDINGS = ("weight", *SCALES, "input_scale", "activation_scale", "qscale_act", "input_scale_ub", "weight_zero_point",
            "input_zero_point")  # fmt: skip
+POWERS = ("U8", "F8_E8M0")
+MXFP8 = (1, SCALE_GROUP)
+MXFP8_NOTE = "Activations stay in 16 bits, although the checkpoint allows 8 bits."
 Activations = Literal["dynamic", "static", "16-bit"]
 
 
@@ -55,8 +60,20 @@ def fp8(config: Mapping[str, Any]) -> MatrixFormat:
     block, experts = config.get("weight_block_size"), config.get("expert_dtype", "fp8")
     if experts not in ("fp8", "fp4"):
         raise refuse(f"This checkpoint is FP8 with an expert_dtype of {experts!r}.", "Supported: fp8 and fp4.")
-    matrices = Fp8("FP8", scheme, None if block is None else block_size(block))
+    matrices = mxfp8(config) if _is_mxfp8(block) else Fp8("FP8", scheme, None if block is None else block_size(block))
     return matrices if experts == "fp8" else Fp8AndFp4(matrices)
+
+
+def mxfp8(config: Mapping[str, Any], notes: Sequence[str] = ()) -> Fp8:
+    """Return the format. Fields like ignored_layers are not needed: the tensors' types show the same."""
+    block = config.get("weight_block_size", MXFP8)
+    if not _is_mxfp8(block):
+        raise refuse(f"This checkpoint is MXFP8 with weight_block_size = {block!r}.", "Supported: [1, 32].")
+    return Fp8("MXFP8", "16-bit", MXFP8, (MXFP8_NOTE, *notes))
+
+
+def _is_mxfp8(block: object) -> bool:
+    return isinstance(block, list | tuple) and tuple(block) == MXFP8
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
@@ -73,7 +90,7 @@ def block_size(value: object) -> tuple[int, int]:
     if rows % SCALE_BLOCK or columns % SCALE_BLOCK:
         raise refuse(
             f"This checkpoint is FP8 with a scale for each {rows} x {columns} weights.",
-            f"Supported: blocks of {SCALE_BLOCK} x {SCALE_BLOCK} and their multiples.",
+            f"Supported: blocks of {SCALE_BLOCK} x {SCALE_BLOCK} and their multiples, and of 1 x {SCALE_GROUP}.",
         )
     return rows, columns
 
@@ -94,7 +111,7 @@ class Fp8(BlockFormat):
 
     @property
     def name(self) -> str:
-        size = "" if self.block is None else f", blocks of {self.block[0]} x {self.block[1]}"
+        size = "" if self.block in (None, MXFP8) else f", blocks of {self.block[0]} x {self.block[1]}"
         return f"{self.label}{size}, {self.activations} activations"
 
     @property
@@ -135,8 +152,7 @@ class Fp8(BlockFormat):
         return fp8_weight(load_copy(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
 
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> Fp8Weight:
-        in_blocks, static = self.block is not None, self._is_static
-        return meta_fp8(shape, in_blocks=in_blocks, static=static, activations=self._unmeasured)
+        return meta_fp8(shape, self.block, static=self._is_static, activations=self._unmeasured)
 
     @property
     def _unmeasured(self) -> Activations:
@@ -180,7 +196,8 @@ class Fp8AndFp4(FormatByMatrix):
 def check_fp8_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None) -> None:
     rows, columns = shape
     if block is not None:
-        check_tensor(checkpoint, name, SCALE_TYPES, (-(-rows // block[0]), -(-columns // block[1])))
+        types = POWERS if block == MXFP8 else SCALE_TYPES
+        check_tensor(checkpoint, name, types, (-(-rows // block[0]), -(-columns // block[1])))
     else:
         check_tensor(checkpoint, name, SCALE_TYPES, (), (1,), (1, 1), (rows,), (rows, 1))
 
@@ -188,7 +205,13 @@ def check_fp8_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int], b
 def fp8_scales(
     checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
-    """Return fp32 scales: [N], repeated if there is one per tensor; or one for each 128 x 128 block."""
+    """Return fp32 scales: [N], repeated if there is one per tensor; or one for each 128 x 128 block. Of MXFP8 the
+    exponents, uint8 [N, ceil(K/32)]."""
+    if block == MXFP8:
+        powers = load_copy(checkpoint, name, device).view(torch.uint8)
+        if bool((powers == 255).any()):
+            raise CorruptModel(f"{name} contains NaN scales.", hint="Download the model again.")
+        return powers
     scales = load_scales(checkpoint, name, device, torch.float32)
     if block is None:
         return scales.reshape(-1).expand(shape[0]).contiguous()
@@ -204,13 +227,17 @@ def fp8_weight(
 
 
 def meta_fp8(
-    shape: tuple[int, int], *, in_blocks: bool, static: bool, activations: Activations = "dynamic"
+    shape: tuple[int, int], block: tuple[int, int] | None, *, static: bool, activations: Activations = "dynamic"
 ) -> Fp8Weight:
     rows, columns = shape
-    blocks = (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+    if block == MXFP8:
+        scales = torch.empty((rows, -(-columns // SCALE_GROUP)), dtype=torch.uint8, device="meta")
+    else:
+        blocks = (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+        scales = torch.empty((rows,) if block is None else blocks, device="meta")
     return fp8_weight(
         torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),
-        torch.empty(blocks if in_blocks else (rows,), device="meta"),
+        scales,
         torch.empty(1, device="meta") if static else None,
         activations,
     )

@@ -26,7 +26,7 @@ MOST_RUNS = 8
 
 def stacked_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight | StackedWeight:
     """Stack all rows into one matrix, or several if scale blocks would cross from one weight into the next."""
-    if weights[0].scales.ndim == 1:
+    if not weights[0].in_blocks:
         return _joined(weights)
     groups = joinable([weight.shape[0] for weight in weights])
     ends = [*accumulate(len(group) for group in groups)]

@@ -103,7 +103,7 @@ class MatrixFormat(ABC):
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
         # Not per part: torch.cat on `meta` takes seconds the first time.
         whole = naming_matrix(stem, lambda: self._meta_matrix(checkpoint, stem, (sum(rows), columns)))
-        if not isinstance(whole, Fp8Weight) or whole.scales.ndim == 1:
+        if not isinstance(whole, Fp8Weight) or not whole.in_blocks:
             return whole
         heights = [height for part, count in zip(parts, rows, strict=True) for height in piece_heights(part, count)]
         each = [self._meta_matrix(checkpoint, stem, (sum(group), columns)) for group in joinable(heights)]
@@ -208,7 +208,7 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
     if isinstance(weight, Int8Weight):
         zeros = None if weight.zeros is None else weight.zeros[order]
         return replace(weight, values=weight.values[order], scales=weight.scales[order], zeros=zeros)
-    if isinstance(weight, Fp8Weight) and weight.scales.ndim == 1:
+    if isinstance(weight, Fp8Weight) and not weight.in_blocks:
         values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
         return replace(weight, values=values, scales=weight.scales[order])
     assert isinstance(weight, Fp8Weight), type(weight).__name__

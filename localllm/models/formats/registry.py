@@ -70,6 +70,7 @@ FORMATS: dict[str, str] = {
     "gptq": "gptq:gptq",
     "modelopt": "compressed_tensors:modelopt",
     "mxfp4": "fp4:mxfp4",
+    "mxfp8": "fp8:mxfp8",
 }
 """`quant_method` -> "module:function" in this folder; the function takes the quantization_config."""
 

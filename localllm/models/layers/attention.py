@@ -173,7 +173,7 @@ class WidenedValues:
         return torch.cat((qkv[:, :first], values.flatten(1)), 1)
 
     def native_fields(self, writer: Writer) -> dict[str, Any]:
-        raise NotSupportedNatively("values narrower than keys")
+        return {"value_dim": self.size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +413,7 @@ class Attention:
         description = self._described(writer, kind, kv)
         writer.attend(description, self.gate_size)
         if self.gate_size:
-            width = description.heads * description.head_dim
+            width = description.heads * description.value_dim
             activation = _GATES[self.gate_activation][1]
             writer.multiply(writer.qkv, 0, writer.attended, 0, width, activation, factors=self.gate_size)
 
@@ -435,15 +435,17 @@ class Attention:
             head_norm = HeadNorm.RMS_LAST if self.norm_last else HeadNorm.RMS
             changes |= {"head_norm": head_norm, "head_norm_weight": writer.address(self.qk_norm.weight)}
             changes["head_norm_eps"] = self.qk_norm.eps
+        narrower = head_dim - (self.value_dim or head_dim)
+        made = (self.qkv.weight.shape[0] - self.gate_size + narrower * kv.k.shape[0]) // head_dim
         return NativeAttention(
-            **cache_fields(kv), hadamard_size=rotation_size(head_dim) if kv.rotates_keys else 0,
-            heads=count_query_heads((self.qkv.weight.shape[0] - self.gate_size) // head_dim, kv, self.made),
+            **{**cache_fields(kv), **changes}, hadamard_size=rotation_size(head_dim) if kv.rotates_keys else 0,
+            heads=count_query_heads(made, kv, self.made),
             angles=writer.address(table), rotary_dim=0 if table is None else table.shape[1],
             window=window or 0, group=writer.group, scale=self.scale, softcap=self.softcap or 0.0,
             sinks=writer.address(self.sinks), slopes=writer.address(self.alibi_slopes),
             distance_bias=writer.address(self.distance_bias),
             distances=0 if self.distance_bias is None else self.distance_bias.shape[1],
-            **changes, made=_HEADS_MADE[self.made], norms_values=self.norms_values,
+            made=_HEADS_MADE[self.made], norms_values=self.norms_values,
             query_growth=growth.factor, growth_period=growth.period, growth_offset=growth.offset,
         )  # fmt: skip
 

@@ -246,7 +246,7 @@ class Writer:
     def attend(self, attention: NativeAttention, offset: int = 0) -> None:
         """Attend from the heads in `qkv`, from column `offset` on. The result is in `attended`."""
         self.kept.append(attention)
-        self.attended.widen(attention.heads * attention.head_dim)
+        self.attended.widen(attention.heads * attention.value_dim)
         address = ctypes.addressof(attention)
         self.plan(Op.ATTEND, self.qkv, self.attended, source_offset=offset, attention=address)
 

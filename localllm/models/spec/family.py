@@ -32,6 +32,8 @@ class MTPLayout:
     embedding: str = ""  # copies of the model's embedding and head that checkpoints may store; "": none do
     head: str = ""
     around: str = ""  # prefix of the parts around the layer, if it is not the layer's own
+    reads_normed: bool = True  # it starts from the target's hidden state after the final norm, not before it
+    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) of the layer's names, after the family's
 
     def stored_prefix(self, num_layers: int) -> str:
         """Return the prefix of the MTP layer's tensor names in a model of `num_layers` layers."""
@@ -45,7 +47,7 @@ class MTPLayout:
         """Return the layout in GGUF, where the layer follows the model's own and its parts have the same names in all
         architectures."""
         return replace(
-            self, prefix="blk.{layer}.", around="", embed_norm="nextn.enorm", hidden_norm="nextn.hnorm",
+            self, prefix="blk.{layer}.", around="", renames=(), embed_norm="nextn.enorm", hidden_norm="nextn.hnorm",
             projection="nextn.eh_proj", final_norm="nextn.shared_head_norm", embedding="nextn.embed_tokens",
             head="nextn.shared_head_head",
         )  # fmt: skip
@@ -80,6 +82,22 @@ MIMO_MTP = MTPLayout(
     hidden_first=True,
     final_norm="final_layernorm",
     hands_on_normed=True,
+)
+STEP_MTP = replace(
+    DEEPSEEK_MTP,
+    final_norm="transformer.shared_head.norm",
+    head="transformer.shared_head.output",
+    reads_normed=False,
+)
+MIMO_V2_MTP = MTPLayout(
+    prefix="model.mtp.layers.0.",
+    embed_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    hidden_first=False,
+    final_norm="final_layernorm",
+    hands_on_normed=True,
+    renames=((r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),),
 )
 
 

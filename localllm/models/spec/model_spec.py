@@ -75,8 +75,8 @@ class SourceSpec(NamedTuple):
 
 DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 
-FINAL_HIDDEN = -1
-"""The tap of the hidden state after the target's final norm."""
+FINAL_HIDDEN, FINAL_STREAM = -1, -2
+"""The taps of the hidden state after the target's final norm, and of the stream before this norm."""
 
 
 class QueryGrowth(NamedTuple):
@@ -169,7 +169,8 @@ class ModelSpec:
     sliding_window: int | None = None  # tokens that a windowed layer sees, including the current one
     window_is_chunk: bool = False  # windows are chunks of that many positions, and do not slide (Llama 4)
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
-    mtp_is_windowed: bool = False  # the layer for multi-token prediction is windowed too (Mellum 2)
+    mtp_is_windowed: bool = False  # the layer for multi-token prediction is as the windowed ones (Mellum 2)
+    mtp_limit: float = 0.0  # of its feed-forward part, as in layer_limits (Step 3.5)
     layer_heads: tuple[int, ...] = ()  # per layer the query heads; empty: num_heads in all (Laguna)
     layer_kv_shapes: tuple[tuple[int, int], ...] = ()
     """Per layer the KV heads and their size; empty: num_kv_heads of head_dim in all (Gemma 4 has two shapes)."""

@@ -9,14 +9,14 @@
 #include "step.h"
 
 enum { HIDDEN = 128, HEADS = 4, KV_HEADS = 2, SIZE = 32, QKV = (HEADS + 2 * KV_HEADS) * SIZE, FEATURES = 200, BLOCKS = 64 };
-enum { STEPS = 150, OPERATIONS = 15, LONG = 40 };
+enum { STEPS = 150, OPERATIONS = 17, LONG = 40, NARROW = 20 };
 enum { PLACES = 4, TAPS = 4, STATE = 24 };  // of recurrent operations: HEADS heads of STATE x SIZE
 enum { CHANNELS = 2 * KV_HEADS * STATE + HEADS * SIZE, MIXED = CHANNELS + HEADS * SIZE + 2 * HEADS };
 
 typedef struct {
   Pool* pool;
   Operation operations[OPERATIONS];
-  Attention attention, latent;
+  Attention attention, latent, narrow;
   HeadProducts heads;
   Convolution convolution;
   GatedDelta delta;
@@ -80,7 +80,7 @@ static void describe(Caller* c, Pool* pool) {
   c->y = numbers(LONG * QKV, 6);
   const int64_t cache = KV_HEADS * BLOCKS * 16 * SIZE;
   c->attention = (Attention){.k = numbers(cache, 7), .v = numbers(cache, 8), .num_blocks = BLOCKS, .block_size = 16,
-                             .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = SIZE, .scale = 0.2};
+                             .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = SIZE, .value_dim = SIZE, .scale = 0.2};
   Operation* o = c->operations;
   o[0] = operation(OP_LINEAR, matrix(QKV, HIDDEN, 9), c->stream, HIDDEN, c->qkv, QKV);
   o[0].norm = (Norm){.kind = NORM_RMS, .weight = numbers(HIDDEN, 10), .eps = 1e-5};
@@ -100,7 +100,7 @@ static void describe(Caller* c, Pool* pool) {
   // The heads are parts that read one key, which only one of them writes.
   float* keys = numbers(BLOCKS * 16 * SIZE, 14);
   c->latent = (Attention){.k = keys, .v = keys, .num_blocks = BLOCKS, .block_size = 16, .heads = HEADS,
-                          .kv_heads = HEADS, .head_dim = SIZE, .scale = 0.2, .made = MADE_LATENT};
+                          .kv_heads = HEADS, .head_dim = SIZE, .value_dim = SIZE, .scale = 0.2, .made = MADE_LATENT};
   c->heads = (HeadProducts){numbers(HEADS * SIZE * SIZE, 15), CACHE_F32, HEADS, SIZE, SIZE, 0, SIZE, SIZE};
   o[12] = operation(OP_ATTEND, (Matrix){0}, c->qkv, QKV, c->attended, HIDDEN);
   o[12].attention = &c->latent;
@@ -108,6 +108,12 @@ static void describe(Caller* c, Pool* pool) {
   o[13].heads = &c->heads;
   o[14] = operation(OP_ADD, (Matrix){.outputs = HIDDEN}, c->gated, FEATURES, c->stream, HIDDEN);
   o[14].adds = 1;
+  c->narrow = c->attention;
+  c->narrow.k = numbers(cache, 16), c->narrow.v = numbers(cache, 17), c->narrow.value_dim = NARROW;
+  o[15] = operation(OP_ATTEND, (Matrix){0}, c->qkv, QKV, c->attended, HEADS * NARROW);
+  o[15].attention = &c->narrow;
+  o[16] = operation(OP_ADD, (Matrix){.outputs = HEADS * NARROW}, c->attended, HEADS * NARROW, c->stream, HIDDEN);
+  o[16].adds = 1;
 }
 
 // Rows of any length between places of their own, one of them from zeros.

@@ -38,7 +38,7 @@ from localllm.kernels.paged_attention.twin import HostPlan, plan_on_host
 from localllm.kernels.quantize import Nibbles, quantize_nibbles
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary_store_kv import hadamard, plan_rotation, rotary_store_kv, rotation_size
-from localllm.models.layers.attention import Clip, HeadLayerNorm
+from localllm.models.layers.attention import Clip, HeadLayerNorm, WidenedValues
 from localllm.models.layers.mlp import UNGATED
 from tests.kernels.cpu.native_steps import Builder, listed, no_rows
 
@@ -208,15 +208,17 @@ class Case:
 
     def __init__(
         self, positions: list[int], *, heads: int = 6, kv_heads: int = 2, head_dim: int = 64, block_size: int = 16,
-        rotary_dim: int | None = None, dtype: torch.dtype = torch.float32, four_bits: str = "", **fields: Any,
+        value_dim: int | None = None, rotary_dim: int | None = None, dtype: torch.dtype = torch.float32,
+        four_bits: str = "", **fields: Any,
     ) -> None:  # fmt: skip
-        """four_bits: the format of the cache, k8v4 or int4."""
+        """four_bits: the format of the cache, k8v4 or int4. value_dim: of a head of v; None: head_dim."""
         torch.manual_seed(sum(positions) + head_dim)
         self.positions, self.heads, self.fields = positions, heads, fields
         self.block_size, self.rotary_dim = block_size, head_dim if rotary_dim is None else rotary_dim
-        width = (heads + 2 * kv_heads) * head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        width = (heads + kv_heads) * head_dim + kv_heads * self.value_dim
         rows = max(MAX_ROWS, len(positions))
-        self.x, self.y = torch.randn(rows, width), torch.zeros(rows, heads * head_dim)
+        self.x, self.y = torch.randn(rows, width), torch.zeros(rows, heads * self.value_dim)
         blocks_each = max(positions) // block_size + 1
         num_blocks = blocks_each * len(positions) + 3
         order = torch.randperm(num_blocks)[: blocks_each * len(positions)]
@@ -246,11 +248,11 @@ class Case:
         return [int(self.tables[i, p // size]) * size + p % size for i, p in enumerate(self.positions)]
 
     def native(self, pool: Pool, **fields: Any) -> Tensor:
-        """Return the result [rows, heads * head_dim]; writes the cache."""
+        """Return the result [rows, heads * value_dim]; writes the cache."""
         build = Builder()
         angles = {"angles": self.table, "rotary_dim": self.rotary_dim} if self.rotary_dim else {}
         turned = {"hadamard_size": rotation_size(self.kv.head_dim)} if self.kv.rotates_keys else {}
-        given = {"scale": 0.2, **angles, **turned, **self.fields, **fields}
+        given = {"scale": 0.2, "value_dim": self.value_dim, **angles, **turned, **self.fields, **fields}
         attention = build.attention(self.kv, self.heads, **given)
         operation = build.operation(Op.ATTEND, self.x, self.y, attention=attention)
         rows = build.rows(self.tables, self.positions, self.block_size)
@@ -269,6 +271,7 @@ class Case:
         """Return the same through the twins, in fp32; writes the cache."""
         rows = len(self.positions)
         qkv, positions = self.x[:rows].clone(), torch.tensor(self.positions)
+        qkv = WidenedValues(self.kv.k.shape[0], self.value_dim, self.kv.head_dim)(qkv)
         if before is not None:
             qkv = before(qkv)
         rotation = plan_rotation(self.table, positions) if self.rotary_dim else None
@@ -286,9 +289,10 @@ class Case:
         if k.dtype in (torch.bfloat16, torch.float16):  # the twin would round queries and weights as well
             k, v = k.float(), v.float()
         assert isinstance(plan, HostPlan)
-        return paged_attention_reference(
+        attended = paged_attention_reference(
             q, k, v, plan, **{"scale": 0.2, **scoring}, k_scale=self.kv.k_scale, v_scale=self.kv.v_scale
         )  # fmt: skip
+        return attended.unflatten(1, (self.heads, -1))[:, :, : self.value_dim].flatten(1)
 
     def attended(
         self, pool: Pool, rows: slice = slice(None), *, window: int | None = None, softcap: float | None = None,
@@ -349,6 +353,21 @@ def test_attend_to_four_bits(pool: Pool, positions: list[int], four_bits: str, h
 @pytest.mark.parametrize("head_dim", [2, 18, 80, 128])
 def test_attend_shapes(pool: Pool, heads: int, kv_heads: int, head_dim: int) -> None:
     Case([70, 5], heads=heads, kv_heads=kv_heads, head_dim=head_dim).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (7, 1), (14, 2)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(2, 1), (24, 16), (80, 18), (192, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_attend_to_values_narrower_than_keys(
+    pool: Pool, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    Case([530, 5], **shape, dtype=dtype).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize("four_bits", ["k8v4", "int4"])
+def test_attend_to_values_of_four_bits_narrower_than_keys(pool: Pool, four_bits: str) -> None:
+    Case([530, 5], four_bits=four_bits, value_dim=40).compare(pool, {}, {})
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 24])

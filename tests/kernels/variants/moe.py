@@ -30,6 +30,7 @@ def product(
     bias: bool = False,
     single: bool = False,
     in_blocks: bool = False,
+    in_groups: bool = False,
     limit: float = 0.0,
     mma: str = "HGMMA",
     archs: tuple[int, ...] = (75, 80, 89, 90, 120),
@@ -44,7 +45,7 @@ def product(
         "x_ptr": f"*{dtype}",
         "weight_ptr": f"*{stored}",
         "bias_ptr": f"*{dtype}",
-        "scales_ptr": "*fp32",
+        "scales_ptr": "*u8" if in_groups else "*fp32",
         "weight_desc": f"tensordesc<{stored}{box}>",
         "weights_ptr": "*fp32",
         "out_ptr": f"*{dtype}",
@@ -69,6 +70,7 @@ def product(
             "LIMIT": limit,
             "KIND": kind,
             "BLOCKS": in_blocks,
+            "GROUPS": in_groups,
             "PTX": gpu != AMD,
             "SINGLE": single,
             "BLOCK_M": block_m,
@@ -308,6 +310,11 @@ VARIANTS = [
         gpu=80,
         archs=(80, 120),
         mma="HMMA",
+    ),
+    *(
+        product(f"E128 N768 K{depth} MXFP8", rows, 8, activation, depth=depth, kind="e4m3", in_groups=True, gpu=gpu)
+        for gpu in (80, 90)
+        for rows, activation, depth in ((16, "silu", 2048), (64, "silu", 2048), (64, "", 768))
     ),
     planar("E128 N768 K2048", 16, 8, "silu", depth=2048, archs=(90,), max_instructions_per_element=3.1),
     planar("E128 N768 K2048", 16, 8, "", depth=768, zeros=False, archs=(90,), max_instructions_per_element=3.1),

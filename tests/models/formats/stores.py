@@ -125,6 +125,22 @@ def per_block(size: int = 128, kind: torch.dtype = torch.float32) -> Store:
     return store
 
 
+MXFP8 = {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}
+
+
+def mxfp8(name: str = "weight_scale", kind: torch.dtype = torch.uint8) -> Store:
+    """A power of two for each 32 inputs, whose exponent is stored plus 127. name: of the tensor of exponents."""
+
+    def store(stem: str, weight: Tensor) -> Stored:
+        groups = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+        exponents = (groups.abs().amax(2) / 448).clamp(min=2.0**-60).log2().ceil()
+        spread = torch.exp2(exponents).repeat_interleave(32, 1)[:, : weight.shape[1]]
+        values, meant = fp8_values(weight, spread)
+        return {"weight": values, name: (exponents + 127).to(torch.uint8).view(kind)}, meant
+
+    return store
+
+
 # bitsandbytes ---------------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@ from tests.models.formats.stores import (
     DYNAMIC,
     E4M3,
     GPTQ,
+    MXFP8,
     NF4,
     STATIC,
     awq,
@@ -57,6 +58,7 @@ from tests.models.formats.stores import (
     ints,
     modelopt_fp8,
     modelopt_nvfp4,
+    mxfp8,
     packed,
     per_block,
     per_output,
@@ -184,6 +186,10 @@ LOADED = {
         of(StackedWeight), of(Fp8Weight), of(Fp8Weight, scales=lambda scales: scales.shape == (4, 1)), of(Fp8Weight)]
         ) for kind in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)},
     "fp8 blocks of 256": Loads({**BLOCKS, "weight_block_size": [256, 256]}, per_block(256)),
+    "mxfp8": Loads(MXFP8, mxfp8(), of(Fp8Weight, activations="16-bit", scales=lambda s: s.dtype == torch.uint8),
+                   notes=("16 bits",)),
+    "mxfp8 as fp8 in blocks": Loads({**BLOCKS, "weight_block_size": [1, 32]},
+                                    mxfp8("weight_scale_inv", torch.float8_e8m0fnu), of(Fp8Weight), notes=("16 bits",)),
     "fp8 with a head": Loads(DYNAMIC, per_tensor(), of(Fp8Weight), head=Fp8Weight),
     # scales are rounded to fp16, and those of the source are fp16 numbers already, unless they are quantised
     **{f"bitsandbytes {kind}, {'double' if double else 'plain'}": Loads(
@@ -223,6 +229,8 @@ LOADED = {
          of(Fp8Weight, activations="dynamic" if strategy == "block" and name == "static" else name), of(Fp8Weight)],
         inputs=inputs) for strategy in ("tensor", "channel", "block") for name, inputs in FP8_INPUTS.items()},
     # NVFP4's scales are products, rounded to fp16; MXFP4 loses nothing
+    "ct mxfp8": ct("mxfp8-quantized", floats(strategy="group", group_size=32), mxfp8(), of(Fp8Weight),
+                   inputs=floats(strategy="group", group_size=32, dynamic=True), notes=("16 bits",)),
     "ct NVFP4": ct("nvfp4-pack-quantized", floats(4, strategy="tensor_group", group_size=16), ct_nvfp4,
                    of(PlanarWeight, bits=4, group=16), inputs=FP4_INPUTS, within=5e-3, each_within=2**-11,
                    notes=("16 bits",)),
@@ -230,6 +238,8 @@ LOADED = {
                    of(PlanarWeight, bits=4, group=32), inputs=FP4_INPUTS, each_within=0, notes=("16 bits",)),
     "modelopt fp8": Loads({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, modelopt_fp8,
                           of(Fp8Weight, activations="static")),
+    "modelopt MXFP8": Loads({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}, mxfp8(),
+                            of(Fp8Weight), notes=("16 bits",)),
     "modelopt NVFP4, config in a file": Loads(
         {}, modelopt_nvfp4, of(PlanarWeight, bits=4), within=5e-3, each_within=2**-11, notes=("16 bits", "KV cache"),
         beside=("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {
@@ -462,6 +472,11 @@ REFUSED = [
         r"quant_map has shape \[8\].*\[16\]": put("weight.quant_map", lambda t: torch.zeros(8)),
         "NaN or infinite": put("weight.nested_absmax", lambda t: t.fill_(torch.nan)),
     }),
+    *damaged(MXFP8, mxfp8(), {
+        r"\[128, 3\].*\[128, 4\]": put("weight_scale", lambda t: t[:, :3]),
+        "weight_scale is stored as F32": put("weight_scale", lambda t: t.float()),
+        "weight_scale contains NaN": put("weight_scale", lambda t: torch.full_like(t, 255)),
+    }, error=CorruptModel),
     Refused("GPU-specific tile layout", {"load_in_8bit": True}, eight_bits, put("weight_format", lambda t: t.fill_(2))),
     *configs(PACKED, packed(4, 32), {
         "format marlin-24": {"format": "marlin-24"},
@@ -484,7 +499,7 @@ REFUSED = [
         "groups 7 to 7": put("weight_g_idx", lambda t: torch.full((128,), 7).int()),
     }, source="llama bf16"),
     Refused(r"weight holds -1\d\d to 127.*-8 to 7", ct_config("int-quantized", ints(4, -1)), plain(8)),
-    Refused(r"W4A8_AWQ.*FP8 and NVFP4", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, modelopt_fp8,
+    Refused(r"W4A8_AWQ.*MXFP8 and NVFP4", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, modelopt_fp8,
             error=UnsupportedModel, at_once=True),
 ]  # fmt: skip
 

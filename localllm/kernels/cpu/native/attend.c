@@ -33,7 +33,7 @@ int64_t attention_floats(const Attention* a) {
   return group_of(a) * (width + PIECE) + TILE * width + width;
 }
 
-int64_t attention_result_floats(const Attention* a) { return group_of(a) * (2 + padded(a->head_dim)); }
+int64_t attention_result_floats(const Attention* a) { return group_of(a) * (2 + padded(a->value_dim)); }
 
 // A head of q or k ----------------------------------------------------------------------------------------------------
 
@@ -57,8 +57,8 @@ static float squares(const Attention* a, const float* x, int64_t heads) {
   return sum;
 }
 
-static void clip_head(const Attention* a, const float* x, float* out) {
-  for (int64_t i = 0; i < a->head_dim; i++) out[i] = clipped(a, x[i]);
+static void clip_head(const Attention* a, const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i++) out[i] = clipped(a, x[i]);
 }
 
 // Norm `out`, head number `head` of q's heads, then k's. `x` holds all of them.
@@ -107,7 +107,7 @@ static void turn_head(const Attention* a, float* x) {
 
 // Write head number `head` of q's heads, then k's, as attention reads it.
 static void prepare_head(const Attention* a, const float* x, int64_t head, int64_t position, float* out) {
-  clip_head(a, x + head * a->head_dim, out);
+  clip_head(a, x + head * a->head_dim, a->head_dim, out);
   const int is_last = a->head_norm == HEAD_NORM_RMS_LAST;
   if (a->head_norm != HEAD_NORM_NONE && !is_last) norm_head(a, x, head, out);
   if (a->angles) rotate_head(a, position, out);
@@ -201,12 +201,13 @@ static void store_head(
 
 static void store_keys_and_values(const Attention* a, const StepRow* row, const float* x, int64_t head, float* memory) {
   const int64_t token = cache_head(a, head) * a->num_blocks * a->block_size + row->slot;
-  const int64_t first_value = a->heads + (a->made == MADE_QK ? 0 : a->kv_heads);
+  const int64_t first_value = (a->heads + (a->made == MADE_QK ? 0 : a->kv_heads)) * a->head_dim;
   if (a->made == MADE_Q || (a->made == MADE_LATENT && head)) return;
   prepare_head(a, x, a->heads + head, row->turn, memory);
   store_head(a, a->key_type, a->key_group, memory, a->k, a->k_scales, token);
   if (a->made == MADE_LATENT) return;
-  clip_head(a, x + (first_value + head) * a->head_dim, memory);
+  clip_head(a, x + first_value + head * a->value_dim, a->value_dim, memory);
+  for (int64_t i = a->value_dim; i < a->head_dim; i++) memory[i] = 0;
   if (a->norms_values) norm_head(a, x, a->heads + a->kv_heads + head, memory);
   store_head(a, a->value_type, a->value_group, memory, a->v, a->v_scales, token);
 }
@@ -319,17 +320,18 @@ static float exponentials(float* scores, int64_t n, float* largest) {
 
 // Values --------------------------------------------------------------------------------------------------------------
 
-// Add `count` values, weighted, to the sums of `heads` heads, `vectors` vectors of each from column 0 on.
+// Add `count` values, weighted, to the sums of `heads` heads, `vectors` vectors of each from column 0 on. stride: floats
+// from value to value; width: of the sums.
 ALWAYS_INLINE void add_values_of(
-    const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads,
-    const int vectors) {
+    const float* weights, const float* values, int64_t stride, int64_t width, int64_t count, float* sums,
+    const int heads, const int vectors) {
   Floats s[4][4];
   for (int h = 0; h < heads; h++) {
     for (int i = 0; i < vectors; i++) s[h][i] = load_floats(sums + h * width + i * LANES);
   }
   for (int64_t j = 0; j < count; j++) {
     Floats v[4];
-    for (int i = 0; i < vectors; i++) v[i] = load_floats(values + j * width + i * LANES);
+    for (int i = 0; i < vectors; i++) v[i] = load_floats(values + j * stride + i * LANES);
     for (int h = 0; h < heads; h++) {
       const Floats weight = each_float(weights[h * PIECE + j]);
       for (int i = 0; i < vectors; i++) s[h][i] = multiply_add(weight, v[i], s[h][i]);
@@ -342,22 +344,26 @@ ALWAYS_INLINE void add_values_of(
 
 // heads * vectors sums are held in registers.
 ALWAYS_INLINE void add_values_to(
-    const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads,
-    const int vectors) {
+    const float* weights, const float* values, int64_t stride, int64_t width, int64_t count, float* sums,
+    const int heads, const int vectors) {
   int64_t i = 0;
   for (; i + vectors * LANES <= width; i += vectors * LANES) {
-    add_values_of(weights, values + i, width, count, sums + i, heads, vectors);
+    add_values_of(weights, values + i, stride, width, count, sums + i, heads, vectors);
   }
-  for (; i < width; i += LANES) add_values_of(weights, values + i, width, count, sums + i, heads, 1);
+  for (; i < width; i += LANES) add_values_of(weights, values + i, stride, width, count, sums + i, heads, 1);
 }
 
 static void add_values(
-    const float* weights, const float* values, int64_t width, int64_t count, int64_t group, float* sums) {
+    const float* weights, const float* values, int64_t stride, int64_t width, int64_t count, int64_t group,
+    float* sums) {
   enum { FOUR = ACCUMULATORS / 4 };
   int64_t h = 0;
-  for (; h + 4 <= group; h += 4) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 4, FOUR);
-  for (; h + 2 <= group; h += 2) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 2, 4);
-  for (; h < group; h++) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 1, 4);
+  for (; h + 4 <= group; h += 4, weights += 4 * PIECE, sums += 4 * width)
+    add_values_to(weights, values, stride, width, count, sums, 4, FOUR);
+  for (; h + 2 <= group; h += 2, weights += 2 * PIECE, sums += 2 * width)
+    add_values_to(weights, values, stride, width, count, sums, 2, 4);
+  for (; h < group; h++, weights += PIECE, sums += width)
+    add_values_to(weights, values, stride, width, count, sums, 1, 4);
 }
 
 // Pieces --------------------------------------------------------------------------------------------------------------
@@ -389,17 +395,17 @@ static void score_piece(const Piece* p) {
 
 static void weigh_values(const Piece* p, float* sums) {
   const Attention* a = p->a;
-  const int64_t width = padded(a->head_dim), group = group_of(a);
+  const int64_t stride = padded(a->head_dim), width = padded(a->value_dim), group = group_of(a);
   int64_t token, count;
   memset(sums, 0, (size_t)(group * width) * sizeof(float));
   for (int64_t position = p->first; position < p->end; position += count) {
     count = tile_at(p, position, &token);
     const float* values = load_tile(a, a->value_type, a->value_group, a->v, a->v_scales, token, count, p->tile);
-    add_values(p->scores + position - p->first, values, width, count, group, sums);
+    add_values(p->scores + position - p->first, values, stride, width, count, group, sums);
   }
 }
 
-// A result is [group] largest scores, [group] sums, [group, width] weighted values.
+// A result is [group] largest scores, [group] sums, [group, padded value_dim] weighted values.
 void attend_piece(
     const Attention* a, const StepRow* row, const float* x, int64_t head, int64_t piece, int64_t stores, float* memory,
     float* result) {
@@ -425,7 +431,7 @@ void store_piece(const Attention* a, const StepRow* row, const float* x, int64_t
 }
 
 void join_pieces(const Attention* a, int64_t head, int64_t pieces, const float* results, float* y) {
-  const int64_t n = a->head_dim, width = padded(n), group = group_of(a), size = attention_result_floats(a);
+  const int64_t n = a->value_dim, width = padded(n), group = group_of(a), size = attention_result_floats(a);
   for (int64_t h = 0; h < group; h++) {
     float* out = y + (head * group + h) * n;
     float largest = a->sinks ? a->sinks[head * group + h] : -INFINITY;

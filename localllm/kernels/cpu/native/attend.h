@@ -28,5 +28,5 @@ void multiply_head(
     const HeadProducts*, int64_t head, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride,
     float* memory);
 
-// Join the results of all pieces of KV head `head` into y [heads, head_dim].
+// Join the results of all pieces of KV head `head` into y [heads, value_dim].
 void join_pieces(const Attention*, int64_t head, int64_t pieces, const float* results, float* y);

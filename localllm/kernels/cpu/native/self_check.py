@@ -58,7 +58,7 @@ def is_attention_right(pool: Multiplies) -> bool:
     queries, table = random.standard_normal((2, 2, 20), np.float32), np.array([0, 1], np.int32)
     attention = NativeAttention(
         k=keys.ctypes.data, v=values.ctypes.data, num_blocks=2, block_size=16, heads=2, kv_heads=1, head_dim=20,
-        scale=0.2, growth_period=1,
+        value_dim=20, scale=0.2, growth_period=1,
     )  # fmt: skip
     lengths, out = (3, 19), np.empty((2, 40), np.float32)
     rows = np.array([[table.ctypes.data, length - 1, 0, 0] for length in lengths])

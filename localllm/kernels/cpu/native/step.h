@@ -67,6 +67,8 @@ typedef struct {
   int64_t key_group, value_group;  // numbers with a scale of their own, CACHE_I4: a multiple of 16
   int64_t hadamard_size;           // dimensions of q and k that rotate together once more, for keys CACHE_I4; 0: none
   int64_t heads, kv_heads, head_dim;
+  int64_t value_dim;           // numbers of a head of v in x, and of a head of y: head_dim or fewer, behind which the
+                               // cache has zeros; fewer not with norms_values or MADE_QK
   const float* angles;         // [positions, rotary_dim]: cosines, then sines; NULL: no rotation
   int64_t rotary_dim;          // dimension i rotates with i + rotary_dim / 2
   int64_t window;              // positions that a query sees, its own included; 0: all; -n: of its chunk of n
@@ -177,7 +179,7 @@ enum JobOutcome { DONE, NO_MEMORY, NO_SUCH_EXPERT, TOO_MANY_ROWS };
 // Run a FarJob. Allocates nothing after a run of MAX_ROWS rows, and takes no lock but the pool's.
 void localllm_run_far(void* job);
 
-// y [count, heads * head_dim] = attention of any number of rows of one token each, whose keys and values are in the cache:
+// y [count, heads * value_dim] = attention of any number of rows of one token each, whose keys and values are in the cache:
 // only reads it. x [count, heads * head_dim] holds the queries, before the attention's norm and rotation if it has them.
 // A row's result has the bits that it has in a step. Returns 0 if memory runs out.
 int64_t localllm_attend(

@@ -168,6 +168,7 @@ class NativeAttention(ctypes.Structure):
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("value_dim", c_int64),
         ("angles", c_void_p),
         ("rotary_dim", c_int64),
         ("window", c_int64),
