@@ -171,6 +171,10 @@ class SentTensor(msgspec.Struct, frozen=True, array_like=True):
         raw = tensor.contiguous().view(-1).view(_torch().uint8).numpy().tobytes()
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw)
 
+    @classmethod
+    def of_ids(cls, name: str, token_ids: Sequence[int]) -> Self:
+        return cls(name, "int64", (len(token_ids),), array("q", token_ids).tobytes())
+
     def tensor(self) -> Any:
         """Return the tensor. Raises `BadRecord` if its bytes do not fit its shape."""
         torch = _torch()
@@ -222,6 +226,7 @@ class New(msgspec.Struct, frozen=True, array_like=True):
     prediction_token_ids: bytes
     dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     media: tuple[SentSpan, ...] = ()
+    source: bytes = b""
 
 
 class SentMove(msgspec.Struct, frozen=True, array_like=True):
@@ -311,7 +316,8 @@ def encode_plan(plan: StepPlan) -> bytes:
     sizes = plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose
     encodes = tuple([
         SentPicture(each.digest, each.rows, tuple([
-            SentTensor.of(name, value) for name, value in each.inputs.pixels().items() if hasattr(value, "dtype")
+            SentTensor.of(name, value) if hasattr(value, "dtype") else SentTensor.of_ids(name, value)
+            for name, value in each.inputs.pixels().items() if hasattr(value, "dtype") or name == "token_ids"
         ]))
         for each in plan.encodes
     ])  # fmt: skip
@@ -368,6 +374,7 @@ def _new(new: NewSlot) -> New:
         None if new.prompt_embeds is None else _embeds(new.prompt_embeds),
         new.max_drafts, array("i", new.prediction_token_ids).tobytes(), new.dry_breakers,
         tuple([SentSpan(*[getattr(span, name) for name in SentSpan.__struct_fields__]) for span in new.media]),
+        new.source,
     )  # fmt: skip
 
 
@@ -381,6 +388,7 @@ def _new_slot(new: New) -> NewSlot:
             MediaSpan(each.start, each.end, each.places, each.rows, each.digest, each.grid, each.both_ways, _ELSEWHERE)
             for each in new.media
         ]),
+        new.source,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from localllm.kernels.cpu.native.library import native
 from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder import native_program
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.native_program import DecodeRows, NativeProgram, open_native_program
 from localllm.models.encoders.source import SourcePool, load_encoder, with_encoder_bytes
 from localllm.models.families.encoder_decoder import source_of
@@ -30,10 +32,12 @@ from localllm.models.fit.pictures import SourceSizes
 from localllm.models.layers.attention import distance_buckets
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
+from localllm.models.spec.shard import even_heads, shards_of
 from localllm.models.weights.parameters import held_bytes
 from tests.models.encoder_decoders import FAMILIES, load_reference, save_encoder_decoder
-from tests.models.harness import CPU, Harness, Sequence, assert_close, prompt
+from tests.models.harness import CPU, ModelHarness, Sequence, assert_close, prompt
 from tests.models.operations import DefinedLibrary
+from tests.threads import Threads
 
 PathOf = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -51,11 +55,14 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     return path_of
 
 
-class SourcedHarness(Harness):
+class SourcedHarness(ModelHarness):
     """A decoder whose sequences attend to sources, in a pool full of NaN."""
 
-    def __init__(self, path: Path, num_blocks: int = 7) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, num_blocks: int = 7, **share: Any) -> None:
+        """share: the shard and the group of `load_model`; none: the whole model."""
+        model = load_model(path, read_spec(path), CPU, torch.float32, **share)
+        assert isinstance(model, DecoderModel)
+        super().__init__(model)
         shape = kv_cache_shape(num_blocks, 8, self.spec.num_kv_heads, self.spec.head_dim)
         kept = [LayerKV(*(torch.full(shape, torch.nan) for _ in "kv")) for _ in range(self.spec.num_layers)]
         self.pool = SourcePool(load_encoder(path, CPU, torch.float32), self.model, kept)
@@ -264,7 +271,7 @@ def test_what_an_encoder_decoder_refuses(llm: LLM, path_of: PathOf) -> None:
         llm.generate({"encoder_prompt": "Hello!", "tgt_lang": "fr"}, GREEDY)
     with pytest.raises(InvalidParameter, match="holds no 'prompt'"):
         llm.generate({"encoder_prompt": "Hello!", "prompt": "Hi"}, GREEDY)
-    for options in ({"device": "cuda"}, {"tensor_parallel_size": 2}, {"enable_lora": True}):
+    for options in ({"device": "cuda"}, {"pipeline_parallel_size": 2}, {"enable_lora": True}):
         with pytest.raises(UnsupportedOption, match="M2M100ForConditionalGeneration"):
             LLM(str(path_of("m2m_100")), **options)
     with pytest.raises(CorruptModel, match="which token an answer begins with"):
@@ -318,3 +325,49 @@ def test_buckets_of_distances_are_those_of_t5() -> None:
         found = distance_buckets(count, furthest)
         assert found.tolist() == wanted[: furthest + 1].tolist()
         assert set(wanted[furthest:].tolist()) == {int(found[-1])}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_have_the_logits_of_the_whole(family: str, size: int, path_of: PathOf) -> None:
+    """Each shard keeps what its own heads read of the prompts: of four heads two, or two, one and one."""
+    path, threads = path_of(family), Threads(size)
+    spec = read_spec(path)
+    heads = even_heads(spec, size)
+    assert heads is not None
+    sources, answers = [prompt(21), prompt(5, seed=1)], [prompt(14, seed=2), prompt(3, seed=3)]
+
+    @torch.inference_mode()
+    def logits(harness: SourcedHarness) -> torch.Tensor | None:
+        rows = [Sequence(list(answer)) for answer in answers]
+        harness.digests = {id(row): digest for row, digest in zip(rows, harness.read(sources), strict=True)}
+        found = list[torch.Tensor]()
+        for counts in ((13, 2), (1, 1)):
+            inputs = harness._inputs(list(zip(rows, counts, strict=True)), all_logits=True)
+            part = harness.model.compute_logits(harness.model.forward(inputs, harness.kv_cache))
+            found += [] if part is None else [part]
+            for row, count in zip(rows, counts, strict=True):
+                row.computed += count
+        return torch.cat(found) if found else None
+
+    shares = zip(shards_of(spec, heads), threads.members(), strict=True)
+    harnesses = [SourcedHarness(path, shard=shard, group=group) for shard, group in shares]
+    for shard, harness in zip(shards_of(spec, heads), harnesses, strict=True):
+        assert held_bytes(harness.model) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+    first, *others = threads.run([partial(logits, harness) for harness in harnesses])
+    whole = logits(SourcedHarness(path))
+    assert first is not None
+    assert whole is not None
+    assert_close(first, whole)
+    assert others == [None] * (size - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "t5", "marian"])
+def test_ranks_answer_as_one_process(family: str, path_of: PathOf) -> None:
+    prompts = [{"prompt_token_ids": prompt(length, seed=length)} for length in (3, 21, 40, 21)]
+    answers = []
+    for options in ({}, {"tensor_parallel_size": 2}):
+        with LLM(str(path_of(family)), max_num_seqs=3, **options) as llm:
+            answers.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, GREEDY, use_tqdm=False)])
+    assert answers[0] == answers[1]

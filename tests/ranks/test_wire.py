@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.media import Encode, MediaSpan
+from localllm.engine.media import Encode, EncoderPrompt, MediaSpan
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
     HostBlocks,
@@ -71,7 +71,7 @@ params = st.builds(
 news = st.builds(
     NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params,
     tables, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9), st.none(), counts,
-    st.lists(counts, max_size=9).map(lambda x: array("i", x)),
+    st.lists(counts, max_size=9).map(lambda x: array("i", x)), source=st.binary(max_size=4),
 )  # fmt: skip
 plans = st.builds(
     StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids,
@@ -80,7 +80,7 @@ plans = st.builds(
 
 
 def test_records_have_every_field_of_a_plan() -> None:
-    here = {"gives_way", "source"}  # of models in the server's process alone
+    here = {"gives_way"}  # of models in the server's process alone
     for record, plain in ((Plan, StepPlan), (New, NewSlot)):
         assert record.__struct_fields__ == tuple(field.name for field in fields(plain) if field.name not in here)
     assert set(Params.__struct_fields__) < {field.name for field in fields(SamplingParams)}
@@ -90,6 +90,14 @@ def test_records_have_every_field_of_a_plan() -> None:
 @draws(20)
 def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
     assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_the_prompt_of_an_encoder_arrives() -> None:
+    read = EncoderPrompt.of([5, 70_000, 9], 8)
+    plan = StepPlan(1, (), (), encodes=(Encode(read.digest, read.rows, read.inputs),))
+    (arrived,) = decode_plan(encode_plan(plan)).encodes
+    assert (arrived.digest, arrived.rows) == (read.digest, read.rows)
+    assert arrived.inputs.pixels()["token_ids"].tolist() == [5, 70_000, 9]
 
 
 def test_a_child_of_n_may_have_a_seed_that_no_request_may_bring() -> None:

@@ -185,7 +185,7 @@ class DecoderBuilder:
 
     def _lm_head(self, shape: tuple[int, int]) -> Linear:
         if self.spec.source is not None:
-            rows = self.weights.take(["lm_head.weight"], shape)
+            rows = self.weights.take(["lm_head.weight"], shape, rows=self.shard.vocab)
             quantized = self.weights.head(rows)
             return Linear(rows if quantized is None else quantized, self._logits_bias(), packer=self.weights.packer)
         if not self.spec.lm_head_normalized:
@@ -197,7 +197,8 @@ class DecoderBuilder:
     def _logits_bias(self) -> Tensor | None:
         """Return what an encoder-decoder adds to its logits, which some checkpoints leave out where it is zero."""
         is_there = self.spec.lm_head_bias and self.weights.has("lm_head.bias")
-        return self.weights.values("lm_head.bias", (self.spec.vocab_size,)) if is_there else None
+        own = slice(self.shard.vocab.start, self.shard.vocab.stop)
+        return self.weights.values("lm_head.bias", (self.spec.vocab_size,))[own] if is_there else None
 
     def embedding(self, rows: Table) -> EmbeddingTable:
         """Return the embedding of the shard's rows of the vocabulary."""
@@ -364,14 +365,21 @@ class DecoderBuilder:
         )
 
     def _cross_attention(self, prefix: str) -> CrossAttention:
-        spec = self.spec
-        width, bias = spec.num_heads * spec.head_dim, spec.attention_bias
+        spec, heads, dim = self.spec, self.shard.heads, self.spec.head_dim
+        width, bias, own = spec.num_heads * dim, spec.attention_bias, range(heads.start * dim, heads.stop * dim)
+        states, shape = [f"{prefix}k_proj", f"{prefix}v_proj"], (2 * width, spec.hidden_size)
+        counts = tuple(count * dim for count in self.shard.counts.heads)
         return CrossAttention(
-            self.weights.linear([f"{prefix}q_proj"], (width, spec.hidden_size), bias=bias),
-            self.weights.linear([f"{prefix}k_proj", f"{prefix}v_proj"], (2 * width, spec.hidden_size), bias=bias),
-            self.weights.linear([f"{prefix}o_proj"], (spec.hidden_size, width), bias=spec.attention_out_bias),
-            spec.num_heads,
-            spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            self.weights.linear(
+                [f"{prefix}q_proj"], (width, spec.hidden_size), bias=bias, order=stacked_rows(own, width)
+            ),
+            self.weights.linear(states, shape, bias=bias, order=stacked_rows(own, width, copies=2)),
+            self.share.row_parallel(
+                f"{prefix}o_proj", (spec.hidden_size, width), own, counts, bias=spec.attention_out_bias
+            ),
+            len(heads),
+            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            self.group,
         )
 
     def _distance_bias(self, prefix: str) -> Tensor | None:
@@ -381,8 +389,11 @@ class DecoderBuilder:
         buckets, furthest = self.spec.position_buckets
         name = f"{prefix}relative_attention_bias.weight"
         if self.weights.has(name):
-            table = self.weights.take([name], (buckets, self.spec.num_heads), dtype=torch.float32)
-            self._of_distances = table.t()[:, distance_buckets(buckets, furthest)].contiguous()
+            table, own = (
+                self.weights.take([name], (buckets, self.spec.num_heads), dtype=torch.float32),
+                self.shard.heads,
+            )
+            self._of_distances = table.t()[own.start : own.stop, distance_buckets(buckets, furthest)].contiguous()
         return self._of_distances
 
     def _heads_made(self, index: int) -> Heads:

@@ -55,9 +55,9 @@ class SourceEncoder:
         return held_bytes(self.module)
 
     @torch.inference_mode()
-    def encode(self, token_ids: Sequence[int]) -> Tensor:
+    def encode(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """Return the states [S, hidden] of one prompt. Alone, so that they never depend on other prompts."""
-        ids = torch.tensor([list(token_ids)], device=self.device)
+        ids = torch.as_tensor(token_ids, device=self.device)[None]
         states: Tensor = self.module.get_encoder()(input_ids=ids, return_dict=True).last_hidden_state[0]
         return states
 

@@ -295,13 +295,13 @@ def require_replicable(spec: ModelSpec, config: EngineConfig) -> None:
 
 def why_no_ranks(spec: ModelSpec) -> str:
     """Return why a model runs on one device only, as a sentence; empty: it is divided by heads."""
-    if spec.implementation != "localllm":
-        return "It runs through transformers' code, which is not divided."
-    return "" if spec.source is None else "The keys and values of its prompts are not divided over ranks."
+    return "" if spec.implementation == "localllm" else "It runs through transformers' code, which is not divided."
 
 
 def why_no_stages(spec: ModelSpec) -> str:
     """Return why no pipeline can be cut between the layers of a model that is divided by heads; empty: one can."""
+    if spec.source is not None:
+        return "What its layers read of a prompt is divided by heads alone."
     if stage_starts(spec):
         return ""
     reads = "read K and V" if spec.kv_source else "attend to keys"

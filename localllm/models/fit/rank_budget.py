@@ -15,7 +15,7 @@ from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.activation_bytes import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
 from localllm.models.fit.cache_sizes import COPIED_STATES, KVSplit, most_blocks
-from localllm.models.fit.pictures import EncoderSizes, PictureSizes, SoundSizes, SourceSizes
+from localllm.models.fit.pictures import EncoderSizes, PictureSizes, SoundSizes, SourceSizes, source_sizes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec, state_bytes
 from localllm.models.spec.shard import Shard, drafter_shard, local_spec
 from localllm.units import format_bytes
@@ -196,7 +196,10 @@ class RankMemory:
         if self.measured is not None:
             return self.measured.activation_bytes
         step, encoder = self.step.bytes_at(max_model_len, num_blocks) + self._beside_layers, self.inputs.encoder
-        return step if encoder is None else max(step, encoder.encode_bytes) + encoder.kept_bytes
+        if encoder is None:
+            return step
+        own = source_sizes(self._spec, self.inputs.dtype, self.inputs.block_size)  # of the rank's heads
+        return max(step, encoder.encode_bytes) + (encoder if own is None else own).kept_bytes
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
         """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""

@@ -285,11 +285,14 @@ class CrossAttention:
     """Attention of an answer's tokens to the encoder's states of its prompt, whose keys and values are computed once.
     Positions play no part."""
 
-    __slots__ = ("num_heads", "out", "query", "scale", "states")
+    __slots__ = ("group", "num_heads", "out", "query", "scale", "states")
 
-    def __init__(self, query: Linear, states: Linear, out: Linear, num_heads: int, scale: float) -> None:
-        """states: makes keys, then values, from the encoder's states."""
-        self.query, self.states, self.out, self.num_heads, self.scale = query, states, out, num_heads, scale
+    def __init__(
+        self, query: Linear, states: Linear, out: Projection, num_heads: int, scale: float, group: Group
+    ) -> None:  # fmt: skip
+        """states: makes keys, then values, from the encoder's states. num_heads: of this shard of the group."""
+        self.query, self.states, self.out, self.num_heads = query, states, out, num_heads
+        self.scale, self.group = scale, group
 
     def __call__(self, x: Tensor, source: SourceStep, layer: int) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]."""
@@ -297,7 +300,7 @@ class CrossAttention:
         q = self.query(x).unflatten(1, (self.num_heads, -1))
         if source.watch is not None:
             source.watch(layer, q)
-        return self.out(paged_attention(q, kv.k, kv.v, source.plan, scale=self.scale))
+        return self.group.sum_(self.out(paged_attention(q, kv.k, kv.v, source.plan, scale=self.scale)))
 
     def store(self, states: Tensor, kv: LayerKV, slots: Tensor) -> None:
         """Write the keys and values of an encoder's states [S, hidden] to the slots [S] int64."""
