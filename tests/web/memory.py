@@ -1,14 +1,18 @@
-"""Resident memory of a server of its own: when it is ready, and after 2,000 requests of all kinds, no two alike.
+"""Resident memory of a server of its own: when it is ready, and after 2,000 requests, no two alike.
 
-    python -m tests.web.memory [2000]
+    python -m tests.web.memory                        # requests of all kinds to the demo
+    python -m tests.web.memory --chats                # small chats, every second one streamed
+    python -m tests.web.memory --chats --model FILE   # the same with another model
+    python -m tests.web.memory --chats --model FILE --flags="--max-model-len 2048"   # and with flags of the server
 
-prints a line for every tenth of them, the highest that was seen, and what is left when the server has rested.
+prints a line for every tenth of them, the highest that was seen, and what is left when the server has rested. Of that,
+`private` is what no other process has: without the pages of files.
 Does not know: who holds it.
 """
 
+import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.web.child_server import ChildServer
 from tests.web.fuzz_bodies import BODIES, crossed
 
 AT_ONCE = 8
 REST_S = 20.0
+SHOWN = ("ready", "highest", "at_end", "rested")
 ROUTES = {
     "/v1/chat/completions": ("openai", "chat/completions"), "/v1/completions": ("openai", "completions"),
     "/tokenize": ("openai", "tokenize"), "/v1/responses": ("responses", "responses"),
@@ -42,14 +48,15 @@ class Usage:
     highest: int = 0
     at_end: int = 0
     rested: int = 0
+    private: int = 0  # of the server at rest
     statuses: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        mib = {name: f"{getattr(self, name) / 2**20:.0f} MiB" for name in ("ready", "highest", "at_end", "rested")}
+        mib = {name: f"{getattr(self, name) / 2**20:.0f} MiB" for name in (*SHOWN, "private")}
         asked = f"{self.statuses.total()} requests in {self.seconds:.0f} s: {dict(sorted(self.statuses.items()))}"
         rss = f"ready {mib['ready']}, highest {mib['highest']}, after the last {mib['at_end']}, rested {mib['rested']}"
-        return f"{asked}\n{rss}"
+        return f"{asked}\n{rss} (private {mib['private']})"
 
 
 Ask = Callable[[httpx.Client, random.Random], int]
@@ -98,16 +105,33 @@ def _chat(http: httpx.Client, rng: random.Random) -> int:
     return http.post("/chats/import", files=file, follow_redirects=True).status_code
 
 
+def _small_chat(http: httpx.Client, rng: random.Random) -> int:
+    body = {"messages": [{"role": "user", "content": _text(rng, rng.randrange(1, 12))}], "max_tokens": 4}
+    is_streamed = rng.random() < 0.5
+    answer = http.post("/v1/chat/completions", json=body | {"stream": is_streamed, "temperature": rng.random()})
+    return answer.status_code if not is_streamed or answer.text.endswith("data: [DONE]\n\n") else 0
+
+
 KINDS: list[tuple[Ask, int]] = [(_body, 10), (_schema, 4), (_long, 2), (_page, 5), (_chat, 1)]
+SMALL_CHATS: list[tuple[Ask, int]] = [(_small_chat, 1)]
 
 
 def _text(rng: random.Random, words: int) -> str:
     return " ".join(f"w{rng.randrange(10**5)}" for _ in range(words))
 
 
-def measure(folder: Path, times: int, say: Callable[[str], object] = lambda line: None) -> Usage:
+def measure(
+    folder: Path,
+    times: int,
+    say: Callable[[str], object] = lambda line: None,
+    *,
+    kinds: list[tuple[Ask, int]] = KINDS,
+    model: str = "demo",
+    flags: tuple[str, ...] = (),
+    rest_s: float = REST_S,
+) -> Usage:
     usage = Usage()
-    with ChildServer(folder, with_bystander=False) as server:
+    with ChildServer(folder, *flags, model=model, with_bystander=False) as server:
         time.sleep(2)
         usage.ready = usage.highest = server.rss()
         say(f"ready {usage.ready / 2**20:.0f} MiB")
@@ -119,7 +143,7 @@ def measure(folder: Path, times: int, say: Callable[[str], object] = lambda line
 
             def ask(number: int) -> int:
                 rng = random.Random(number)
-                [(kind, _)] = rng.choices(KINDS, [weight for _, weight in KINDS])
+                [(kind, _)] = rng.choices(kinds, [weight for _, weight in kinds])
                 return kind(http, rng)
 
             for number, status in enumerate(pool.map(ask, range(times)), 1):
@@ -128,13 +152,28 @@ def measure(folder: Path, times: int, say: Callable[[str], object] = lambda line
                 if not number % (times // 10 or 1):
                     say(f"{number:6} {server.rss() / 2**20:.0f} MiB")
         usage.at_end, usage.seconds = server.rss(), time.monotonic() - began_s
-        time.sleep(REST_S)
-        usage.rested = server.rss()
+        time.sleep(rest_s)
+        usage.rested, usage.private = server.rss(), psutil.Process(server.pid).memory_full_info().uss
     return usage
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requests", type=int, nargs="?", default=2000)
+    parser.add_argument("--chats", action="store_true", help="small chats alone")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument(
+        "--rest", type=float, default=REST_S, metavar="SECONDS", help="between the last answer and the end"
+    )
+    parser.add_argument("--flags", type=str.split, default=[], help="of the server")
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(
-            measure(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 2000, lambda line: print(line, flush=True))
-        )
+        usage = measure(
+            Path(folder), asked.requests, lambda line: print(line, flush=True),
+            kinds=SMALL_CHATS if asked.chats else KINDS, model=asked.model, flags=tuple(asked.flags), rest_s=asked.rest,
+        )  # fmt: skip
+        print(usage)
+
+
+if __name__ == "__main__":
+    main()

@@ -483,10 +483,10 @@ def choose_dtype(
 def _of_cpu(config: EngineConfig, resident_bytes: ResidentBytes, budget: int) -> tuple[str, str]:
     """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit weights
     16 bits wide whatever the type of the activations."""
-    as_float32, as_bfloat16 = (
-        resident_bytes("cpu", dtype, MIN_CONTEXT, config.quantization) for dtype in ("float32", "bfloat16")
-    )
-    if 2 * as_float32 <= budget or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
+    as_float32 = resident_bytes("cpu", "float32", MIN_CONTEXT, config.quantization)
+    if 2 * as_float32 <= budget:
+        return "float32", ""
+    if resident_bytes("cpu", "bfloat16", MIN_CONTEXT, config.quantization) > WORTH_BFLOAT16 * as_float32:
         return "float32", ""
     return "bfloat16", (
         f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than half of "
