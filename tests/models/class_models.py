@@ -88,6 +88,8 @@ SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 """Small sizes by the names that configs have. A window is shorter than the prompts."""
+RECOGNISED_PARTS = ("glm_ocr", "granite4_vision", "hyperclovax_vision_v2", "paddleocr_vl")
+"""Types of models that read more than text, whose text part localllm recognises and no family describes."""
 OWN_NAMES = ("cosmos3_omni", "kimi_k25", "qianfan_ocr")
 """Types that transformers saves under names that no released checkpoint has: here they keep those in memory."""
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

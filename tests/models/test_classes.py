@@ -39,7 +39,7 @@ COMPOSITES = {
     "exaone4_5": "own",
     "glm5_next": "transformers",  # a linear attention, and keys that an indexer chooses by pools
     "idefics2": "own",  # its text part is named text_model
-    "hyperclovax_vision_v2": "transformers",  # the whole model says that embeddings are tied
+    "hyperclovax_vision_v2": "own",  # the whole model says that embeddings are tied
     "lfm3_vl": "own",
     "minicpmv4_7": "own",  # recurrent layers
     "minimax_m3_vl": "transformers",  # blocks of keys that an indexer chooses; the whole model reads the stored names

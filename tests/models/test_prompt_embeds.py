@@ -32,7 +32,12 @@ HIDDEN, MAX_LEN = 8, 50
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation"), [*((family, "localllm") for family in FAMILIES), ("granite", "transformers")]
+    ("family", "implementation"),
+    [
+        *((family, "localllm") for family in FAMILIES),
+        ("granite", "transformers"),
+        ("granite_swa", "auto"),
+    ],
 )
 def test_given_embeddings_stand_where_transformers_puts_them(
     family: str, implementation: str, tiny_model_path: Callable[[str], Path]

@@ -18,12 +18,14 @@ from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.transformers_backend import recognition
 from localllm.models.transformers_backend.recognition import Recognised, recognise
-from tests.models.class_models import make_class_model
+from tests.models.class_models import RECOGNISED_PARTS, make_class_model
 from tests.models.classes import class_logits, largest_difference, try_class
 from tests.models.harness import CPU, ModelHarness
 
-FOUND = ("cohere_compass_text", "flint", "granite_swa", "granitemoe_swa", "hyperclovax")
-DESCRIBED = ("arcee", "cohere2", "dots1", "ernie4_5", "flex_olmo", "glm4", "glm4_moe", "granitemoeshared", "helium")
+FOUND = ("cohere_compass_text", "flint", "granite_swa", "granitemoe_swa", "hyperclovax", *RECOGNISED_PARTS)
+DESCRIBED = (
+    "arcee", "cohere2", "dots1", "ernie4_5", "flex_olmo", "glm4", "glm4_moe", "granitemoeshared", "helium", "qwen3_moe",
+)  # fmt: skip
 """Types that families of localllm describe too: what is recognised without them must compute the same."""
 OTHERS = {
     "apertus": "a layer has mlp.act_fn.alpha_n",

@@ -74,8 +74,8 @@ FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU;
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
 THROUGH_TRANSFORMERS = (
-    "transformers' code computes this model{why}: on a CPU an answer takes about three times as long as that of a "
-    "model which localllm's own code computes, and prompts as long."
+    "transformers' code computes this model{why}: on a CPU an answer takes one and a half to three times as long as "
+    "that of a model which localllm's own code computes, and prompts as long."
 )  # docs/lab.md
 CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from localllm.models.spec.family import Storage, grouped_qkv_rows
+from localllm.models.families.text_part import unlisted
+from localllm.models.spec.family import Family, Storage, grouped_qkv_rows
 from localllm.models.spec.fields import NormSpec, activation_of
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.rope import RopeSpec, read_ropes
@@ -88,6 +89,7 @@ class Flow:
     residual_scale: str  # the source of a factor, as `_sources` names it
     final_norm: str = ""  # name within the decoder
     embedding_scale: str = "1"
+    scales_given: bool = False  # embeddings that a request supplies, too
     logits_scale: str | None = "1"  # None: logits are not a multiple of what the head makes
     norm: NormSpec = field(default_factory=NormSpec)
 
@@ -151,6 +153,7 @@ def watch(module: Any, token_ids: Tensor) -> Flow:
     finally:
         for hook in hooks:
             hook.remove()
+    given = module(inputs_embeds=ends[0](token_ids), use_cache=False, return_dict=True).logits
     flows = [
         _flow_of(module, layer, own, next(each for each in whole if each.name == f"layer {index}"))
         for index, (layer, own) in enumerate(zip(layers, calls, strict=True))
@@ -166,6 +169,7 @@ def watch(module: Any, token_ids: Tensor) -> Flow:
         flows[0],
         final_norm=norm_calls[0],
         embedding_scale=_source(module, _ratio(at["layer 0"].given, at["embedding"].made), "the embedding"),
+        scales_given=torch.allclose(given, logits, rtol=1e-3),
         logits_scale=None if head is None else _source(module, head, "the logits"),
         norm=_norm_of([getattr(names.decoder, norm_calls[0])], layers, flows[0].norms.values()),
     )
@@ -388,6 +392,7 @@ def fields_of(module: Any, flow: Flow, guess: Guess, architecture: str) -> dict[
         "local_rope": local,
         "rope_interleaved": guess.interleaved,
         "qk_norm_last": guess.norms_rotated,
+        "scales_given_embeds": flow.scales_given and flow.embedding_scale != "1",
         "attention_scale": None if scale is None else float(scale),
         "attention_softcap": getattr(text, "attn_logit_softcapping", None),
         "lm_head_bias": head.bias is not None,
@@ -501,10 +506,11 @@ def _mixture(layer: _LayerParts, text: Any, guess: Guess) -> MixtureSpec:
     )
 
 
-def storage_of(module: Any, flow: Flow, guess: Guess, spelled: Mapping[str, str]) -> Storage:
+def storage_of(module: Any, flow: Flow, guess: Guess, spelled: Mapping[str, str], architecture: str) -> Storage:
     """Return how checkpoints of the class name its tensors. spelled: names in a saved small model by the module's
     names, where they differ. Raises `Unknown`."""
     names, rules = find_names(module), dict[str, str]()
+    is_part = text_part(module.config) is not module.config
 
     def add(canonical: str, path: str) -> None:
         if rules.setdefault(canonical, path) != path:
@@ -527,32 +533,36 @@ def storage_of(module: Any, flow: Flow, guess: Guess, spelled: Mapping[str, str]
             found["self_attn.sinks"] = layer.sinks
         if layer.experts:
             found |= {f"mlp.experts.{end}": f"{layer.experts}.{end}" for end in ("gate_up_proj", "down_proj")}
-            found[r"mlp.experts"] = layer.experts
+            found["mlp.experts"] = layer.experts
         for canonical, path in found.items():
-            own = stored(f"{prefix}{index}.{path}")
-            add(canonical, re.sub(rf"\.{index}\.", ".{}.", own, count=1))
+            add(canonical, re.sub(rf"\.{index}\.", ".{}.", stored(f"{prefix}{index}.{path}"), count=1))
         fused |= {role.rpartition(".")[2] for role in (*layer.attention, *layer.feed)}
+    if is_part:  # named as a model of text alone, of whose names a text part has several spellings
+        rules = {own: re.sub(rf"^{re.escape(names.path)}\.", "model.", path) for own, path in rules.items()}
     renames = [
         (rf"^model\.layers\.(\d+)\.{re.escape(canonical)}(?=\.|$)", path.format(r"\g<1>"))
         for canonical, path in sorted(rules.items(), key=lambda rule: -len(rule[0]))
         if path != f"model.layers.{{}}.{canonical}"
     ]
-    ends = {
-        "model.norm": f"{names.path}.{flow.final_norm}",
-        "model.embed_tokens": names.embedding,
-        "lm_head": names.head,
-    }
-    renames += [(rf"^{re.escape(a)}(?=\.)", stored(b.lstrip("."))) for a, b in ends.items() if a != b]
+    path = "model" if is_part else names.path
+    ends = {"model.norm": f"{path}.{flow.final_norm}".lstrip(".")}
+    if not is_part:
+        ends |= {"model.embed_tokens": names.embedding, "lm_head": names.head}
+    renames += [(rf"^{re.escape(own)}(?=\.)", stored(path)) for own, path in ends.items() if own != path]
     if "gate_up_proj" in fused and "gate_proj" in fused:
         raise Unknown("some of its gates are stored with the matrices beside them")
-    outside = rf"(?!{re.escape(names.path)}\.|{re.escape(names.head)}\.).*"
-    return Storage(
+    storage = Storage(
         renames=_in_order(renames),
         fused_qkv="qkv_proj" if "qkv_proj" in fused else None,
         fused_gate_up="gate_up_proj" if "gate_up_proj" in fused else None,
         qkv_rows=grouped_qkv_rows if guess.grouped_rows else None,
-        ignored=(outside,) if names.path else (),
     )
+    return storage_of_part(architecture, storage) if is_part else storage
+
+
+def storage_of_part(architecture: str, of: Storage) -> Storage:
+    """Return how checkpoints name the tensors of a text part that is named like a model of text alone."""
+    return unlisted(architecture, Family(architecture, (), storage=of)).storage
 
 
 def _in_order(rules: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

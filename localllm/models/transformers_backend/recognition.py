@@ -17,7 +17,7 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +38,7 @@ from localllm.models.transformers_backend.config_class import (
     first_line,
     load_causal_config,
     load_config,
+    text_part,
 )
 from localllm.models.transformers_backend.describe import (
     Flow,
@@ -47,10 +48,11 @@ from localllm.models.transformers_backend.describe import (
     find_names,
     guesses,
     storage_of,
+    storage_of_part,
     watch,
 )
 from localllm.models.transformers_backend.loading import eager_logits, paged_logits, require_equal, short_prompt
-from localllm.models.transformers_backend.module import read_module, read_quietly
+from localllm.models.transformers_backend.module import keep_decoder, read_module, read_quietly
 from localllm.models.weights.layout import StoredLayout
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.weights import Weights
@@ -63,7 +65,7 @@ MOST_POSITION = 2**17  # at which a twin is tried
 TOLERANCE = {1.0: 1e-4, 4.0: 2e-3}
 """Largest difference relative to the largest logit, by the scale of a twin's weights: rounding of a few layers in fp32,
 of which large scores make more."""
-HEAD_DIM, WINDOW, VOCAB_SIZE, EXPERTS = 32, 12, 256, 8
+WINDOW, VOCAB_SIZE, EXPERTS = 12, 256, 8
 _HINT = "--model-impl transformers runs it through transformers' code."
 _WIDTHS = {
     "intermediate_size": 96, "ffn_dim": 96, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
@@ -81,17 +83,21 @@ class Recognised(NamedTuple):
 
 
 def recognise(path: Path, architecture: str) -> Recognised | str:
-    """Return what the class is in localllm's words, or why it is not recognised, as a clause."""
+    """Return what the class is in localllm's words, or why it is not recognised, as a clause. Of a model that reads
+    more than text, its text part: by that part's own class, or by the whole model's."""
     try:
-        config = load_causal_config(path, architecture, trust_remote_code=False)
-        whole = load_config(path, trust_remote_code=False)
+        text, whole = (
+            load_causal_config(path, architecture, trust_remote_code=False),
+            load_config(path, trust_remote_code=False),
+        )
     except ModelError as error:
         return f"its config cannot be read: {error.what}"
-    if config.model_type != whole.model_type:
-        return "it reads more than text"
-    return _judged(
-        cast(Hashable, type(config)), json.dumps(config.to_dict(), sort_keys=True, default=str), architecture
-    )
+    config = text if causal_classes(text) else whole
+    plain = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    found = _judged(cast(Hashable, type(config)), plain, architecture)
+    if isinstance(found, str) or config is whole or text.model_type == whole.model_type:
+        return found
+    return found._replace(storage=storage_of_part(architecture, found.storage))
 
 
 @lru_cache(maxsize=16)
@@ -110,9 +116,9 @@ def _judged(kind: Hashable, config: str, architecture: str) -> Recognised | str:
 
 def _recognise(kind: Any, config: dict[str, Any], architecture: str) -> Recognised:
     full = _built(kind.from_dict(copy.deepcopy(config)), on=torch.device("meta"))
-    small = _shrunk(full, config)
-    read = set[str]()
-    twin = _built(_noting(kind.from_dict(small), read), on=CPU)
+    small, read = kind.from_dict(_shrunk(full, config)), set[str]()
+    _note_fields(text_part(small), read)
+    twin = _built(small, on=CPU)
     _draw(twin, 1.0)
     flow = watch(twin, torch.arange(VOCAB_SIZE)[None, ::5])
     if unknown := sorted(read.difference(_KNOWN_FIELDS)):
@@ -149,9 +155,11 @@ def _layout(checkpoint: Checkpoint, spec: ModelSpec) -> StoredLayout:
 def compare_first_layers(path: Path, spec: ModelSpec) -> None:
     """Compare the first layers of a recognised model with its class's, with the checkpoint's weights in fp32.
 
-    Raises `UnsupportedModel` with the difference. A model whose first layers need more than `MOST_BYTES` in fp32, or
-    that is stored quantised, has only been compared as a twin.
+    Raises `UnsupportedModel` with the difference. A model whose first layers need more than `MOST_BYTES` in fp32,
+    that is stored quantised, or that reads more than text, has only been compared as a twin.
     """
+    if spec.text_type:
+        return
     config = load_causal_config(path, spec.architecture, trust_remote_code=False)
     with open_checkpoint(path) as checkpoint:
         raw = config.to_dict()
@@ -197,7 +205,7 @@ class _Trial:
         self.spec = ModelSpec(architecture=architecture, dtype="float32", **fields_of(twin, flow, guess, architecture))
         self.last = min(self.spec.max_position, MOST_POSITION) - 32
         self._save()
-        self.storage = storage_of(twin, flow, guess, self._spelled())
+        self.storage = storage_of(twin, flow, guess, self._spelled(), architecture)
 
     def agrees(self, scale: float, first: int) -> bool:
         """Return whether logits agree with weights of a scale, and positions from `first` on."""
@@ -234,16 +242,43 @@ class _Trial:
 
 
 def _built(config: Any, *, on: torch.device) -> Any:
-    """Return the class's model: on `meta` without data, else as it is initialised."""
+    """Return the class's model: on `meta` without data, else as it is initialised. Of a model that reads more than text
+    only what answers, whose memory has any numbers."""
     config.dtype = torch.float32
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with read_quietly(), on:
-        return _class_of(config)._from_config(config, attn_implementation="eager").float().eval()
+    for part in (config, text_part(config)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    is_whole = text_part(config) is not config
+    with read_quietly(), torch.device("meta") if is_whole else on:
+        module = _class_of(config)._from_config(config, attn_implementation="eager").float().eval()
+    if is_whole:
+        keep_decoder(module)
+    return _with_memory(module, on) if is_whole and on.type != "meta" else module
+
+
+def _with_memory(module: Any, device: torch.device) -> Any:
+    """Return a module that was built without data with memory for it, and what is computed when it is built."""
+    module.to_empty(device=device)
+    module.tie_weights()
+    for part in module.modules():
+        if part._non_persistent_buffers_set:
+            if not hasattr(part, "config"):
+                raise Unknown(f"{type(part).__name__} is built from more than a config")
+            fresh = type(part)(part.config)
+            for name in part._non_persistent_buffers_set:
+                setattr(part, name, getattr(fresh, name))
+    return module
 
 
 def _class_of(config: Any) -> Any:
-    return next(kind for each in type(config).__mro__ for kind in causal_classes(each))
+    """Return the class that computes a model of text, or that answers about pictures."""
+    from transformers import AutoModelForImageTextToText
+
+    kinds = type(config).__mro__
+    if found := [kind for each in kinds for kind in causal_classes(each)]:
+        return found[0]
+    whole = next(AutoModelForImageTextToText._model_mapping.get(each, None) or () for each in kinds)
+    return whole[0] if isinstance(whole, tuple) else whole
 
 
 def _draw(module: nn.Module, scale: float) -> None:
@@ -264,8 +299,16 @@ def _draw(module: nn.Module, scale: float) -> None:
 
 
 def _shrunk(full: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a twin: the first layers that have one of each kind, and small sizes in like relations."""
-    text = full.config
+    """Return the config of a twin: the first layers that have one of each kind, and fewer heads of the same size."""
+    text = text_part(full.config)
+    if text is not full.config:
+        name = next(name for name, part in vars(full.config).items() if part is text)
+        return {**config, name: _shrunk_text(full, config[name])}
+    return _shrunk_text(full, config)
+
+
+def _shrunk_text(full: Any, config: dict[str, Any]) -> dict[str, Any]:
+    text = text_part(full.config)
     small, real = copy.deepcopy(config), dict(text.attribute_map)
 
     def put(name: str, value: Any) -> None:
@@ -284,8 +327,7 @@ def _shrunk(full: Any, config: dict[str, Any]) -> dict[str, Any]:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     put("num_attention_heads", few)
     put("num_key_value_heads", few_kv)
-    put("head_dim", HEAD_DIM)
-    put("hidden_size", few * (HEAD_DIM if heads * head_dim == text.hidden_size else HEAD_DIM + 16))
+    put("hidden_size", few * (head_dim if heads * head_dim == text.hidden_size else head_dim + 16))
     for name, width in _WIDTHS.items():
         put(name, width)
     put("sliding_window", WINDOW)
@@ -299,28 +341,7 @@ def _shrunk(full: Any, config: dict[str, Any]) -> dict[str, Any]:
         put(name, min(small.get(name) or 1, 3))
     if "shared_intermediate_size" in small and not config["shared_intermediate_size"]:
         small["shared_intermediate_size"] = 0
-    for rope in _ropes(small):
-        _shrink_rope(rope, head_dim)
     return small
-
-
-def _ropes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    rope = config.get("rope_parameters") or {}
-    yield from (
-        (each for each in rope.values() if isinstance(each, dict))
-        if any(isinstance(each, dict) for each in rope.values())
-        else (rope,)
-    )
-
-
-def _shrink_rope(rope: dict[str, Any], head_dim: int) -> None:
-    pairs = int(HEAD_DIM * (rope.get("partial_rotary_factor") or 1.0)) // 2
-    for name in ("short_factor", "long_factor"):
-        if name in rope:
-            rope[name] = rope[name][:pairs]
-    if sections := rope.get("mrope_section"):
-        shares = [max(1, each * pairs // sum(sections)) for each in sections[1:]]
-        rope["mrope_section"] = [pairs - sum(shares), *shares]
 
 
 def _first_layers(full: Any, listed: Mapping[str, list[Any]]) -> int:
@@ -336,8 +357,8 @@ def _first_layers(full: Any, listed: Mapping[str, list[Any]]) -> int:
     return count
 
 
-def _noting(config: Any, read: set[str]) -> Any:
-    """Return the config as one that notes which fields are read, of those beyond the fields of all configs."""
+def _note_fields(config: Any, read: set[str]) -> None:
+    """Let the config note which fields are read, of those beyond the fields of all configs."""
     from transformers import PreTrainedConfig
 
     kind: Any = type(config)
@@ -349,7 +370,6 @@ def _noting(config: Any, read: set[str]) -> Any:
         return kind.__getattribute__(self, name)
 
     config.__class__ = type(kind.__name__, (kind,), {"__getattribute__": noted})
-    return config
 
 
 _KNOWN_FIELDS = (
@@ -365,6 +385,8 @@ _KNOWN_FIELDS = (
     "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "use_post_norm",
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout", "activation_dropout",
     "layerdrop", "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
-    "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "qk_layernorm",
+    "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "qk_layernorm", "use_sliding_window",
+    "max_window_layers", "qkv_bias", "attention_out_bias", "query_pre_attn_scalar", "residual_dropout",
+    "embedding_dropout", "router_jitter_noise",
 )  # fmt: skip
 """Fields that a description takes into account, or that matter to training alone."""
