@@ -59,6 +59,9 @@ class InstructionSet(NamedTuple):
 X86_64 = (
     InstructionSet("avx2", ("-march=x86-64-v3",), "x86_64_v3"),
     InstructionSet("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), "x86_64_v3+avxvnni"),
+    InstructionSet(
+        "avx512bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), "x86_64_v4+avx512vnni+avx512bf16"
+    ),
     InstructionSet("avx512vnni", ("-march=x86-64-v4", "-mavx512vnni"), "x86_64_v4+avx512vnni"),
 )
 AARCH64 = (InstructionSet("dotprod", ("-march=armv8.2-a+dotprod+fp16",), "generic+v8_2a+dotprod+fullfp16"),)

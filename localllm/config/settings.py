@@ -138,8 +138,8 @@ class EngineConfig:
         None, MODEL, "quantise 16-bit weights at load", aliases=("-q",), is_of_one_model=True,
         allowed_text="int4, int8 or fp8", note="a quantised checkpoint is detected")
     cpu_weights: str = setting(
-        "fast", MODEL, "how a CPU runs quantised weights", choices=("fast", "small", "exact"),
-        allowed_text="fast, small (Q5 and Q6 in the file's bits) or exact (as stored, slow)")
+        "fast", MODEL, "how a CPU runs quantised and bf16 weights", choices=("fast", "small", "exact"),
+        allowed_text="fast, small (Q5 and Q6 in the file's bits) or exact (as stored, activations unrounded: slow)")
     task: str = setting(
         "auto", MODEL, "task of the model", choices=("auto", *TASKS), is_of_one_model=True,
         allowed_text="generate, embed, score or auto (from the checkpoint's files)")

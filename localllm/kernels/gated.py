@@ -37,18 +37,20 @@ def limit_of(activation: str) -> tuple[str, float]:
 
 def gated(gate_up: Unfinished, activation: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. activation: one of ACTIVATIONS, or `limited`."""
-    if not runs_triton(gate_up, "activations"):
-        return gated_reference(whole(gate_up), activation)
-    activation, limit = limit_of(activation)
-    if not limit and isinstance(gate_up, Product) and (out := gate_up.gated(activation)) is not None:
+    is_plain = not runs_triton(gate_up, "activations")
+    name, limit = limit_of(activation)
+    fuses = not limit and isinstance(gate_up, Product) and (not is_plain or gate_up.device.type == "cpu")
+    if fuses and isinstance(gate_up, Product) and (out := gate_up.gated(name)) is not None:
         return out
+    if is_plain:
+        return gated_reference(whole(gate_up), activation)
     gate_up = whole(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(-1) == 1
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     launch = settings_for("gated", (width,), gated_launch)
     _gated_kernel[(rows, cdiv(width, launch.block))](
-        gate_up, out, gate_up.stride(-2), WIDTH=width, ACTIVATION=activation, LIMIT=limit, BLOCK=launch.block,
+        gate_up, out, gate_up.stride(-2), WIDTH=width, ACTIVATION=name, LIMIT=limit, BLOCK=launch.block,
         num_warps=launch.num_warps, **early_launch(gate_up.device),
     )  # fmt: skip
     return out

@@ -87,7 +87,7 @@ def test_four_bits_are_what_was_packed(kind: Kind, rows: int, columns: int, devi
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16, Kind.I8])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.BF16_ROUNDED, Kind.F16, Kind.I8])
 def test_whole_weights_are_what_was_packed(kind: Kind, rows: int, columns: int, device: torch.device) -> None:
     torch.manual_seed(0)
     pieces, wanted, biases = [], [], []
@@ -107,7 +107,7 @@ def test_whole_weights_are_what_was_packed(kind: Kind, rows: int, columns: int, 
             fields = {"weights": wide.view(-1, OUTPUTS, columns).transpose(1, 2)}
             wanted.append(matrix)
         else:
-            matrix = torch.randn(rows, columns).to(torch.bfloat16 if kind == Kind.BF16 else torch.float16)
+            matrix = torch.randn(rows, columns).to(torch.float16 if kind == Kind.F16 else torch.bfloat16)
             fields = {"weights": blocked(matrix)}
             wanted.append(matrix.float())
         biases.append(bias)

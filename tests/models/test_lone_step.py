@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from localllm.kernels.cpu import half, pack
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import MAX_ROWS
+from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.models.decoder import native_program
 from localllm.models.decoder.decoder import DecoderModel, Taps
@@ -307,7 +308,7 @@ def test_16_bit_weights_are_multiplied_natively_however_they_come(
     stored: str, dtype: torch.dtype, tiny_model_path: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--dtype over checkpoints of another type and over GGUF files, with and without an adapter: the logits are those
-    of the same numbers in fp32."""
+    of the same numbers in fp32, if activations are not rounded."""
     monkeypatch.setattr(half, "HALF_MIN_ELEMENTS", 0)
     source, wide, file = tiny_model_path("llama" if stored != "experts" else "qwen2_moe"), tmp_path / "wide", tmp_path
     types = {"32": torch.float32, "xperts": torch.float32, "F16": torch.float16, "float16": torch.float16}
@@ -328,7 +329,8 @@ def test_16_bit_weights_are_multiplied_natively_however_they_come(
         write_gguf(tmp_path / "model", file, stored.removeprefix("GGUF "))
     adapter = make_tiny_adapter(tmp_path / "adapter", source, seed=3) / "adapter_model.safetensors"
     save_file({name: each.to(held).float() for name, each in load_file(adapter).items()}, adapter)
-    model = load_model(file, read_spec(file), CPU, dtype, half_weights=True, lora=LoraLimits(1, 8))
+    given: dict[str, Any] = {"half_weights": True, "lora": LoraLimits(1, 8), "cpu_weights": "exact"}
+    model = load_model(file, read_spec(file), CPU, dtype, **given)
     reference = load(wide, lora=LoraLimits(1, 8))
     assert isinstance(model, DecoderModel)
     for each in (model, reference):
@@ -340,6 +342,39 @@ def test_16_bit_weights_are_multiplied_natively_however_they_come(
     assert kinds == {Tensor if held == torch.float32 else CpuHalfWeight}
     assert largest_error(model, reference) < 1e-4
     assert largest_error(model, reference, adapter=0) < 1e-4
+
+
+@needs_library
+@torch.inference_mode()
+def test_rounded_activations_are_nearer_to_fp32_than_torchs_bfloat16(
+    tiny_model_path: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms, attention, sums and the stream keep their digits, which a bfloat16 model in torch rounds as well. Prompts
+    and native steps."""
+    monkeypatch.setattr(half, "HALF_MIN_ELEMENTS", 0)
+    monkeypatch.setattr(native(), "multiplies_pairs", True)  # in one way or another, every library does
+    for module in (half, native_program):
+        monkeypatch.setattr(module, "has_amx", lambda: False)
+    source, path = tiny_model_path("llama"), tmp_path / "model"
+    shutil.copytree(source, path)
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: each.bfloat16() for name, each in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    tokens = [token(place) for place in range(LONG)]
+    theirs, wanted = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype)(torch.tensor([tokens])).logits[0, -1].float()
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    model = load(path, half_weights=True)
+    assert _parts(model)[0].qkv.weight.matrix().kind == Kind.BF16_ROUNDED
+    prompt = LoneHarness(model).prefill(tokens)[1][-1]
+    one_by_one = LoneHarness(model)
+    request = one_by_one.prefill(tokens[:1], 1)[0]
+    for each in tokens[1:]:
+        request.token_ids.append(each)
+        step = one_by_one.natively([request])[0]
+    allowed = float((theirs - wanted).norm())
+    for ours in (prompt, step):
+        assert 0.01 * allowed < float((ours - wanted).norm()) < allowed
 
 
 @needs_library

@@ -247,6 +247,7 @@ def test_the_parts_of_every_kind_are_the_bytes_that_the_library_reads() -> None:
     """The bytes of matrix.h's comment, counted by hand for 100 outputs and 256 inputs: two blocks of 64."""
     known = {
         Kind.F32: 2 * 256 * 64 * 4, Kind.BF16: 2 * 256 * 64 * 2, Kind.F16: 2 * 256 * 64 * 2, Kind.I8: 2 * 256 * 64,
+        Kind.BF16_ROUNDED: 2 * 256 * 64 * 2,
         Kind.Q4: 2 * 8 * (1024 + 128), Kind.Q4_MIN: 2 * 8 * (1024 + 256), Kind.MXFP4: 2 * 8 * (1024 + 64),
         Kind.NVFP4: 2 * 8 * (1024 + 256), Kind.IQ4: 2 * 8 * (1024 + 128),
         KIND_STORED + Stored.Q6_K: 100 * 210, KIND_STORED + Stored.TQ1_0: 100 * 54,

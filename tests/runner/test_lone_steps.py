@@ -82,7 +82,7 @@ def test_batches_of_one_token_for_each_of_some_requests_run_natively(
 
 
 def test_how_many_rows_a_step_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, coded = {Kind.F32, Kind.BF16}, {Kind.F32, Kind.Q8}
+    wide, coded = {Kind.F32, Kind.BF16, Kind.BF16_ROUNDED}, {Kind.F32, Kind.Q8}
     for amx, most in ((False, [MAX_ROWS, MAX_ROWS, CODED_ROWS]), (True, [MAX_ROWS, FEW_ROWS, FEW_ROWS])):
         monkeypatch.setattr(native_program, "has_amx", lambda amx=amx: amx)
         assert [native_program.most_rows(set(kinds)) for kinds in ({Kind.F32}, wide, coded)] == most

@@ -1,10 +1,13 @@
 """16-bit weights on a CPU that computes in fp32: they stay 16 bits wide in memory.
 
-    CpuHalfWeight    W as KIND_BF16 or KIND_F16 of native/matrix.h
+    CpuHalfWeight    W as KIND_BF16, KIND_BF16_ROUNDED or KIND_F16 of native/matrix.h
     pack_half        from a tensor in bf16 or fp16
     HalfRows         W as a checkpoint stores it, to be packed into memory that its owner has
 
-Up to FEW_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
+Where the native library multiplies pairs of bf16 (AVX512-BF16 without AMX), bf16 is KIND_BF16_ROUNDED: x is rounded to
+bf16, as in a bf16 model of torch, sums are fp32, and the library multiplies any number of rows. `is_exact` weights and
+all other processors have KIND_BF16 or KIND_F16 instead, of which up to FEW_ROWS rows are multiplied by the native
+library, with x and sums in fp32. More rows:
 
     bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
     otherwise: by the native library too, and above TILED_ROWS with W widened to fp32, some outputs at a time
@@ -37,10 +40,19 @@ from localllm.kernels.cpu.bf16 import (
     unpacked_linear,
 )
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.native.structures import FEW_ROWS, OUTPUTS, Kind, NativeMatrix, NativeStoredRows
-from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
+from localllm.kernels.cpu.native.structures import (
+    FEW_ROWS,
+    OUTPUTS,
+    Activation,
+    Kind,
+    NativeMatrix,
+    NativeStoredRows,
+)
+from localllm.kernels.cpu.native_product import native_gated, native_linear, native_unpack, unpacked_parts
+from localllm.kernels.fused_epilogue import PendingNorm, Product, Unfinished
 from localllm.kernels.linear import PACK_MIN_ELEMENTS
 from localllm.kernels.quantized_weight import MetaWeight
+from localllm.kernels.rms_norm import normed
 
 HALVES = (torch.bfloat16, torch.float16)
 HALF_MIN_ELEMENTS = PACK_MIN_ELEMENTS  # smaller weights are widened
@@ -54,6 +66,7 @@ class CpuHalfWeight:
     packed: Tensor  # [N, K] bf16, opaque to torch, or [padded N / 64, K / 2, 64, 2] bf16 or fp16; the bytes are alike
     outputs: int
     is_head: bool = False
+    is_exact: bool = False  # whether a few rows of x are not rounded to bf16
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,11 +78,18 @@ class CpuHalfWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        if len(x) <= FEW_ROWS:
-            y = native_linear(self.matrix(), x.float(), is_fine=True)
+        matrix = self.matrix()
+        if len(x) <= FEW_ROWS or matrix.kind == Kind.BF16_ROUNDED:
+            y = native_linear(matrix, x.float(), is_fine=True)
         else:
             y = self._many_rows(x)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
+        """Do `linear`, but leave a gate to the product's reader where the library multiplies all rows."""
+        if bias is None and self.matrix().kind == Kind.BF16_ROUNDED:
+            return HalfProduct(normed(x), self)
+        return self.linear(normed(x), bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]."""
@@ -82,7 +102,7 @@ class CpuHalfWeight:
 
     def matrix(self) -> NativeMatrix:
         """Return the matrix for the native library. Valid as long as this weight."""
-        kind = Kind.BF16 if self.packed.dtype == torch.bfloat16 else Kind.F16
+        kind = half_kind(self.packed.dtype, is_exact=self.is_exact)
         return NativeMatrix(kind=kind, outputs=self.outputs, inputs=self.shape[1], weights=_address(self.packed))
 
     def _pairs(self) -> Tensor:
@@ -119,10 +139,32 @@ class CpuHalfWeight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HalfProduct(Product):
+    """The product of a weight of KIND_BF16_ROUNDED, without a bias, before it is computed."""
+
+    x: Tensor
+    weight: CpuHalfWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.x), self.weight.outputs
+
+    def whole(self, out: Tensor | None = None) -> Tensor:
+        y = self.weight.linear(self.x)
+        return y if out is None else out.copy_(y)
+
+    def gated(self, activation: str) -> Tensor:
+        """Compute gate and up of some outputs together, so that neither is written to memory."""
+        found = Activation[activation.upper()]
+        return native_gated(self.weight.matrix(), self.x.float(), found).to(self.x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HalfRows:
     """A 16-bit matrix that is not packed yet: a `QuantizedWeight` to read, views of a mapped file for example."""
 
     parts: tuple[Tensor, ...]  # [n, K] bf16 or fp16 each, one above the other; a row is in one piece
+    is_exact: bool = False  # of the `CpuHalfWeight`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -143,7 +185,7 @@ class HalfRows:
 
     def matrix(self) -> NativeMatrix:
         """Return the matrix that `write` makes, without the address of its weights."""
-        kind = Kind.BF16 if self.parts[0].dtype == torch.bfloat16 else Kind.F16
+        kind = half_kind(self.parts[0].dtype, is_exact=self.is_exact)
         return NativeMatrix(kind=kind, outputs=self.shape[0], inputs=self.shape[1])
 
     def write(self, address: int) -> None:
@@ -162,7 +204,7 @@ class HalfRows:
         shape = -(-rows // OUTPUTS), columns // 2, OUTPUTS, 2
         blocks = torch.empty(shape, dtype=self.parts[0].dtype, device="cpu")
         self.write(blocks.data_ptr())
-        return CpuHalfWeight(blocks, rows)
+        return CpuHalfWeight(blocks, rows, is_exact=self.is_exact)
 
 
 def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
@@ -171,14 +213,24 @@ def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
     return weight_dtype in HALVES and is_large and native() is not None
 
 
-def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaWeight:
+def half_kind(dtype: torch.dtype, *, is_exact: bool) -> Kind:
+    """Return the kind of matrices of bf16 or fp16."""
+    if dtype == torch.float16:
+        return Kind.F16
+    library = native()
+    rounds = not is_exact and library is not None and library.multiplies_pairs and not has_amx()
+    return Kind.BF16_ROUNDED if rounds else Kind.BF16
+
+
+def pack_half(weight: Tensor, *, is_head: bool = False, is_exact: bool = False) -> CpuHalfWeight | MetaWeight:
     """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
     if weight.is_meta:
         size = half_nbytes(*weight.shape)
         return MetaWeight((weight.shape[0], weight.shape[1]), size, size)
-    packed = pack_bf16(weight)
+    is_torchs = half_kind(weight.dtype, is_exact=is_exact) == Kind.BF16
+    packed = pack_bf16(weight) if is_torchs else None
     packed = blocked(weight) if packed is None else packed
-    return CpuHalfWeight(packed, weight.shape[0], is_head)
+    return CpuHalfWeight(packed, weight.shape[0], is_head, is_exact)
 
 
 def half_nbytes(rows: int, columns: int) -> int:

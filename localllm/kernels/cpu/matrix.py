@@ -66,8 +66,8 @@ def parts_of(matrix: NativeMatrix) -> list[MatrixPart]:
         weights = blocks_nbytes(outputs, inputs, Kind(kind))
     else:
         halves = (inputs + 1) // 2 * 4
-        each = {Kind.F32: 4 * inputs, Kind.BF16: halves, Kind.F16: halves, Kind.I8: matrix.stored_inputs or inputs}
-        weights = blocks * OUTPUTS * each[Kind(kind)]
+        each = {Kind.F32: 4 * inputs, Kind.I8: matrix.stored_inputs or inputs}
+        weights = blocks * OUTPUTS * each.get(Kind(kind), halves)
     parts = [MatrixPart("weights", weights)]
     parts += [MatrixPart("scales", blocks * OUTPUTS * 4)] if matrix.scales else []
     parts += [MatrixPart("input_order", inputs * 4)] if matrix.input_order else []

@@ -1,6 +1,7 @@
 """Products of torch tensors with a `NativeMatrix`, by the native library.
 
     native_linear         x W^T
+    native_gated          activation(gate) * up of the halves of x W^T
     native_unpack         W
     native_unpack_bf16    W in the layout of KIND_BF16
     product_speeds        the multiply-adds/s of a prompt
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native
-from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import OUTPUTS, Activation, Kind, NativeMatrix
 from localllm.machine.bandwidth import RAN_SHARE, ProductSpeeds
 
 UNPACKED_AT_A_TIME = 1 << 20  # weights, so that they stay in the cache
@@ -35,6 +36,11 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
     return _library().linear(matrix, x, is_fine=is_fine)
+
+
+def native_gated(matrix: NativeMatrix, x: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) * up [T, N / 2] fp32, where x W^T is [gate, up]. x [T, K] fp32."""
+    return _library().gated(matrix, x, activation)
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:

@@ -64,6 +64,7 @@ class CpuPacker:
 
     def __init__(self, mode: str = "fast") -> None:
         self.mode = mode
+        self.is_exact = mode == "exact"  # also of bf16 weights, which are not packed here
         self._examples = Examples()
 
     def pack(self, weight: QuantizedWeight) -> QuantizedWeight:

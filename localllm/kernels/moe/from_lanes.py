@@ -33,7 +33,8 @@ from localllm.kernels.planar.linear import PlanarWeight
 Places = Mapping[str, tuple[int, int]]
 """Where a matrix's fields begin in a record, and their bytes."""
 _ELEMENTS = {
-    Kind.BF16: (torch.bfloat16, 2), Kind.F16: (torch.float16, 2), Kind.F32: (torch.float32, 1), Kind.I8: (torch.int8, 4)
+    Kind.BF16: (torch.bfloat16, 2), Kind.BF16_ROUNDED: (torch.bfloat16, 2), Kind.F16: (torch.float16, 2),
+    Kind.F32: (torch.float32, 1), Kind.I8: (torch.int8, 4),
 }  # fmt: skip
 """The type of a weight and the inputs in a lane, of kinds without scales in between."""
 _STORED = {

@@ -166,7 +166,9 @@ class DecoderBuilder:
     def _shared_table(self, rows: Tensor | QuantizedTable) -> Tensor | QuantizedTable:
         """Return the embedding and tied head in a layout that serves both, if there is one."""
         is_half = isinstance(rows, Tensor) and self.weights.keeps_half(rows.dtype, (rows.shape[0], rows.shape[1]))
-        return pack_half(rows, is_head=True) if isinstance(rows, Tensor) and is_half else rows
+        if not isinstance(rows, Tensor) or not is_half:
+            return rows
+        return pack_half(rows, is_head=True, is_exact=self.weights.packer.is_exact)
 
     def _tied_head(self, rows: Tensor | QuantizedTable, separate: bool) -> Linear:
         spec = self.spec

@@ -175,7 +175,7 @@ def most_rows(kinds: set[int]) -> int:
         return MAX_ROWS
     if has_amx():
         return FEW_ROWS
-    return MAX_ROWS if kinds <= {Kind.F32, Kind.BF16, Kind.F16} else CODED_ROWS
+    return MAX_ROWS if kinds <= {Kind.F32, Kind.BF16, Kind.BF16_ROUNDED, Kind.F16} else CODED_ROWS
 
 
 def open_native_program(

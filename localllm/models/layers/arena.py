@@ -236,9 +236,10 @@ class RecordMatrices(Sequence[QuantizedWeight]):
             inputs = None if order is None else record[order[0] : order[0] + order[1]].view(torch.int32)
             blocks = held.view(-(-form.outputs // OUTPUTS), form.inputs // 32, -1)
             return CpuQ4Weight(blocks, form.outputs, Kind(kind), inputs)
-        if kind in (Kind.BF16, Kind.F16):
-            halves = held.view(torch.bfloat16 if kind == Kind.BF16 else torch.float16)
-            return CpuHalfWeight(halves.view(-1, (form.inputs + 1) // 2, OUTPUTS, 2), form.outputs)
+        if kind in (Kind.BF16, Kind.BF16_ROUNDED, Kind.F16):
+            halves = held.view(torch.float16 if kind == Kind.F16 else torch.bfloat16)
+            blocks = halves.view(-1, (form.inputs + 1) // 2, OUTPUTS, 2)
+            return CpuHalfWeight(blocks, form.outputs, is_exact=kind == Kind.BF16)
         if kind >= KIND_STORED:
             rows = held.view(form.outputs, -1)
             return CpuStoredWeight(GGUFBlocks((rows,), Stored(kind - KIND_STORED).name, form.inputs, is_copy=True))

@@ -368,7 +368,8 @@ class Weights:
                 continue
             matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
             if self._quantize is None and self.keeps_half(matrix.dtype, (matrix.shape[0], matrix.shape[1])):
-                yield pack_half(matrix.to(self._dtype) if self._dtype in HALVES else matrix)
+                kept = matrix.to(self._dtype) if self._dtype in HALVES else matrix
+                yield pack_half(kept, is_exact=self.packer.is_exact)
             else:
                 yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
         self.read.add(stacked)
@@ -470,7 +471,8 @@ class Weights:
         keeps = self._dtype == torch.float32 and self.keeps_half(dtype, (sum(map(len, parts)), columns))
         if not alike or not keeps or parts[0].is_meta:
             return None
-        return HalfRows(tuple(part if part.stride(1) == 1 else part.contiguous() for part in parts))
+        whole = tuple(part if part.stride(1) == 1 else part.contiguous() for part in parts)
+        return HalfRows(whole, self.packer.is_exact)
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         """Return the weight as the layer gets it, quantised if requested."""
@@ -488,7 +490,7 @@ class Weights:
             is_half = not keep_narrow and self._is_half(parts, layer[1])
             keep_narrow |= is_half and self._dtype == torch.float32
             matrix = self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
-            return pack_half(matrix) if is_half else matrix
+            return pack_half(matrix, is_exact=self.packer.is_exact) if is_half else matrix
         assert self.layout.format is not None
         weight = self._read(self.layout.format, parts)
         self.read.add(

@@ -11,7 +11,8 @@ from torch import Tensor
 from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
 
 GROUP = 32
-SMALLEST_K = dict.fromkeys(Kind, GROUP) | {Kind.F32: 1, Kind.BF16: 1, Kind.F16: 1, Kind.I8: 4}
+FLOATS = (Kind.F32, Kind.BF16, Kind.F16, Kind.BF16_ROUNDED)
+SMALLEST_K = dict.fromkeys(Kind, GROUP) | dict.fromkeys(FLOATS, 1) | {Kind.I8: 4}
 """K is a multiple of this."""
 CODES = {Kind.I8: (-128, 127), Kind.Q8: (0, 255), Kind.MXFP4: (7, 15), Kind.NVFP4: (7, 15)}
 """The codes of the extreme values; of the other kinds 0 and 15."""
@@ -38,7 +39,7 @@ def draw(kind: Kind, outputs: int, inputs: int, *, bias: bool = False, order: bo
     rng = torch.Generator().manual_seed(seed)
     padded = -(-outputs // OUTPUTS) * OUTPUTS
     scales, stored_inputs = None, 0
-    if kind in (Kind.F32, Kind.BF16, Kind.F16):
+    if kind in FLOATS:
         weights, values = _floats(kind, torch.randn(padded, inputs, generator=rng))
     else:
         codes = _codes(kind, (padded, inputs), extreme, rng)
@@ -90,7 +91,7 @@ def _floats(kind: Kind, w: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = w.shape
     if kind == Kind.F32:
         return w.view(-1, OUTPUTS, columns).transpose(1, 2).contiguous(), w.double()
-    w = w.to(torch.bfloat16 if kind == Kind.BF16 else torch.float16)
+    w = w.to(torch.float16 if kind == Kind.F16 else torch.bfloat16)
     even = torch.nn.functional.pad(w, (0, columns % 2))
     return even.view(rows // OUTPUTS, OUTPUTS, -1, 2).transpose(1, 2).contiguous(), w.double()
 

@@ -23,6 +23,7 @@ typedef struct {
   SelectiveScan scan;
   GatedNorm norm;
   StateRow states[MAX_ROWS];
+  Matrix pairs;
   float *stream, *qkv, *attended, *gated, *x, *y;
   double sum;
 } Caller;
@@ -39,6 +40,16 @@ static float* numbers(int64_t count, unsigned seed) {
 static Matrix matrix(int64_t outputs, int64_t inputs, unsigned seed) {
   const int64_t padded = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
   return (Matrix){.kind = KIND_F32, .outputs = outputs, .inputs = inputs, .weights = numbers(padded * inputs, seed)};
+}
+
+// Pairs of bf16, with activations rounded to them. Odd `inputs` end in half a pair.
+static Matrix matrix_of_pairs(int64_t outputs, int64_t inputs, unsigned seed) {
+  const int64_t count = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS * ((inputs + 1) / 2 * 2);
+  float* wide = numbers(count, seed);
+  uint16_t* halves = aligned_alloc(64, (size_t)count * sizeof *halves);
+  for (int64_t i = 0; i < count; i++) memcpy(halves + i, (const char*)(wide + i) + 2, sizeof *halves);
+  free(wide);
+  return (Matrix){.kind = KIND_BF16_ROUNDED, .outputs = outputs, .inputs = inputs, .weights = halves};
 }
 
 static Operation operation(int64_t op, Matrix m, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
@@ -78,6 +89,7 @@ static void describe(Caller* c, Pool* pool) {
   c->gated = numbers(MAX_ROWS * FEATURES, 4);
   c->x = numbers(LONG * HIDDEN, 5);
   c->y = numbers(LONG * QKV, 6);
+  c->pairs = matrix_of_pairs(QKV, HIDDEN - 1, 30);
   const int64_t cache = KV_HEADS * BLOCKS * 16 * SIZE;
   c->attention = (Attention){.k = numbers(cache, 7), .v = numbers(cache, 8), .num_blocks = BLOCKS, .block_size = 16,
                              .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = SIZE, .scale = 0.2};
@@ -180,6 +192,10 @@ static void* call(void* argument) {
     call_recurrent(c, step);
     localllm_linear(c->pool, &c->operations[0].matrix, c->x, HIDDEN, step % LONG + 1, 1, c->y, QKV);
     for (int i = 0; i < HIDDEN; i++) c->sum += c->stream[i] + c->y[i];
+    localllm_linear(c->pool, &c->pairs, c->x, HIDDEN, step % LONG + 1, 1, c->y, QKV);
+    for (int i = 0; i < HIDDEN; i++) c->sum += c->y[i];
+    localllm_gated(c->pool, &c->pairs, ACT_SILU, c->x, HIDDEN, step % LONG + 1, c->y, QKV);
+    for (int i = 0; i < QKV / 2; i++) c->sum += c->y[i];
     if (step <= STORED_Q3_K) c->sum += pack(c->pool, step);
     if (step % 10 == 0) nanosleep(&(struct timespec){0, 3000000}, NULL);
   }

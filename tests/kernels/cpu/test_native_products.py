@@ -15,10 +15,9 @@ from torch import Tensor
 from localllm.kernels.cpu.native.choice import usable_sets
 from localllm.kernels.cpu.native.library import Pool, open_library
 from localllm.kernels.cpu.native.sources import FOLDER, library_name
-from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind
-from tests.kernels.cpu.layouts import SMALLEST_K, Packed, bias_of, draw
+from localllm.kernels.cpu.native.structures import MAX_ROWS, Activation, Kind
+from tests.kernels.cpu.layouts import FLOATS, SMALLEST_K, Packed, bias_of, draw
 
-FLOATS = (Kind.F32, Kind.BF16, Kind.F16)
 CODED = tuple(kind for kind in Kind if kind not in FLOATS)
 each_kind = pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
 each_coded = pytest.mark.parametrize("kind", CODED, ids=lambda kind: kind.name)
@@ -42,7 +41,8 @@ def rows_of(count: int, inputs: int, seed: int = 1) -> Tensor:
 
 
 def expect(packed: Packed, x: Tensor) -> Tensor:
-    return x.double() @ packed.values.T + bias_of(packed)
+    read = x.bfloat16() if packed.native.kind == Kind.BF16_ROUNDED else x
+    return read.double() @ packed.values.T + bias_of(packed)
 
 
 def bound(packed: Packed, x: Tensor, steps: int | None) -> Tensor:
@@ -105,6 +105,22 @@ def test_a_row_does_not_depend_on_its_neighbours(pool: Pool, kind: Kind) -> None
         for count in range(2, MAX_ROWS + 1):
             together = pool.linear(packed.native, x[:count], is_fine=fine)
             assert torch.equal(together.nan_to_num(1.5), alone[:count].nan_to_num(1.5)), count
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16_ROUNDED, Kind.F32], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("outputs", [64, 100, 278])
+@pytest.mark.parametrize("rows", [1, 13, MAX_ROWS + 1])
+def test_a_gated_product_is_the_gate_of_the_products(pool: Pool, kind: Kind, outputs: int, rows: int) -> None:
+    """Gate and up begin anywhere in a block of 64. Each is a product's bits."""
+    packed, x = draw(kind, outputs, 98, bias=True), rows_of(rows, 98)
+    gate, up = pool.linear(packed.native, x).double().chunk(2, dim=1)
+    for activation, wanted in (
+        (Activation.NONE, gate * up), (Activation.SILU, torch.nn.functional.silu(gate) * up),
+        (Activation.GELU, torch.nn.functional.gelu(gate) * up),
+    ):  # fmt: skip
+        got = pool.gated(packed.native, x, activation)
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=2e-6 * float(up.abs().max()))
 
 
 @each_coded

@@ -16,7 +16,7 @@ from localllm.machine.hardware import read_cpu_flags
 from localllm.machine.install_kind import how_to_install
 
 VARIABLE = "LOCALLLM_CPU_SET"
-SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
+SETS = {"x86_64": ("avx512bf16", "avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
 """Instruction sets by architecture, best first."""
 X86_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
 X86_V4 = X86_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -24,6 +24,7 @@ NEEDED = {
     "avx2": X86_V3,
     "avxvnni": X86_V3 | {"avx_vnni"},
     "avx512vnni": X86_V4 | {"avx512_vnni"},
+    "avx512bf16": X86_V4 | {"avx512_vnni", "avx512_bf16"},
     "dotprod": {"asimddp", "asimdhp"},
 }
 """The flags of /proc/cpuinfo that each set needs. Linux names only what it also saves when it switches threads."""
@@ -90,4 +91,5 @@ def _torch_sees(name: str) -> bool:
 
     if name == "avx2":
         return torch.cpu._is_avx2_supported()
-    return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+    has_vnni = torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+    return has_vnni and (name == "avx512vnni" or (name == "avx512bf16" and torch.cpu._is_avx512_bf16_supported()))

@@ -11,7 +11,7 @@ static const float TINY = 1e-30f;  // a row without larger values counts as zero
 
 struct Scratch {
   float* x;             // [MAX_ROWS, inputs + 1]
-  int8_t* codes;        // [MAX_LINES, padded]
+  int8_t* codes;        // [MAX_LINES, padded], or the pairs of MAX_ROWS rows
   int32_t* half_sums;   // [MAX_LINES, padded / HALF]
   float steps[MAX_LINES];
   int64_t first_line[MAX_ROWS + 1];
@@ -19,11 +19,14 @@ struct Scratch {
 
 static int64_t padded(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 
+// Pairs from a row to the next: never a multiple of 4096 bytes, at which all rows would share a few lines of the cache.
+static int64_t pairs_stride(int64_t inputs) { return padded(inputs) / 2 + 16 * (padded(inputs) % 512 == 0); }
+
 Scratch* new_scratch(int64_t inputs) {
   Scratch* s = calloc(1, sizeof *s);
   if (!s) return NULL;
   s->x = malloc((size_t)(MAX_ROWS * (inputs + 1)) * sizeof *s->x);
-  s->codes = malloc((size_t)(MAX_LINES * padded(inputs)));
+  s->codes = malloc((size_t)(MAX_ROWS * pairs_stride(inputs)) * sizeof(uint32_t));
   s->half_sums = malloc((size_t)(MAX_LINES * padded(inputs) / HALF) * sizeof *s->half_sums);
   if (s->x && s->codes && s->half_sums) return s;
   free_scratch(s);
@@ -129,6 +132,16 @@ static int64_t encode_lines(const float* x, int64_t inputs, int is_fine, const L
   return is_fine ? 2 : 1;
 }
 
+static void round_row(const float* x, int64_t inputs, uint32_t* pairs) {
+  int64_t i = 0;
+  for (; i + LANES <= inputs; i += LANES) store_pairs(pairs + i / 2, load_floats(x + i));
+  for (; i < inputs; i += LANES) {
+    float rest[LANES] = {0};
+    memcpy(rest, x + i, (size_t)(inputs - i) * sizeof *x);
+    store_pairs(pairs + i / 2, load_floats(rest));
+  }
+}
+
 // x in the order of the matrix's columns, padded with a zero where pairs of inputs are read.
 static void copy_row(const Matrix* matrix, const float* x, float* to) {
   const int64_t inputs = matrix->inputs;
@@ -141,7 +154,7 @@ static void copy_row(const Matrix* matrix, const float* x, float* to) {
 
 Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t rows, int is_fine, Scratch* s) {
   const int64_t inputs = matrix->inputs;
-  const int is_pair = matrix->kind == KIND_BF16 || matrix->kind == KIND_F16;
+  const int is_pair = matrix->kind == KIND_BF16 || matrix->kind == KIND_F16, is_rounded = matrix->kind == KIND_BF16_ROUNDED;
   if (matrix->input_order || (is_pair && inputs % 2)) {
     for (int64_t r = 0; r < rows; r++) copy_row(matrix, x + r * stride, s->x + r * (inputs + 1));
     x = s->x;
@@ -149,6 +162,13 @@ Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t r
   }
   Rows out = {.rows = rows, .x = x, .x_stride = stride};
   if (is_pair || matrix->kind == KIND_F32) return out;
+  if (is_rounded) {
+    out.pairs = (const uint32_t*)s->codes;
+    out.pairs_stride = pairs_stride(inputs);
+    for (int64_t r = 0; r < rows; r++)
+      round_row(x + r * stride, inputs, (uint32_t*)s->codes + r * out.pairs_stride);
+    return out;
+  }
   out.padded_inputs = padded(inputs);
   for (int64_t r = 0; r < rows; r++) {
     Lines to = {s->codes + out.lines * out.padded_inputs, s->half_sums + out.lines * (out.padded_inputs / HALF),

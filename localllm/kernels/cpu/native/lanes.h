@@ -15,7 +15,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512BF16__)
+#define INSTRUCTION_SET "avx512bf16"
+enum { LANES = 16, ACCUMULATORS = 16, WEIGHTS_ARE_UNSIGNED = 1 };
+#elif defined(__AVX512VNNI__)
 #define INSTRUCTION_SET "avx512vnni"
 enum { LANES = 16, ACCUMULATORS = 16, WEIGHTS_ARE_UNSIGNED = 1 };
 #elif defined(__AVXVNNI__)
@@ -219,6 +222,31 @@ INLINE void widen_halves(const uint16_t* halves, int64_t n, float* out) {
 
 INLINE Floats low_bf16(Ints a) { return (Floats)(a << 16); }
 INLINE Floats high_bf16(Ints a) { return (Floats)(a & same_ints((int32_t)0xffff0000)); }
+
+// Multiply the two bf16 of each lane of w and x, and add both products to the lane.
+INLINE Floats dot_pairs(Floats sum, Ints w, Ints x) {
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+#else
+  return multiply_add(high_bf16(w), high_bf16(x), multiply_add(low_bf16(w), low_bf16(x), sum));
+#endif
+}
+
+// LANES floats as LANES / 2 pairs of bf16, rounded to nearest, ties to even.
+INLINE void store_pairs(uint32_t* p, Floats a) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((void*)p, (__m256i)_mm512_cvtneps_pbh((__m512)a));
+#else
+  uint16_t halves[LANES];
+  for (int i = 0; i < LANES; i++) {
+    uint32_t bits;
+    memcpy(&bits, (const float*)&a + i, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    halves[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+  }
+  memcpy(p, halves, sizeof halves);
+#endif
+}
 INLINE Floats high_halves(Ints a) { return low_halves((Ints)((Words)a >> 16)); }
 
 INLINE Floats each_float(float a) { return (Floats){0} + a; }

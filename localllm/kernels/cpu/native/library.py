@@ -30,6 +30,7 @@ from localllm.kernels.cpu.native.structures import (
     GROUP,
     MAX_ROWS,
     OUTPUTS,
+    Activation,
     NativeAttention,
     NativeConvolution,
     NativeExperts,
@@ -118,6 +119,20 @@ class Pool:
         _require_memory(done, f"a product of {rows} rows")
         return out
 
+    def gated(self, matrix: NativeMatrix, x: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up [T, N / 2] fp32, where [gate, up] is x W^T + bias. x [T, K] fp32.
+        Raises MemoryError."""
+        rows, inputs = x.shape
+        assert x.dtype == torch.float32
+        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty((rows, matrix.outputs // 2), dtype=torch.float32, device="cpu")
+        done = self._functions.localllm_gated(
+            self._pool, matrix, activation, x.data_ptr(), x.stride(0), rows, out.data_ptr(), out.stride(0)
+        )
+        _require_memory(done, f"a gated product of {rows} rows")
+        return out
+
     def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
         """Write the matrix's rows from row `first` on, a multiple of 64, to out [n, K] fp32."""
         assert out.dtype == torch.float32
@@ -201,6 +216,7 @@ class Library:
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._lock = threading.Lock()
         self.instruction_set: str = functions.localllm_instruction_set().decode()
+        self.multiplies_pairs = self.instruction_set == "avx512bf16"  # by an instruction: two bf16 inputs at once
 
     def open_pool(self, threads: int, *, borrows: bool = False) -> Pool:
         """Return a new pool, with torch's threads if it `borrows` them. The caller closes it."""
@@ -237,6 +253,10 @@ class Library:
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Do `Pool.linear` in torch's threads."""
         return self._pool(borrows=True).linear(matrix, x, out, is_fine=is_fine)
+
+    def gated(self, matrix: NativeMatrix, x: Tensor, activation: Activation) -> Tensor:
+        """Do `Pool.gated` in torch's threads."""
+        return self._pool(borrows=True).gated(matrix, x, activation)
 
     def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
         """Do `Pool.unpack` in torch's threads."""
@@ -309,6 +329,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_run_far", None, [c_void_p]),
         ("localllm_attend", number, [pool, attention, rows, number, c_void_p, number, c_void_p, number]),
         ("localllm_linear", number, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
+        ("localllm_gated", number, [pool, matrix, number, c_void_p, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
         *recurrent,

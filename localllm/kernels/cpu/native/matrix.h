@@ -2,7 +2,7 @@
 //
 // W [N, K]: N outputs, K inputs. Outputs come in blocks of 64. The weights of a block are rows of 256 bytes, 64 lanes of
 // 4 bytes, one lane for each output. This is how oneDNN packs weights for torch's products, whose bytes KIND_F32,
-// KIND_BF16 and KIND_I8 therefore share.
+// KIND_BF16, KIND_BF16_ROUNDED and KIND_I8 therefore share.
 //
 //   KIND_F32     [N/64, K, 64] fp32                  a lane holds one input
 //   KIND_BF16    [N/64, K/2, 64, 2] bf16             a lane holds two inputs
@@ -20,6 +20,7 @@
 //                                                    w = E2M1_DOUBLED[code] * scale of each 16 inputs
 //   KIND_IQ4     [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[64] }
 //                                                    w = IQ4_VALUES[code] * scale
+//   KIND_BF16_ROUNDED  as KIND_BF16              activations are rounded to bf16 too
 //   KIND_STORED + a type of stored.h                 rows of a GGUF file, one after the other, not padded
 // The tables are in groups.h. In the 4-bit kinds byte [j][n][i] holds input 4 j + i of output n's block of 32 in its low nibble, and input
 // 16 + 4 j + i in its high nibble.
@@ -49,6 +50,7 @@ enum Kind {
   KIND_MXFP4,
   KIND_NVFP4,
   KIND_IQ4,
+  KIND_BF16_ROUNDED,
   KIND_STORED = 64
 };
 
@@ -87,6 +89,7 @@ static inline int64_t block_bytes(const Matrix* matrix) {
   switch (matrix->kind) {
     case KIND_F32: return inputs * OUTPUTS * 4;
     case KIND_BF16:
+    case KIND_BF16_ROUNDED:
     case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
     case KIND_I8: return stored_inputs(matrix) * OUTPUTS;
     default:

@@ -100,6 +100,62 @@ static void sum_f16(const Matrix* m, const Rows* rows, int64_t block, Sums* sums
   sum_floats(KIND_F16, m, rows, block, sums);
 }
 
+// ---- products of pairs of bf16 ----------------------------------------------------------------------------------------
+
+enum { CHUNK = 64 };  // pairs of inputs whose weights, 16 KB, stay in the first level of the cache for all rows
+
+// Add the products of `pairs` pairs of inputs with `count` rows, `together` vectors of outputs at a time. The first rows
+// ask for the chunk after this one, so that memory is read while the others are multiplied.
+INLINE void add_pairs(
+    int count, int together, int is_first, const float* w, int64_t pairs, const uint32_t* x, int64_t stride, Sums* sums) {
+#pragma GCC unroll 1
+  for (int v = 0; v < VECTORS; v += together) {
+    Floats sum[24];
+#pragma GCC unroll 24
+    for (int i = 0; i < count * together; i++)
+      sum[i] = load_floats(sums[i / together].floats + (v + i % together) * LANES);
+    const float* at = w + v * LANES;
+#pragma GCC unroll 1
+    for (int64_t k = 0; k < pairs; k++, at += OUTPUTS) {
+      Ints weights[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < together; i++) {
+        if (is_first) __builtin_prefetch(at + i * LANES + CHUNK * OUTPUTS);
+        weights[i] = load_ints(at + i * LANES);
+      }
+#pragma GCC unroll 12
+      for (int row = 0; row < count; row++) {
+        const Ints both = same_ints((int32_t)x[row * stride + k]);
+#pragma GCC unroll 4
+        for (int i = 0; i < together; i++)
+          sum[row * together + i] = dot_pairs(sum[row * together + i], weights[i], both);
+      }
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < count * together; i++)
+      store_floats(sums[i / together].floats + (v + i % together) * LANES, sum[i]);
+  }
+}
+
+static void sum_bf16_rounded(const Matrix* matrix, const Rows* rows, int64_t block, Sums* sums) {
+  const int64_t pairs = (matrix->inputs + 1) / 2, stride = rows->pairs_stride;
+  const float* w = (const float*)matrix->weights + block * pairs * OUTPUTS;
+  for (int64_t k = 0; k < pairs; k += CHUNK, w += CHUNK * OUTPUTS) {
+    const int64_t some = pairs - k < CHUNK ? pairs - k : CHUNK;
+    int64_t row = 0;
+// 24 sums at a time are the most whose operands find registers beside them, and for few rows, all outputs.
+#define ADD_ROWS(count, together)             \
+  for (; row + (count) <= rows->rows; row += (count)) \
+    add_pairs(count, together, row == 0, w, some, rows->pairs + row * stride + k, stride, sums + row)
+    ADD_ROWS(12, 2);
+    ADD_ROWS(8, 2);
+    ADD_ROWS(4, 4);
+    ADD_ROWS(2, 4);
+    ADD_ROWS(1, 4);
+#undef ADD_ROWS
+  }
+}
+
 // ---- weights of 8 bits and fewer --------------------------------------------------------------------------------------
 
 // Some lines of codes within one group of inputs.
@@ -282,6 +338,7 @@ void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float
       [KIND_F32] = sum_f32,     [KIND_BF16] = sum_bf16,   [KIND_F16] = sum_f16, [KIND_I8] = sum_int8,
       [KIND_Q8] = sum_q8,       [KIND_Q4] = sum_q4,       [KIND_Q4_MIN] = sum_q4_min,
       [KIND_MXFP4] = sum_mxfp4, [KIND_NVFP4] = sum_nvfp4, [KIND_IQ4] = sum_iq4,
+      [KIND_BF16_ROUNDED] = sum_bf16_rounded,
   };
   Sums sums[MAX_LINES];
   memset(sums, 0, (size_t)(rows->lines ? rows->lines : rows->rows) * sizeof *sums);

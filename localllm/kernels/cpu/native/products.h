@@ -9,7 +9,7 @@ enum {
 
 // Rows of activations [rows, K], encoded for one matrix.
 //
-// For 16 and 32 bit weights they are fp32 values. For the other kinds a row is one or two lines of bytes from -127 to
+// For 16 and 32 bit weights they are fp32 values, or for KIND_BF16_ROUNDED pairs of bf16. For the other kinds a row is one or two lines of bytes from -127 to
 // 127, whose products with the weights are integers:
 //
 //   x = high * steps[0] + low * steps[1]    15 bits: high * 256 + low, up to 32512 steps in the row's largest magnitude
@@ -18,6 +18,8 @@ typedef struct {
   int64_t rows;
   const float* x;             // [rows, K] fp32, in the order of the matrix's columns
   int64_t x_stride;           // floats from a row of x to the next
+  const uint32_t* pairs;      // [rows, padded K / 2] KIND_BF16_ROUNDED: bf16, the first input in the low half
+  int64_t pairs_stride;       // pairs from a row to the next
   int64_t lines;
   const int8_t* codes;        // [lines, padded K], the lines of a row one after the other
   int64_t padded_inputs;      // a multiple of GROUP

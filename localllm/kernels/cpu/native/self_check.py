@@ -100,14 +100,15 @@ def _is_right(pool: Multiplies, kind: Kind, x: Values, random: np.random.Generat
     matrix = NativeMatrix(kind, OUTPUTS, INPUTS, weights.ctypes.data)
     if kind is Kind.I8:
         matrix.scales, values = scales.ctypes.data, values * scales[:, None]
-    expected = x.astype(np.float64) @ values.T.astype(np.float64)
+    read = torch.from_numpy(x).bfloat16().float().numpy() if kind is Kind.BF16_ROUNDED else x
+    expected = read.astype(np.float64) @ values.T.astype(np.float64)
     error = np.abs(pool.linear(matrix, torch.from_numpy(x)).numpy() - expected).max()
     return bool(error <= TOLERANCE * np.abs(expected).max())
 
 
 def _weights(kind: Kind, random: np.random.Generator) -> tuple[Bytes | Values, Values]:
     """Return (bytes in the layout of the kind, the values [OUTPUTS, INPUTS] that they stand for)."""
-    if kind in (Kind.F32, Kind.BF16, Kind.F16):
+    if kind in (Kind.F32, Kind.BF16, Kind.F16, Kind.BF16_ROUNDED):
         return _floats(kind, random.standard_normal((OUTPUTS, INPUTS), dtype=np.float32))
     if kind is Kind.I8:
         codes = random.integers(-127, 128, (OUTPUTS, INPUTS), np.int8)

@@ -938,6 +938,7 @@ int64_t localllm_attend(
 typedef struct {
   Memory* memory;
   const Matrix* matrix;
+  const Operation* gate;  // OP_GATED: its activation; NULL: a product alone
   const float* x;
   float* y;
   int64_t x_stride, y_stride, rows, is_fine;
@@ -946,11 +947,17 @@ typedef struct {
 
 static int64_t groups_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
 
+static int64_t product_outputs(const Product* p) { return p->gate ? p->matrix->outputs / 2 : p->matrix->outputs; }
+
+static int64_t product_per_piece(const Product* p) {
+  const int64_t bytes = block_bytes(p->matrix) * (p->gate ? 2 : 1);
+  return blocks_per_piece(blocks_of(product_outputs(p)), bytes, p->memory->threads);
+}
+
 static int64_t count_product_pieces(void* context, int64_t operation) {
   Product* p = context;
   if (operation == 0) return groups_of(p->rows);
-  const int64_t blocks = blocks_of(p->matrix->outputs);
-  return pieces_of(blocks, blocks_per_piece(blocks, block_bytes(p->matrix), p->memory->threads));
+  return pieces_of(blocks_of(product_outputs(p)), product_per_piece(p));
 }
 
 static void encode_group(Product* p, int64_t group) {
@@ -960,13 +967,16 @@ static void encode_group(Product* p, int64_t group) {
 }
 
 static void multiply_group(const Product* p, int64_t group, int64_t block) {
-  const int64_t first = block * OUTPUTS, count = p->matrix->outputs - first;
+  const int64_t first = block * OUTPUTS, count = clamp(product_outputs(p) - first, 0, OUTPUTS);
   float *y = p->y + group * MAX_ROWS * p->y_stride + first, part[MAX_ROWS * OUTPUTS];
-  if (count >= OUTPUTS) {
+  if (p->gate) {
+    multiply_gated(p->gate, p->matrix, NULL, &p->encoded[group], block, part);
+  } else if (count == OUTPUTS) {
     multiply_block(p->matrix, &p->encoded[group], block, y, p->y_stride);
     return;
+  } else {
+    multiply_block(p->matrix, &p->encoded[group], block, part, OUTPUTS);
   }
-  multiply_block(p->matrix, &p->encoded[group], block, part, OUTPUTS);
   for (int64_t r = 0; r < p->encoded[group].rows; r++) {
     memcpy(y + r * p->y_stride, part + r * OUTPUTS, (size_t)count * sizeof(float));
   }
@@ -979,8 +989,7 @@ static void run_product_piece(void* context, int64_t operation, int64_t piece, i
     encode_group(p, piece);
     return;
   }
-  const int64_t blocks = blocks_of(p->matrix->outputs);
-  const int64_t per_piece = blocks_per_piece(blocks, block_bytes(p->matrix), p->memory->threads);
+  const int64_t blocks = blocks_of(product_outputs(p)), per_piece = product_per_piece(p);
   const int64_t end = clamp((piece + 1) * per_piece, 0, blocks);
   for (int64_t block = piece * per_piece; block < end; block++) {
     for (int64_t group = 0; group < groups_of(p->rows); group++) multiply_group(p, group, block);
@@ -1003,11 +1012,11 @@ static int want_groups(Memory* memory, int64_t groups, int64_t inputs) {
   return 1;
 }
 
-int64_t localllm_linear(
-    Pool* pool, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y,
-    int64_t y_stride) {
+static int64_t run_whole_product(
+    Pool* pool, const Matrix* matrix, const Operation* gate, const float* x, int64_t x_stride, int64_t rows,
+    int64_t is_fine, float* y, int64_t y_stride) {
   lock_pool(pool);
-  Product p = {.memory = memory_of(pool), .matrix = matrix, .x_stride = x_stride, .y_stride = y_stride};
+  Product p = {.memory = memory_of(pool), .matrix = matrix, .gate = gate, .x_stride = x_stride, .y_stride = y_stride};
   p.is_fine = is_fine;
   int is_there = p.memory != NULL;
   for (int64_t first = 0; is_there && first < rows; first += GROUPS * MAX_ROWS) {
@@ -1019,6 +1028,18 @@ int64_t localllm_linear(
   }
   unlock_pool(pool);
   return is_there;
+}
+
+int64_t localllm_linear(
+    Pool* pool, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y,
+    int64_t y_stride) {
+  return run_whole_product(pool, matrix, NULL, x, x_stride, rows, is_fine, y, y_stride);
+}
+
+int64_t localllm_gated(
+    Pool* pool, const Matrix* matrix, int64_t activation, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride) {
+  const Operation gate = {.op = OP_GATED, .activation = activation};
+  return run_whole_product(pool, matrix, &gate, x, x_stride, rows, 1, y, y_stride);
 }
 
 typedef struct {

@@ -189,13 +189,18 @@ int64_t localllm_attend(
 int64_t localllm_linear(
     Pool*, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y, int64_t y_stride);
 
+// y [rows, N / 2] = activation(gate) * up, where W has the gate's outputs first, as in OP_GATED, for any number of rows,
+// with 15-bit codes. Returns 0 if memory runs out.
+int64_t localllm_gated(
+    Pool*, const Matrix* matrix, int64_t activation, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride);
+
 // Write the values of `count` outputs from output `first` on, a multiple of 64, as fp32 [count, K].
 void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, float* out);
 
 // Write them as KIND_BF16, in whole blocks: an operand of torch's product for many rows.
 void localllm_unpack_bf16(Pool*, const Matrix* matrix, int64_t first, int64_t count, uint32_t* out);
 
-// Name of the instruction set that the library was compiled for: avx512vnni, avxvnni, avx2, dotprod.
+// Name of the instruction set that the library was compiled for: avx512bf16, avx512vnni, avxvnni, avx2, dotprod.
 const char* localllm_instruction_set(void);
 
 // Hash of the sources that the library was compiled from; "" where the compile was not told.

@@ -30,6 +30,7 @@ class Kind(IntEnum):
     MXFP4 = 7
     NVFP4 = 8
     IQ4 = 9
+    BF16_ROUNDED = 10
 
 
 KIND_STORED = 64  # plus a `Stored`: rows of a GGUF file

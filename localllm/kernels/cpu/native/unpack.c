@@ -15,7 +15,7 @@ static void unpack_pairs(const Matrix* m, int64_t block, int64_t first, int64_t 
   for (int64_t pair = 0; pair < (count + 1) / 2; pair++, w += OUTPUTS)
     for (int v = 0; v < OUTPUTS; v += LANES) {
       const Ints both = load_ints(w + v);
-      const int is_bf16 = m->kind == KIND_BF16;
+      const int is_bf16 = m->kind != KIND_F16;
       store_floats(to[2 * pair] + v, is_bf16 ? low_bf16(both) : low_halves(both));
       store_floats(to[2 * pair + 1] + v, is_bf16 ? high_bf16(both) : high_halves(both));
     }
@@ -51,6 +51,7 @@ static void unpack_tile(const Matrix* m, int64_t block, int64_t first, int64_t c
   switch (m->kind) {
     case KIND_F32: unpack_f32(m, block, first, count, to); break;
     case KIND_BF16:
+    case KIND_BF16_ROUNDED:
     case KIND_F16: unpack_pairs(m, block, first, count, to); break;
     case KIND_I8: unpack_int8(m, block, first, count, to); break;
     default: unpack_group(m, block, first, count, to);
