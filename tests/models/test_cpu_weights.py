@@ -86,7 +86,7 @@ def test_a_16_bit_checkpoint_stays_16_bits_wide(
     spec = read_spec(tmp_path)
     logits, held = {}, {}
     for keeps in (True, False):
-        model = load_model(tmp_path, spec, CPU, torch.float32, half_weights=keeps)
+        model = load_model(tmp_path, spec, CPU, torch.float32, half_weights=keeps, cpu_weights="exact")
         count = count_resident(tmp_path, spec, half_weights=keeps)
         held[keeps] = held_bytes(model)
         assert count("cpu", "float32", model.max_model_len, None) == held[keeps]
