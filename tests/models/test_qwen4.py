@@ -23,6 +23,7 @@ from localllm.runner.kv_cache import KVCache, StateCache
 from tests.models.class_models import make_class_model
 from tests.models.classes import class_logits
 from tests.models.harness import CPU, GIB, ModelHarness, Sequence, assert_close, prompt
+from tests.models.peak_bytes import PeakBytes
 from tests.runner.harness import serve, tokens_of
 
 EOS, BUDGET, POOL = 2, 16, 4
@@ -135,6 +136,23 @@ def test_a_table_of_another_size_is_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:-3].clone()}, file, {"format": "pt"})
     with pytest.raises(CorruptModel, match=r"ngram_embedding.weight has shape .*asks for"):
         load_model(tmp_path, read_spec(tmp_path), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_holds_no_more_than_planned(dtype: str, tmp_path: Path) -> None:
+    """The residual streams and what their mixing makes are most of a prompt's step."""
+    sizes = {"hidden_size": 512, "ple_embed_dim": 512, "indexer_budget": 256, "hc_lowrank": 64, "num_experts": 8}
+    make_class_model(tmp_path, "qwen4_exp_text", max_position_embeddings=1024, **sizes)
+    spec, machine = read_spec(tmp_path), Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
+    model = load_model(tmp_path, spec, CPU, getattr(torch, dtype), verify=False)
+    config = EngineConfig(max_num_batched_tokens=512, max_model_len=1024, max_num_seqs=1, dtype=dtype)
+    planned = plan_memory(config, spec, GIB, machine).activation_bytes
+    harness, sequence = ModelHarness(model, num_blocks=140), Sequence(prompt(1024))
+    with torch.inference_mode():
+        harness.step([(sequence, 512)])
+        with PeakBytes() as meter:
+            harness.step([(sequence, 512)])
+    assert planned / 2 < meter.peak <= planned
 
 
 def rows(table: StoredTable) -> torch.Tensor:

@@ -36,6 +36,9 @@ EXPERT_ROWS = 128  # kernels/moe: most rows in a block that is padded for one ex
 READ_NATIVELY = ("float32", "bfloat16", "float16", "int8", "k8v4", "int4")  # caches that reads_cache accepts
 SLICES = 12 * MIB  # temporaries of sampling, which a CPU handles a few rows at a time
 DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: bytes that a long prompt dequantises at once
+CLASS_TENSORS = 8
+"""Tensors of all residual streams, in fp32, that a class of transformers holds at once: they are normed and mixed by
+operations of their own. Measured with Qwen4-Exp (tests/models/test_qwen4.py)."""
 WORKSPACE_BYTES = 32 * MIB  # cuBLAS takes it from the same allocator
 PROCESS_BYTES = 10 * MIB  # memory that the first steps leave in a process: oneDNN's primitives, thread stacks
 MAPPED_BYTES = 32 * MIB  # glibc returns buffers of this size to the system at once, and keeps smaller ones
@@ -105,6 +108,8 @@ class StepMemory:
         )
         altup = self.spec.altup  # whose further streams are held twice: as they are, and as a layer changes them
         streams = 0 if altup is None else self._stream(2 * altup.num_streams)
+        if (several := self.spec.class_streams) > 1:
+            streams += CLASS_TENSORS * several * self.max_num_batched_tokens * self.spec.hidden_size * 4
         held = self._masks(context) + self._codes() + self._prompt_embeds_bytes() + streams
         return max(max(parts) + self._layer_inputs(1), self._layer_inputs(4)) + held
 

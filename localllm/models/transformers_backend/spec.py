@@ -48,7 +48,9 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
             raise UnsupportedModel(f"{architecture} is not supported.", why)
         fields = {**sizes_of(config), **layers_of(text_part(config), architecture)}
         fields["max_position"] -= first_position(config)
-        fields["reads_token_ids"] = _reads_token_ids(text_part(config))
+        text = text_part(config)
+        fields["reads_token_ids"] = _reads_token_ids(text)
+        fields["class_streams"] = getattr(text, "hc_count", None) or getattr(text, "hc_mult", None) or 1
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
             fields["recurrent"] = _recurrent(path, architecture, trust_remote_code=trust_remote_code)
         return fields
