@@ -141,7 +141,7 @@ class EngineConfig:
         allowed_text="int4, int8 or fp8", note="a quantised checkpoint is detected")
     cpu_weights: str = setting(
         "fast", MODEL, "how a CPU runs quantised and bf16 weights", choices=("fast", "small", "exact"),
-        allowed_text="fast, small (Q5 and Q6 in the file's bits) or exact (as stored, activations of a step unrounded: slow)")
+        allowed_text="fast, small (Q5 and Q6 in the file's bits) or exact (as stored, steps unrounded: slow)")
     task: str = setting(
         "auto", MODEL, "task of the model", choices=("auto", *TASKS), is_of_one_model=True,
         allowed_text="generate, embed, score or auto (from the checkpoint's files)")
