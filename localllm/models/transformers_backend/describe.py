@@ -43,7 +43,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "shared_expert_gate": ("shared_expert_gate",),
     "gate": ("gate", "router"),
 }
-"""ModuleNames of parts in classes of transformers, by the builder's names."""
+"""Names of parts in classes of transformers, by the builder's names."""
 _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 _ORDERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "NANM": ("pre_norm", ("input_layernorm", "post_attention_layernorm")),
