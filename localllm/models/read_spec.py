@@ -59,6 +59,12 @@ def read_spec(
     config = _read_config(path)
     try:
         if model_impl == "transformers" or (model_impl == "auto" and not _has_family(config)):
+            if path.is_file() and mmproj not in (None, "none"):
+                raise UnsupportedModel(
+                    f"{path.name} is computed by {_architecture(config)} of transformers, which does not see pictures.",
+                    "The file of its projector was named.",
+                    "Leave --mmproj out, or use the safetensors of the same model.",
+                )
             spec = _through_transformers(path, config, trust_remote_code=trust_remote_code)
             return spec if model_impl == "transformers" else _as_own(path, spec)
         family = _family_of(config)
@@ -180,11 +186,9 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
 
     architecture = str(config["architectures"][0])
     if path.is_file():
-        raise UnsupportedModel(
-            f"{architecture} in {path.name} is quantised, and localllm has no decoder for it.",
-            "Models that run through transformers need safetensors.",
-            "Use the safetensors of the same model.",
-        )
+        from localllm.models.formats.gguf.checkpoint import class_facts
+
+        class_facts(path)  # raises for other architectures
     fields = transformers_fields(path, architecture, trust_remote_code=trust_remote_code)
     return ModelSpec(
         architecture=architecture,
@@ -203,7 +207,7 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
 def _as_own(path: Path, spec: ModelSpec) -> ModelSpec:
     """Return the spec of a model that a class of transformers computes as that of localllm's decoder, if the class is
     recognised; else with the reason."""
-    if spec.implementation != "transformers":
+    if spec.implementation != "transformers" or path.is_file():
         return spec
     from localllm.models.transformers_backend.recognition import Recognised, missing_names, recognise
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.gguf_classes import KINDS, SIZES, write_class
 from tests.gguf_files import GGUF_SIZES, write_gguf
 from tests.gguf_hybrids import HYBRIDS, write_hybrid
 from tests.models.class_models import make_class_model
@@ -72,6 +73,18 @@ def test_a_class_answers_from_its_quantised_checkpoint(model_type: str, tmp_path
     packed, dense = quantised_class(model_type, tmp_path)
     save_tiny_tokenizer(packed)
     ids = answered(packed, tmp_path, "--cpu-weights", "exact")
+    (logits,) = class_logits(dense, [[*TOKENS, *ids]])
+    assert ids == logits[len(TOKENS) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_class_answers_from_gguf(model_type: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    make_class_model(path, model_type, **SIZES[model_type])
+    save_tiny_tokenizer(path)
+    file, dense, _ = write_class(path, tmp_path, "Q8_0", tokenizer=True)
+    ids = answered(file, tmp_path, "--cpu-weights", "exact")
     (logits,) = class_logits(dense, [[*TOKENS, *ids]])
     assert ids == logits[len(TOKENS) - 1 : -1].argmax(-1).tolist()
 

@@ -199,8 +199,8 @@ EXPERT_GROUPS = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
-SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
-SCORES = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = 1, 2, 4  # expert_gating_func
+SCORES = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SQRT_SOFTPLUS: "sqrtsoftplus"}
 
 
 def expert_scoring(metadata: Metadata, *supported: int) -> int | None:

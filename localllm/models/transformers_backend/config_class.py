@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import CorruptModel, ModelError, UnsupportedModel
+from localllm.models.formats.checkpoint import is_gguf
 
 
 def first_line(error: Exception) -> str:
@@ -18,10 +19,18 @@ def first_line(error: Exception) -> str:
 
 
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
-    """Return the `PreTrainedConfig` of folder `path`; the checkpoint's own class only if its code is trusted."""
+    """Return the `PreTrainedConfig` of folder or GGUF file `path`; the checkpoint's own class only if its code is
+    trusted."""
     from transformers import AutoConfig
 
+    fields: dict[str, Any] | None = None
+    if is_gguf(path):
+        from localllm.models.formats.gguf.checkpoint import config_of_class
+
+        fields = config_of_class(path)
     try:
+        if fields is not None:
+            return AutoConfig.for_model(**fields)
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # validators raise many kinds of errors
         raise _translated(path, error) from error
@@ -81,4 +90,4 @@ def _translated(path: Path, error: Exception) -> ModelError:
         )
     if "model type" in str(error) or "model_type" in str(error):
         return UnsupportedModel(f"transformers does not know the model in {path}.", text)
-    return CorruptModel(f"Cannot parse {path}/config.json.", text)
+    return CorruptModel(f"Cannot parse {path if is_gguf(path) else path / 'config.json'}.", text)

@@ -3,9 +3,10 @@
 Names of the checkpoint become names of the module by the conversions that transformers registers for its classes. A
 plain Linear, and the experts of a layer whose code is handed tokens and the experts chosen for them, keep the
 checkpoint's matrices as they are stored. So does a Linear that is made of several stored matrices, whose rows follow
-one another. Any other quantised matrix is dequantised: an embedding, a matrix that the class's own code reads, or one
-that transformers reorders.
-Experts may be stored one by one, or as one tensor of three dimensions.
+one another. Any other quantised matrix is dequantised: an embedding, a matrix that the class's own code reads, one that
+transformers reorders, or one in a block type of GGUF that the device does not multiply by.
+Experts may be stored one by one, or as one tensor of three dimensions. Stored tensors that have the same name in the
+class are the rows of one parameter, in the checkpoint's order.
 Does not know: how a module is loaded, attention, caches, steps.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -32,7 +34,7 @@ from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import Checkpoint, ExpertCheckpoint, RenamedCheckpoint
 from localllm.models.formats.fp4 import PACKED
-from localllm.models.formats.linear_format import LinearFormat, StoredPart
+from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
 from localllm.models.layers.linear import Linear, Weight, device_layout_bytes
 from localllm.models.layers.moe import join_experts
 from localllm.models.weights.layout import wrong_shape
@@ -100,17 +102,25 @@ Sources = Sequence[str | Slice]
 class Quantization:
     """A checkpoint, and the way in which its matrices are quantised: as they are stored, or right after reading."""
 
-    def __init__(self, checkpoint: Checkpoint, format: LinearFormat | None, at_load: AtLoad | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, format: LinearFormat | None, at_load: AtLoad | None = None,
+        device: torch.device = CPU,
+    ) -> None:  # fmt: skip
         scaled = [name.removesuffix(_SCALE) for name in checkpoint.tensors if name.endswith(_SCALE)]
         self._bare = {name for name in scaled if name in checkpoint.tensors and not name.endswith(".weight")}
         named = {f"{name}{end}": f"{name}.weight{end}" for name in self._bare for end in ("", _SCALE)}
         self.checkpoint = RenamedCheckpoint(checkpoint, named) if named else checkpoint
-        self.format, self.at_load = format, at_load
+        self.format, self.at_load, self._device = format, at_load, device
 
     def kind(self, source: str | Slice) -> Hashable | None:
         """Return how a matrix is stored; None: unquantised."""
         stem = source.stem if isinstance(source, Slice) else source
         return None if self.format is None else self.format.kind(self.checkpoint, stem)
+
+    def stays(self, stem: str) -> bool:
+        """Return whether the device multiplies by a quantised matrix as it is stored."""
+        format = self.format
+        return not isinstance(format, TableFormat) or format.is_table(self.checkpoint, stem, self._device)
 
     def weight_name(self, stem: str) -> str:
         """Return the name of a matrix in the class. transformers names stacked experts without .weight."""
@@ -171,6 +181,8 @@ def find_places(module: Any, quantization: Quantization, name_of: NameOf) -> Pla
     stored, format = quantization.checkpoint, quantization.format
     found: dict[str, dict[str | None, list[str]]] = {}  # by parameter and pattern of its converter: stems
     plain_names = {stem: name_of(quantization.weight_name(stem)) for stem in quantization.stems()}
+    order = {name: place for place, name in enumerate(stored.tensors)}
+    counts_of = Counter(map(name_of, stored.tensors))
     # Which stored matrices make each parameter, without the layers that draft.
     for stem, plain in plain_names.items():
         if plain is None:
@@ -184,8 +196,14 @@ def find_places(module: Any, quantization: Quantization, name_of: NameOf) -> Pla
     for parameter, of_pattern in found.items():
         owner, _, kind = parameter.rpartition(".")
         joins, each = names.joined(of_pattern)
-        part, counts = module.get_submodule(owner), {len(stems) for stems in each}
         quantized = [stem for stems in each for stem in stems if quantization.kind(stem) is not None]
+        if not joins and len(each[0]) > 1:
+            each = [[stem] for stem in sorted(each[0], key=lambda stem: order[quantization.tensors(stem)[0]])]
+        part, counts = module.get_submodule(owner), {len(stems) for stems in each}
+        is_in_part = not joins and counts_of[plain_names[each[0][0]]] > len(each)  # other rows are not quantised
+        if is_in_part or not all(map(quantization.stays, quantized)):
+            places.dequantized |= {stem: str(plain_names[stem]) for stem in quantized}
+            continue
         if _runs_experts(part, kind):
             count = len(names.known[parameter])
             if joins == ["MergeModulelist 0"] and counts == {count}:
@@ -407,7 +425,8 @@ class QuantizedReader:
     def others(self, places: Places) -> dict[str, Tensor]:
         """Return copies of all other tensors by the names to load them by: unquantised ones as stored, the other
         quantised ones dequantised. Raises `UnsupportedModel`."""
-        checkpoint, format, found = self.quantization.checkpoint, self.quantization.format, dict[str, Tensor]()
+        checkpoint, format = self.quantization.checkpoint, self.quantization.format
+        parts: dict[str, dict[str, Tensor]] = {}  # by name and stored name
         for stored, name in places.plain.items():
             kind = checkpoint.tensors[stored].dtype
             if kind.startswith("F8") or kind in PACKED:
@@ -416,17 +435,24 @@ class QuantizedReader:
                     f"Supported: {'unquantised tensors' if format is None else f'matrices as {format.name}'}.",
                     "Use another quantisation, or the unquantised repository, of the same model.",
                 )
-            found[name] = checkpoint.tensor(stored).clone()
+            parts.setdefault(name, {})[stored] = checkpoint.tensor(stored).clone()
         for stem, name in places.dequantized.items():
             assert format is not None, "some format stores it"
+            tensors = self.quantization.tensors(stem)
             if self.quantization.is_stacked(stem):
-                tensors = self.quantization.tensors(stem)
                 count = checkpoint.tensors[tensors[0]].shape[0]
                 each = [ExpertCheckpoint(checkpoint, tensors, expert) for expert in range(count)]
-                found[name] = torch.stack([format.dequantize(one, stem).to(self.dtype) for one in each])
+                whole = torch.stack([format.dequantize(one, stem).to(self.dtype) for one in each])
             else:
-                found[name] = format.dequantize(checkpoint, stem).to(self.dtype)
-        return found
+                whole = format.dequantize(checkpoint, stem).to(self.dtype)
+            parts.setdefault(name, {})[tensors[0]] = whole
+        return {name: self._joined(of_name) for name, of_name in parts.items()}
+
+    def _joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the rows of a parameter, which is stored in parts."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        return torch.cat([parts[name] for name in self.quantization.checkpoint.tensors if name in parts], dim=-2)
 
 
 def place_parts(module: Any, parts: Parts, packer: CpuPacker) -> None:

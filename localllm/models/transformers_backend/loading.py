@@ -25,7 +25,7 @@ from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, Layer
 from localllm.kernels.linear import should_pack
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.formats.at_load import AtLoad
-from localllm.models.formats.registry import linear_format, open_checkpoint
+from localllm.models.formats.registry import linear_format
 from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs
 from localllm.models.spec.model_spec import ModelSpec, index_size, kv_groups, kv_shape
 from localllm.models.transformers_backend.config_class import first_line
@@ -35,6 +35,7 @@ from localllm.models.transformers_backend.module import (
     classes_of,
     load_module,
     module_on_meta,
+    open_for_class,
     quantized_on_meta,
     stored_tables,
     table_stems,
@@ -232,8 +233,8 @@ def bytes_through_transformers(
     if format is None and quantize is None:
         module: Any = module_on_meta(path, spec.architecture, trust_remote_code=is_remote)
     else:
-        with open_checkpoint(path) as checkpoint:
-            matrices, packer = Quantization(checkpoint, format, quantize), CpuPacker(cpu_weights)
+        with open_for_class(path) as checkpoint:
+            matrices, packer = Quantization(checkpoint, format, quantize, device), CpuPacker(cpu_weights)
             reader = QuantizedReader(matrices, device, dtype, packer, sizes_only=True)
             module = quantized_on_meta(path, spec, reader, trust_remote_code=is_remote)
     plan = module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ()  # what stays in fp32
@@ -241,7 +242,7 @@ def bytes_through_transformers(
     total: int = 0
     kind, tables = classes_of(path, spec, trust_remote_code=is_remote)[0], dict[str, list[str]]()
     if table_stems(kind):
-        with open_checkpoint(path) as checkpoint:
+        with open_for_class(path) as checkpoint:
             tables = stored_tables(kind, checkpoint)
     for name, parameter in module.named_parameters():
         if name.removesuffix(".weight") in tables:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, ModelError, UnsupportedModel
 from localllm.kernels.cpu.pack import CpuPacker
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.models.families.bamba import time_step_limits
 from localllm.models.families.text_part import WITHIN
 from localllm.models.formats.at_load import AtLoad
-from localllm.models.formats.checkpoint import FLOATS, Checkpoint
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
+from localllm.models.formats.gguf.matrices import DEQUANTISED, widen_rows
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.spec.model_spec import ModelSpec
@@ -55,10 +57,12 @@ class StoredTable(nn.Module):
 
     stays_in_ram = True
 
-    def __init__(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """parts [rows, width]: views into the files, one after the other. dtype: of the rows that a call returns."""
+    def __init__(self, parts: Sequence[Tensor], dtype: torch.dtype, block_type: str = "", width: int = 0) -> None:
+        """parts [rows, width]: views into the files, one after the other. dtype: of the rows that a call returns.
+        block_type, width: of GGUF blocks, which come as uint8 [rows, bytes of a row]."""
         super().__init__()
         self._parts, self._dtype = tuple(parts), dtype
+        self._block_type, self._width = block_type, width or self._parts[0].shape[1]
         self._ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
         self._is_hf_initialized = True  # nothing is drawn for it
 
@@ -71,15 +75,27 @@ class StoredTable(nn.Module):
         """Map ids [...] to rows [..., width], all in RAM."""
         flat = ids.flatten()
         of_part = torch.bucketize(flat, self._ends, right=True)
-        rows = torch.empty(len(flat), self.weight.shape[1], dtype=self._dtype)
+        rows = torch.empty(len(flat), self._width, dtype=self._dtype)
         for number in of_part.unique().tolist():
             (own,), part = torch.nonzero(of_part == number, as_tuple=True), self._parts[number]
-            rows[own] = part.index_select(0, flat[own] - (self._ends[number] - len(part))).to(self._dtype)
+            found = part.index_select(0, flat[own] - (self._ends[number] - len(part)))
+            if self._block_type:
+                found = widen_rows(found, self._block_type, self._width, self._dtype)
+            rows[own] = found.to(self._dtype)
         return rows.view(*ids.shape, -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
         """Return an embedding without data, for a call that finds what a module keeps."""
-        return nn.Embedding(int(self._ends[-1]), self.weight.shape[1], device="meta", dtype=self._dtype)
+        return nn.Embedding(int(self._ends[-1]), self._width, device="meta", dtype=self._dtype)
+
+
+def open_for_class(path: Path) -> Checkpoint:
+    """Open a checkpoint for its class of transformers: a GGUF file with the values that the class expects."""
+    if not is_gguf(path):
+        return open_checkpoint(path)
+    from localllm.models.formats.gguf.checkpoint import open_gguf_of_class
+
+    return open_gguf_of_class(path)
 
 
 class ModelClass(NamedTuple):
@@ -87,7 +103,7 @@ class ModelClass(NamedTuple):
 
     auto: Any  # the class, or an Auto class that finds it
     config: Any
-    name_of: NameOf | None  # names of the text part's tensors; None: all tensors are the model's, as they are named
+    name_of: NameOf | None  # names of the text part's or a GGUF file's tensors; None: all are the model's, as named
 
 
 def classes_of(path: Path, spec: ModelSpec, *, trust_remote_code: bool) -> list[ModelClass]:
@@ -96,6 +112,12 @@ def classes_of(path: Path, spec: ModelSpec, *, trust_remote_code: bool) -> list[
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = load_causal_config(path, spec.architecture, trust_remote_code=trust_remote_code)
+    if is_gguf(path):
+        from localllm.models.formats.gguf.checkpoint import class_facts
+
+        whole = load_config(path, trust_remote_code=trust_remote_code)
+        auto = AutoModelForCausalLM if config.model_type == whole.model_type else AutoModelForImageTextToText
+        return [ModelClass(auto, whole, class_facts(path).name_of)]
     if config.model_type != spec.text_type:
         return [ModelClass(AutoModelForCausalLM, config, None)]
     whole = load_config(path, trust_remote_code=trust_remote_code)
@@ -121,9 +143,9 @@ def load_module(
         attention = "sdpa" if kind.config.model_type == "falcon" and kind.config.alibi else "eager"
         options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
         try:
-            if format is not None or at_load is not None:
-                with open_checkpoint(path) as checkpoint:
-                    matrices = Quantization(checkpoint, format, at_load)
+            if format is not None or at_load is not None or is_gguf(path):
+                with open_for_class(path) as checkpoint:
+                    matrices = Quantization(checkpoint, format, at_load, device)
                     reader = QuantizedReader(matrices, device, dtype, packer or CpuPacker())
                     module = _read_quantized(kind, path, reader, **options)
             elif kind.name_of is None and not table_stems(kind):
@@ -140,7 +162,7 @@ def load_module(
         except CorruptModel as error:
             if kind is not found[-1]:
                 continue
-            if kind.name_of is None:
+            if kind.name_of is None or is_gguf(path):
                 raise
             what = f"The text part of {spec.architecture} is not read alone."
             raise UnsupportedModel(what, f"{error.what} {error.why}") from error
@@ -160,12 +182,15 @@ def _read_quantized(
     checkpoint = reader.quantization.checkpoint
     tables = stored_tables(kind, checkpoint)
     for name in (name for names in tables.values() for name in names):
-        del places.plain[name]
+        places.plain.pop(name, None)
+        places.dequantized.pop(name.removesuffix(".weight"), None)
     parts, state = reader.parts(empty, places), reader.others(places)
 
     place_tables = _placing_tables(tables, checkpoint, reader.dtype)
 
     def prepare(module: Any) -> None:
+        if is_gguf(path) and text_part(kind.config) is not kind.config:
+            keep_decoder(module)  # the file holds the text part alone
         place_parts(module, parts, reader.packer)
         place_tables(module)
 
@@ -177,20 +202,20 @@ def _read_quantized(
 
 def stored_tables(kind: ModelClass, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Return the stored tensors, in order, of each `StoredTable`, by the name of its module. Quantised tables
-    are left to the class."""
+    are left to the class, except in blocks of GGUF."""
     from transformers.core_model_loading import dot_natural_key
 
     found: dict[str, list[str]] = {}
     for stem in table_stems(kind):
-        for stored in sorted((name for name in checkpoint.tensors if stem in name), key=dot_natural_key):
+        for stored in sorted(checkpoint.tensors, key=dot_natural_key):
             name = (kind.name_of or str)(stored)
-            if name is not None:
+            if name is not None and stem in name:
                 found.setdefault(name[: name.index(stem) + len(stem)], []).append(stored)
     return {table: names for table, names in found.items() if all(map(partial(_is_plain, checkpoint), names))}
 
 
 def _is_plain(checkpoint: Checkpoint, name: str) -> bool:
-    return name.endswith(".weight") and checkpoint.tensors[name].dtype in FLOATS
+    return name.endswith(".weight") and checkpoint.tensors[name].dtype in (*FLOATS, *BLOCK_TYPES, *DEQUANTISED)
 
 
 def table_stems(kind: ModelClass) -> list[str]:
@@ -208,10 +233,11 @@ def _placing_tables(
     def place(module: Any) -> None:
         for name, stored in tables.items():
             table, parts = module.get_submodule(name), [checkpoint.tensor(each) for each in stored]
-            shape, wanted = (sum(map(len, parts)), parts[0].shape[1]), (table.num_embeddings, table.embedding_dim)
+            info, wanted = checkpoint.tensors[stored[0]], (table.num_embeddings, table.embedding_dim)
+            shape, block_type = (sum(map(len, parts)), info.shape[1]), "" if info.dtype in FLOATS else info.dtype
             if shape != wanted:
                 raise wrong_shape([f"{name}.weight"], shape, wanted)
-            module.set_submodule(name, StoredTable(parts, dtype))
+            module.set_submodule(name, StoredTable(parts, dtype, block_type, info.shape[1]))
 
     return place
 

@@ -211,11 +211,10 @@ def _write_step_keys(writer: gguf.GGUFWriter, text: Any) -> None:
 @pytest.mark.parametrize(
     ("architecture", "metadata", "words"),
     [
-        ("hy_v4", {}, ("HYV4ForCausalLM", "its name without -GGUF")),
-        ("deepseek4", {"general.base_model.0.repo_url": "https://huggingface.co/o/Flash"}, ("Use o/Flash", "16 bits")),
-        ("glm5-next", {"general.source.huggingface.repository": "o/five.3"}, ("Glm5Next", "Use o/five.3")),
-        ("minimax-m3", {"general.source.repo_url": "https://elsewhere/o/m"}, ("MiniMaxM3", "without -GGUF")),
-        ("qwen4exp", {}, ("Qwen4ExpForConditionalGeneration", "without -GGUF")),
+        ("jamba", {}, ("JambaForCausalLM", "its name without -GGUF")),
+        ("minicpm3", {"general.base_model.0.repo_url": "https://huggingface.co/o/Flash"}, ("Use o/Flash", "16 bits")),
+        ("kimi-linear", {"general.source.huggingface.repository": "o/five.3"}, ("KimiLinear", "Use o/five.3")),
+        ("kimi-linear", {"general.source.repo_url": "https://elsewhere/o/m"}, ("KimiLinear", "without -GGUF")),
         ("unheard-of", {}, ("which is not supported", "without -GGUF")),
     ],
 )

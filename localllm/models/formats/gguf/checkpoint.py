@@ -20,17 +20,20 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from math import isfinite
+from dataclasses import replace
+from math import isfinite, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
+from localllm.models.formats.gguf.classes import CLASSES, ClassFacts, inside_layer
 from localllm.models.formats.gguf.config import config_of_header
 from localllm.models.formats.gguf.file_names import parts_of
 from localllm.models.formats.gguf.header import GGUFHeader, StoredTensor, plain, read_header
 from localllm.models.formats.gguf.storage import storage_of
 from localllm.models.spec.family import Storage
+from localllm.models.spec.gguf import Fields, Metadata
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +105,7 @@ class GGUFCheckpoint:
         import torch
 
         if name not in self._stored:
-            return expansion(*map(self._widened, halves(name)))
+            return expansion(*map(self.widened, halves(name)))
         file, stored = self._stored[name]
         data = torch.frombuffer(self._map(file), dtype=torch.uint8, count=stored.num_bytes, offset=stored.start)
         if stored.block_type not in _PLAIN:
@@ -113,7 +116,8 @@ class GGUFCheckpoint:
             data = data.clone()  # the file's alignment may be smaller than the type's
         return data.view(getattr(torch, dtype)).view(stored.shape)
 
-    def _widened(self, name: str) -> Tensor:
+    def widened(self, name: str) -> Tensor:
+        """Return the values of a stored tensor in fp32."""
         import torch
 
         from localllm.models.formats.gguf.matrices import widen
@@ -152,6 +156,77 @@ class GGUFCheckpoint:
             except OSError as error:
                 raise CorruptModel(f"Cannot read {file}.", str(error), "Download the file again.") from error
         return self._maps[file]
+
+
+class ClassCheckpoint:
+    """A GGUF checkpoint with the values that a class of transformers expects, under stored names; a `Checkpoint`. In
+    the order of the class's table."""
+
+    def __init__(self, whole: GGUFCheckpoint, facts: ClassFacts, metadata: Metadata, config: Fields) -> None:
+        """config: the class's, as `config_of_header` returns it."""
+        self.path, self._whole, self._undone = whole.path, whole, facts.undone(config)
+        self._constants = facts.constants(metadata)
+        left_out = re.compile("|".join((*whole.storage.ignored, *facts.ignored)) or "(?!)")
+        moved = facts.moved(metadata)
+        self._stored = {moved.get(name, name): name for name in whole.tensors if not left_out.fullmatch(name)}
+        infos = {name: self._info(name) for name in self._stored}
+        infos |= {name: TensorInfo(whole.path, "I64", (len(n),), 8 * len(n)) for name, n in self._constants.items()}
+        self.tensors: Mapping[str, TensorInfo] = {name: infos[name] for name in sorted(infos, key=facts.order())}
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self._whole.tensors[self._stored[name]]
+        if not self._is_widened(name):
+            return info
+        return replace(info, dtype="F32", num_bytes=4 * prod(info.shape), start=None)
+
+    def _is_widened(self, name: str) -> bool:
+        undo = self._undone.get(inside_layer(name))
+        is_in_blocks = self._whole.tensors[self._stored[name]].dtype not in _PLAIN
+        return undo is not None and not undo.moves_rows and is_in_blocks
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a view into the file, or what it stands for; copy it to keep it."""
+        import torch
+
+        if name in self._constants:
+            return torch.tensor(self._constants[name], dtype=torch.int64, device="cpu")
+        stored, undo = self._stored[name], self._undone.get(inside_layer(name))
+        if undo is None:
+            return self._whole.tensor(stored)
+        return undo.change(self._whole.widened(stored) if self._is_widened(name) else self._whole.tensor(stored))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._whole.__exit__(*exc)
+
+
+def open_gguf_of_class(path: Path) -> ClassCheckpoint:
+    """Open a GGUF checkpoint for its class of transformers. Raises `CorruptModel`, `UnsupportedModel`."""
+    facts, whole, header = class_facts(path), GGUFCheckpoint(path), read_parts(path)[0]
+    config = config_of_header(header, whole)
+    return ClassCheckpoint(whole, facts, Metadata(header.file, header.metadata), config)
+
+
+def class_facts(path: Path) -> ClassFacts:
+    """Return the facts of the file's class. Raises `UnsupportedModel` if a decoder of localllm's computes it."""
+    architecture = str(read_parts(path)[0].metadata["general.architecture"])
+    if architecture not in CLASSES:
+        raise UnsupportedModel(
+            f"{path.name} is a GGUF file of {architecture!r}, which transformers does not compute here.",
+            f"Supported through its classes: {', '.join(sorted(CLASSES))}.",
+            "Leave --verify and --model-impl transformers out, or use the safetensors of the same model.",
+        )
+    return CLASSES[architecture]
+
+
+def config_of_class(path: Path) -> dict[str, Any]:
+    """Return the fields of the class's config. Raises as `class_facts` and `config_of`."""
+    class_facts(path)
+    fields = config_of(path)
+    del fields["quantization_config"], fields["dtype"]  # neither is the class's matter
+    return fields
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:

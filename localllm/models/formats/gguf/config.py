@@ -13,6 +13,7 @@ from typing import NoReturn
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.families.registry import GGUF_OF
 from localllm.models.formats.checkpoint import FLOATS
+from localllm.models.formats.gguf.classes import CLASSES
 from localllm.models.formats.gguf.header import GGUFHeader, Strings, plain
 from localllm.models.spec.gguf import Fields, GGUFTensors, Metadata
 
@@ -30,17 +31,12 @@ ENDS = frozenset((
 ))  # fmt: skip
 """Tokens that always end an answer: metadata names one, but chat models have two or three."""
 OF_CLASSES = {
-    "deepseek4": "DeepseekV4ForCausalLM",
-    "glm5-next": "Glm5NextForConditionalGeneration",
-    "hy_v4": "HYV4ForCausalLM",
     "jamba": "JambaForCausalLM",
     "kimi-linear": "KimiLinearForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
-    "minimax-m3": "MiniMaxM3SparseForConditionalGeneration",
-    "qwen4exp": "Qwen4ExpForConditionalGeneration",
 }
-"""general.architecture of families that only a class of transformers computes, from unquantised weights -> the class in
-their config.json. In 16 bits their weights are several times as large as such a file."""
+"""general.architecture of families that only a class of transformers computes, and that are not in `CLASSES` -> the
+class in their config.json. In 16 bits their weights are several times as large as such a file."""
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _VISIBLE_ENDS = frozenset(("<|tool_response>",))
 """Gemma 4's, stored as user-defined tokens; the others are control tokens."""
@@ -49,9 +45,9 @@ _VISIBLE_ENDS = frozenset(("<|tool_response>",))
 def config_of_header(header: GGUFHeader, checkpoint: GGUFTensors) -> Fields:
     """Return the config. header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
     metadata = Metadata(header.file, header.metadata)
-    if metadata.architecture not in GGUF_OF:
+    architecture = GGUF_OF.get(metadata.architecture) or CLASSES.get(metadata.architecture)
+    if architecture is None:
         _refuse(metadata)
-    architecture = GGUF_OF[metadata.architecture]
     metadata.varying = architecture.varying
     config = _common(metadata, checkpoint)
     config |= {name: metadata.get(key) for name, key in architecture.fields.items() if metadata.get(key) is not None}
@@ -75,7 +71,7 @@ def _refuse(metadata: Metadata) -> NoReturn:
         )
     raise UnsupportedModel(
         f"{name}, which is not supported.",
-        f"Supported in GGUF: {', '.join(sorted(GGUF_OF))}.",
+        f"Supported in GGUF: {', '.join(sorted((*GGUF_OF, *CLASSES)))}.",
         f"{hint}: more architectures are supported there.",
     )
 

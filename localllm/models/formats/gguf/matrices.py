@@ -83,7 +83,7 @@ class GGUFMatrices:
 
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
         info = checkpoint.tensors.get(f"{stem}.weight")
-        if info is None or info.dtype in FLOATS:
+        if info is None or info.dtype in (*FLOATS, "I32"):  # I32: a table of numbers
             return None
         if info.dtype not in BLOCK_TYPES and info.dtype not in DEQUANTISED:
             raise UnsupportedModel(
@@ -155,10 +155,14 @@ def widen(stored: Tensor, info: TensorInfo, dtype: torch.dtype) -> Tensor:
     """Return the values of a stored tensor, of info.shape, on the CPU. stored: from a GGUF checkpoint's `tensor`."""
     if info.dtype in FLOATS:
         return stored.to(dtype)
-    blocks, columns = stored.flatten(0, -2), info.shape[-1]
-    if info.dtype in BLOCK_TYPES:
-        return repack_gguf(blocks, info.dtype, columns).dequantize(dtype).view(info.shape)
-    return _by_reference(blocks, info.dtype, columns, dtype).view(info.shape)
+    return widen_rows(stored.flatten(0, -2), info.dtype, info.shape[-1], dtype).view(info.shape)
+
+
+def widen_rows(blocks: Tensor, block_type: str, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the values [n, K] of rows in blocks, uint8 [n, bytes of a row], on the CPU."""
+    if block_type in BLOCK_TYPES:
+        return repack_gguf(blocks, block_type, columns).dequantize(dtype)
+    return _by_reference(blocks, block_type, columns, dtype)
 
 
 def _by_reference(blocks: Tensor, block_type: str, columns: int, dtype: torch.dtype) -> Tensor:
