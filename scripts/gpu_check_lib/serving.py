@@ -256,21 +256,29 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
     import torch
 
     from localllm import cli
-    from localllm.models import loader, read_spec
+    from localllm.models import loader
+    from localllm.models.fit import checkpoint
+    from localllm.models.fit.far import CheckpointBytes
+    from localllm.models.formats.registry import Headers
+    from localllm.models.read_spec import read_spec
     from localllm.models.spec.model_spec import ModelSpec
     from scripts import random_weights
     from scripts.gpu_check_lib.roofline import work_of
 
-    def held(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, **asked: Any) -> int:
+    def held(of: ModelSpec, dtype: torch.dtype) -> int:
         return work_of(of).layer_parameters * dtype.itemsize + 2 * of.vocab_size * of.hidden_size * dtype.itemsize
+
+    def count_held(config: object, path: Path, of: ModelSpec, headers: object = None) -> CheckpointBytes:
+        return CheckpointBytes(lambda device, dtype, *asked: held(of, getattr(torch, dtype)), lambda *_: ())
 
     def load_random(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, progress: Any = None,
                     *, max_model_len: int | None = None, **asked: Any) -> Any:  # fmt: skip
         return random_weights.random_model(of, device, dtype, max_model_len=max_model_len)
 
-    loader.load_model, loader.resident_bytes = load_random, held  # type: ignore[assignment]
-    cpu, bfloat16 = torch.device("cpu"), torch.bfloat16
-    read_spec.weights_bytes = lambda path: held(path, read_spec.read_spec(path), cpu, bfloat16)
+    loader.load_model, checkpoint.count_resident_for = load_random, count_held  # type: ignore[assignment]
+    Headers.stored_bytes = property(  # type: ignore[assignment]
+        lambda headers: held(read_spec(headers.path), torch.bfloat16)
+    )
     return cli.main(["serve", str(folder), *arguments])
 
 
