@@ -19,7 +19,7 @@ TOOLS = [tool("scalars", SCHEMAS["scalars"]), tool("strings", SCHEMAS["strings"]
 THINK = ReasoningPair("<think>", "</think>")
 UNMARKED = {*MESSAGES, "llama3-json"}  # with tokens of their own; without them also pythonic and gigachat
 MARKED = [name for name in FORMATS if name not in UNMARKED]
-MOST = 6000  # tokens of an answer
+MOST = 30_000  # tokens of an answer
 
 
 @cache
