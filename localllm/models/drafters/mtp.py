@@ -186,8 +186,10 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
 def _file_of_layer(path: Path, name: str) -> Path:
     """Return the file that has the tensor `name` of the layer: the model's own or, in GGUF, one beside it that is named
     after it (mtp-NAME-Q4_0.gguf), the one of the model's quantisation first."""
+    if not is_gguf(path):
+        return path
     with open_checkpoint(path) as checkpoint:
-        if not is_gguf(path) or name in checkpoint.tensors:
+        if name in checkpoint.tensors:
             return path
     model, quant = whole_stem(path.name), quant_of(path.name)
     beside = [*path.parent.glob("mtp-*.gguf"), *path.parent.glob("MTP/mtp-*.gguf")]
