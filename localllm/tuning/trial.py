@@ -85,10 +85,10 @@ class TrialRunner:
     def _count_resident(self) -> tuple[CheckpointBytes, int]:
         """The bytes of the weights wherever they are, and in the files."""
         from localllm.models.fit.checkpoint import count_resident_for
-        from localllm.models.read_spec import weights_bytes
+        from localllm.models.formats.registry import Headers
 
-        path = self.bare.served.path
-        return count_resident_for(self.config, path, self.bare.served.spec), weights_bytes(path)
+        headers = Headers(self.bare.served.path)
+        return count_resident_for(self.config, headers.path, self.bare.served.spec, headers), headers.stored_bytes
 
     def is_placed(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a trial with these settings needs no other load."""
