@@ -342,7 +342,7 @@ def _parts_of(layer: nn.Module, flow: Flow) -> _LayerParts:
         for path, part in getattr(layer, child).named_modules(prefix=child):
             if not (role := _role(path)) or not isinstance(part, nn.Module):
                 continue
-            inner = "shared_expert." if any(_role(up) == "shared_expert" for up in _above(path)) else ""
+            inner = "shared_expert." if any(_role(up) == "shared_expert" for up in path.split(".")[:-1]) else ""
             if role in ("gate_proj", "up_proj", "down_proj", "gate_up_proj") and isinstance(part, nn.Linear):
                 found.feed[inner + role] = (path, part)
             elif role in ("gate", "shared_expert_gate") and getattr(part, "weight", None) is not None:
@@ -357,12 +357,6 @@ def _parts_of(layer: nn.Module, flow: Flow) -> _LayerParts:
     if left := sorted({name for name, _ in layer.named_parameters()} - placed):
         raise Unknown(f"a layer has {', '.join(left[:3])}")
     return found
-
-
-def _above(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _role(path: str) -> str:
