@@ -22,6 +22,7 @@ import pytest
 
 import build_native
 from localllm.kernels.cpu.native import choice, library, sources
+from localllm.kernels.cpu.native.structures import Kind
 from scripts.layout import PACKAGE, ROOT
 
 PLACE = build_native.PLACE
@@ -269,6 +270,30 @@ def test_a_library_of_other_sources_is_refused_and_sources_may_be_missing(monkey
     assert "older than their sources" in library.open_library(name)[1]
     monkeypatch.setattr(library, "source_hash", lambda: "")
     assert library.open_library(name)[1] == ""
+
+
+@pytest.mark.skipif(len(choice.chosen_sets()[0]) < 2, reason="this processor has one library or none")
+def test_a_library_with_wrong_results_is_left_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, *_ = choice.chosen_sets()[0]
+    faulty, find = {first}, library.wrong_kind
+
+    def wrong_kind(pool: library.Pool) -> Kind | None:
+        is_faulty = pool._functions.localllm_instruction_set().decode() in faulty
+        return Kind.BF16 if is_faulty else find(pool)
+
+    monkeypatch.setattr(library, "wrong_kind", wrong_kind)
+    opened, why = library._library_or_reason.__wrapped__()
+    assert opened is not None
+    assert (opened.instruction_set, why) == (second, "")
+    wrong = f"A product with BF16 weights gave wrong results in the library for {first}."
+    assert caplog.messages == [f"{wrong} The library for {second} is used instead."]
+    faulty |= set(choice.chosen_sets()[0])
+    assert library._library_or_reason.__wrapped__() == (None, wrong)
+    faulty = {first}
+    monkeypatch.setenv(choice.VARIABLE, first)
+    assert library._library_or_reason.__wrapped__() == (None, wrong), "a set that was asked for is used or refused"
 
 
 # ---- build dependencies ----------------------------------------------------------------------------------------------

@@ -116,15 +116,19 @@ def _gate_times_up(operation: Any, gate_up: Array) -> Array:
 
 def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
-    product = _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs)
+    product = _scaled(operation, _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs))
     y = _ACTIVATE[operation.activation](product)
     _put(operation, row, y * operation.factor)
 
 
 def _gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
-    product = _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs)
+    product = _scaled(operation, _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs))
     _put(operation, row, _gate_times_up(operation, product))
+
+
+def _scaled(operation: NativeOperation, product: Array) -> Array:
+    return product * _floats(operation.output_factors, len(product)) if operation.output_factors else product
 
 
 def _adapter(low_rank: NativeLowRank, row: int) -> tuple[int, int]:
@@ -206,7 +210,8 @@ def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     positions = np.arange(first_seen(a.window or None, at.position), at.position + 1)
     table = _floats(at.block_table, at.position // a.block_size + 1, np.int32)
     seen = table[positions // a.block_size] * a.block_size + positions % a.block_size
-    growth = 1 + a.query_growth * math.log(1 + at.position // a.growth_period) if a.query_growth else 1
+    periods = (at.position + a.growth_offset) // a.growth_period
+    growth = 1 + a.query_growth * math.log(1 + periods) if a.query_growth else 1
     out = [_head(a, h, turning[h] * growth, keys[:, seen], values[:, seen], positions) for h in range(a.heads)]
     _put(operation, row, np.stack(out)[:, : a.value_dim].ravel())
 
@@ -282,21 +287,24 @@ def _route(operation: NativeOperation, row: int, _: NativeRow) -> None:
     ids[:], weights[:] = chosen, scores[chosen] / total * scale
 
 
-def _experts_gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
+def _experts_first(operation: NativeOperation, row: int, _: NativeRow) -> None:
     e = _described(operation)
     matrices = ctypes.cast(e.gate_up, ctypes.POINTER(NativeMatrix))
-    ids = _choices(e, row)[0]
-    x = _normed(operation.norm, _row(operation, row, matrices[0].inputs))
-    _put(operation, row, np.concatenate(
-        [_gate_times_up(operation, _product(matrices[int(i)], x)) for i in ids]
-    ))  # fmt: skip
+    x, features = _normed(operation.norm, _row(operation, row, matrices[0].inputs)), []
+    for i, weight in zip(*_choices(e, row), strict=True):
+        product = _product(matrices[int(i)], x * weight if e.scales_inputs else x)
+        is_gated = operation.op == Op.EXPERTS_GATED
+        features.append(_gate_times_up(operation, product) if is_gated else _ACTIVATE[operation.activation](product))
+    _put(operation, row, np.concatenate(features))
 
 
 def _experts_down(operation: NativeOperation, row: int, _: NativeRow) -> None:
     e = _described(operation)
     matrices = ctypes.cast(e.down, ctypes.POINTER(NativeMatrix))
     x = _row(operation, row, e.top_k * matrices[0].inputs).reshape(e.top_k, -1)
-    outs = [w * _product(matrices[int(i)], x[c]) for c, (i, w) in enumerate(zip(*_choices(e, row), strict=True))]
+    ids, weights = _choices(e, row)
+    weights = np.ones_like(weights) if e.scales_inputs else weights
+    outs = [w * _product(matrices[int(i)], x[c]) for c, (i, w) in enumerate(zip(ids, weights, strict=True))]
     _put(operation, row, np.sum(outs, 0) * operation.factor)
 
 
@@ -392,7 +400,8 @@ _RUN = {
     Op.ADD: _add,
     Op.ATTEND: _attend,
     Op.ROUTE: _route,
-    Op.EXPERTS_GATED: _experts_gated,
+    Op.EXPERTS_GATED: _experts_first,
+    Op.EXPERTS_UP: _experts_first,
     Op.EXPERTS_DOWN: _experts_down,
     Op.MULTIPLY: _multiply,
     Op.CONVOLVE: _convolve,

@@ -40,15 +40,12 @@ from tests.models.harness import CPU, LoneHarness, token
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
 from tests.models.vision_models import make_model
-from tests.tiny import FAMILIES, RECOGNISED
+from tests.tiny import FAMILIES, RECOGNISED, make_tiny_model
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 REFUSED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), "an indexer"),
-    "nemotron_h": "experts without a gate",
-    "falcon_h1": "a projection of kind ScaledOutputs",
-    "llama4": "inputs are multiplied",
     "gemma3n": "several residual streams",
 }
 LIMITS = {"gemma4": 1e-4, **dict.fromkeys((*LATENT, "youtu"), 1e-5)}
@@ -126,6 +123,9 @@ def test_gates_of_heads_and_activations_with_limits(tmp_path: Path) -> None:
         "deepseek_v2",
         "mistral4",
         "mimo_v2",
+        "nemotron_h",
+        "falcon_h1",
+        "llama4",
     ],
 )
 def test_the_definitions_of_the_operations_give_torchs_logits(
@@ -134,6 +134,25 @@ def test_the_definitions_of_the_operations_give_torchs_logits(
     monkeypatch.setattr(native_program, "native", DefinedLibrary)
     model = load(tiny_model_path(family))
     assert largest_error(model, model, steps=4) < LIMITS.get(family, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("nemotron_h", {"moe_latent_size": 24}),
+        ("nemotron_h", {"moe_intermediate_size": 40, "n_group": 1, "topk_group": 1}),
+        ("falcon_h1", {"intermediate_size": 72}),
+    ],
+)
+@pytest.mark.parametrize("is_defined", [False, True], ids=["library", "definitions"])
+@pytest.mark.usefixtures("library")
+def test_fields(
+    family: str, fields: dict[str, Any], is_defined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_defined:
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
+    model = load(make_tiny_model(tmp_path, family, **fields))
+    assert largest_error(model, model, steps=4 if is_defined else STEPS) < 2e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "gpt_neox", "gemma4", "granite", "qwen3_moe"])
@@ -157,7 +176,7 @@ def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> 
 
 @needs_library
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3", "mimo_v2"]
+    "family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3", "mimo_v2", "llama4"]
 )
 def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))

@@ -39,7 +39,7 @@ from localllm.models.layers.disk import AHEAD, DiskMatrices, ExpertCache, write_
 from localllm.models.layers.far import Crossing, FarExperts, RamLink
 from localllm.models.layers.linear import to_device_layout
 from localllm.models.layers.moe import Experts
-from localllm.models.layers.native_writer import NotSupportedNatively, Writer
+from localllm.models.layers.native_writer import Writer
 from localllm.models.loader import DiskExperts, load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import FINAL_HIDDEN, ModelSpec
@@ -438,9 +438,6 @@ def test_answers_are_those_of_the_whole_model(
             assert engine.model.crossing.cache.reads > engine.model.crossing.cache.num_slots
 
 
-NATIVE = tuple(family for family in FAMILIES if family not in ("llama4", "nemotron_h"))
-
-
 def on_disk(path: Path, layers: list[int], folder: Path, slots: int, **options: Any) -> DecoderModel:
     """A model whose experts are on disk, with a cache of so many slots."""
     spec, everything = read_spec(path), DiskExperts(MUCH, lambda: MUCH, folder)
@@ -452,7 +449,7 @@ def on_disk(path: Path, layers: list[int], folder: Path, slots: int, **options: 
     return model
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_steps_of_a_model_with_experts_on_disk_run_natively(
     family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path
 ) -> None:
@@ -482,16 +479,6 @@ def test_steps_of_a_model_with_experts_on_disk_run_natively(
         assert crossing.seconds > seconds
         assert (got - expected).abs().max() <= 2e-6 * expected.abs().max()
         assert torch.equal(got, torch.cat([alone.natively([row]) for row in single]))
-
-
-@pytest.mark.parametrize("family", ["llama4", "nemotron_h"])
-def test_families_without_a_native_step_have_none_with_experts_on_disk(
-    family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path
-) -> None:
-    path, spec, layers = model_of(family)
-    assert spec.mixture is not None
-    with pytest.raises(NotSupportedNatively, match=r"inputs are multiplied|without a gate|cannot multiply"):
-        LoneHarness(on_disk(path, layers, tmp_path, spec.mixture.top_k))
 
 
 def test_a_step_goes_on_while_experts_are_read(

@@ -270,18 +270,18 @@ class FarExperts:
         writer.kinds |= {gate_up.form.kind, down.form.kind}
         return choices_of(writer, len(gate_up), top_k, **routing)
 
-    def write(self, writer: Writer, chosen: int, top_k: int, norm: Any) -> None:
+    def write(self, writer: Writer, chosen: int, top_k: int, source: Buffer, norm: Any) -> None:
         """Write the first matrices of the chosen experts. On disk: keep the rows that the experts read, and begin to
         read the experts, while the step goes on with parts beside them. chosen: address of `described`."""
         gate_up = self.experts.gate_up
         if not isinstance(gate_up, DiskMatrices):
-            self.experts.write(writer, chosen, top_k, norm)
+            self.experts.write(writer, chosen, top_k, source, norm)
             return
         rows, width = writer.others["expert_rows"], matrix_shape(gate_up)[1]
-        for buffer in (writer.stream, rows):
+        for buffer in (source, rows):
             buffer.widen(width)
-        writer.copy(writer.stream, 0, rows, 0, width, norm)
-        ids, _ = _choices(chosen)
+        writer.copy(source, 0, rows, 0, width, norm)
+        ids, _, _ = _choices(chosen)
         writer.call(lambda count: gate_up.begin(ids[:count].tolist()))
 
     def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0) -> None:
@@ -291,13 +291,16 @@ class FarExperts:
             self.experts.write_out(writer, chosen, target, factor)
             return
         rows, sums = writer.others["expert_rows"], writer.others["expert_sums"]
-        width, (ids, weights) = matrix_shape(self.experts.down)[0], _choices(chosen)
+        width, (ids, weights, scales_inputs) = matrix_shape(self.experts.down)[0], _choices(chosen)
         for buffer in (sums, target):
             buffer.widen(width)
 
         def compute(count: int) -> None:
             x, out = rows.values[:count, :width], sums.values[:count, :width]
-            self._crossing.timed(self._write, x, ids[:count], weights[:count], out)
+            factors = weights[:count]
+            if scales_inputs:
+                x, factors = x * factors, torch.ones_like(factors)
+            self._crossing.timed(self._write, x, ids[:count], factors, out)
 
         writer.call(compute)
         writer.plan(Op.ADD, sums, target, matrix=sizes(width), adds=target is writer.stream, factor=factor)
@@ -354,8 +357,9 @@ class FarExperts:
         return self._few
 
 
-def _choices(chosen: int) -> tuple[Tensor, Tensor]:
-    """Return the ids and the weights [MAX_ROWS, top_k] that a step's router writes. chosen: address of its experts."""
+def _choices(chosen: int) -> tuple[Tensor, Tensor, bool]:
+    """Return the ids and the weights [MAX_ROWS, top_k] that a step's router writes, and whether the weights multiply
+    what the experts read. chosen: address of its experts."""
     described = NativeExperts.from_address(chosen)
     count = MAX_ROWS * described.top_k
     ids, weights = (
@@ -364,7 +368,7 @@ def _choices(chosen: int) -> tuple[Tensor, Tensor]:
             (ctypes.c_int32, described.ids, torch.int32), (ctypes.c_float, described.weights, torch.float32)
         )
     )  # fmt: skip
-    return ids, weights
+    return ids, weights, bool(described.scales_inputs)
 
 
 class FarMLP:
@@ -573,12 +577,10 @@ class FewRows:
 
     def __init__(self, experts: Experts, top_k: int, spec: ModelSpec, library: Library) -> None:
         """Raises `NotSupportedNatively`."""
-        if matrix_shape(experts.gate_up)[0] != 2 * matrix_shape(experts.down)[1]:
-            raise NotSupportedNatively("experts without a gate")
         writer = Writer(spec, (), lambda kind: None)
         self._experts, self._described = experts, experts.described(writer, top_k)
         chosen = ctypes.addressof(self._described)
-        experts.write(writer, chosen, top_k, None)
+        experts.write(writer, chosen, top_k, writer.stream, None)
         experts.write_out(writer, chosen, writer.part)
         self._operations, self._kept = writer.lowered(), writer.kept
         self._rows = (NativeRow * MAX_ROWS)()

@@ -31,7 +31,7 @@ from localllm.models.layers.disk import DiskMatrices
 from localllm.models.layers.group import Group
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
-from localllm.models.layers.native_writer import Buffer, NotSupportedNatively, Writer, gated_fields, sizes
+from localllm.models.layers.native_writer import Buffer, Writer, gated_fields, sizes
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
@@ -118,15 +118,15 @@ class Experts:
         )
         return choices_of(writer, len(self.gate_up), top_k, gate_up=gate_up, down=down, **routing)
 
-    def write(self, writer: Writer, chosen: int, top_k: int, norm: Any) -> None:
+    def write(self, writer: Writer, chosen: int, top_k: int, source: Buffer, norm: Any) -> None:
         """Write the first matrices of the chosen experts. chosen: address of `described`."""
         outputs, inputs = matrix_shape(self.gate_up)
-        width = outputs // 2
-        writer.stream.widen(inputs)
+        op, width = (Op.EXPERTS_UP, outputs) if self.activation == "relu2" else (Op.EXPERTS_GATED, outputs // 2)
+        source.widen(inputs)
         writer.expert_features.widen(top_k * width)
         writer.plan(
-            Op.EXPERTS_GATED, writer.stream, writer.expert_features, experts=chosen, norm=writer.normed_by(norm),
-            matrix=sizes(width), **gated_fields(self.activation),
+            op, source, writer.expert_features, experts=chosen, norm=writer.normed_by(norm), matrix=sizes(width),
+            **gated_fields(self.activation),
         )  # fmt: skip
 
     def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0) -> None:
@@ -150,8 +150,8 @@ class AnyExperts(Protocol):
         """Return the experts for the native library, as `Experts.described` does."""
         ...
 
-    def write(self, writer: Writer, chosen: int, top_k: int, norm: Any, /) -> None:
-        """Write what comes between the router and the parts beside the experts. Raises `NotSupportedNatively`."""
+    def write(self, writer: Writer, chosen: int, top_k: int, source: Buffer, norm: Any, /) -> None:
+        """Write what comes between the router and the parts beside the experts, which read norm(source)."""
         ...
 
     def write_out(self, writer: Writer, chosen: int, target: Buffer, factor: float = 1.0, /) -> None:
@@ -233,8 +233,6 @@ class MoE:
         self.write_routed(writer, norm, norm)
         if self.shared is None:
             return
-        if isinstance(self.shared, MLP):
-            raise NotSupportedNatively("experts without a gate")
         self.shared.write(writer, norm)
         if self.shared_gate is not None:  # the shared expert is scaled by its gate
             writer.linear(self.shared_gate, writer.stream, writer.shared_gate, norm=norm)
@@ -244,8 +242,6 @@ class MoE:
 
     def write_routed(self, writer: Writer, norm: Any, router_norm: Any) -> None:
         """Write the router, and the first matrices of the chosen experts."""
-        if self.routing.scales_inputs:
-            raise NotSupportedNatively("experts whose inputs are multiplied")
         writer.linear(self.router, writer.stream, writer.router, norm=router_norm)
         routing = self.routing
         described = self.experts.described(
@@ -253,15 +249,24 @@ class MoE:
             is_sigmoid=routing.scoring == "sigmoid", renormalizes=routing.renormalize, least_sum=routing.least_sum,
             num_groups=routing.num_groups, top_groups=routing.top_groups, scale=routing.scale,
             expert_scale=writer.address(self.expert_scale), is_sparse_mixer=routing.scoring == "sparsemixer",
-            tolerance=routing.tolerance,
+            tolerance=routing.tolerance, scales_inputs=routing.scales_inputs,
         )  # fmt: skip
         writer.chosen_experts = ctypes.addressof(described)
         writer.plan(Op.ROUTE, writer.router, writer.router, experts=writer.chosen_experts)
-        self.experts.write(writer, writer.chosen_experts, routing.top_k, norm)
+        source = writer.stream
+        if self.latent is not None:
+            source = writer.others["latent"]
+            writer.linear(self.latent.down, writer.stream, source, norm=norm)
+        self.experts.write(writer, writer.chosen_experts, routing.top_k, source, norm if self.latent is None else None)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0) -> None:
         """Write the last matrices: added to the stream, or written to another buffer."""
-        self.experts.write_out(writer, writer.chosen_experts, target, factor)
+        if self.latent is None:
+            self.experts.write_out(writer, writer.chosen_experts, target, factor)
+        else:
+            sums = writer.others["latent_sums"]
+            self.experts.write_out(writer, writer.chosen_experts, sums)
+            writer.linear(self.latent.up, sums, target, factor=factor)
         if self.shared is not None:
             self.shared.write_out(writer, target, factor, adds=True)
 

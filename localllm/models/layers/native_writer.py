@@ -37,7 +37,7 @@ from localllm.kernels.gated import limit_of
 from localllm.kernels.layer_cache import LayerCache, LayerKV, LayerState
 from localllm.models.layers.arena import RecordMatrices
 from localllm.models.layers.disk import DiskMatrices
-from localllm.models.layers.linear import Linear
+from localllm.models.layers.linear import Linear, ScaledOutputs
 from localllm.models.layers.lora import LoraLinear
 from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.spec.model_spec import ModelSpec
@@ -187,6 +187,7 @@ class Writer:
 
     def _products(self, linear: Any, source: Buffer, target: Buffer, norm: Any, **fields: Any) -> None:
         """Write the outputs of all matrices of a layer one after the other."""
+        linear, factors = self._unscaled(linear)
         matrices = self._matrices(linear)
         source.widen(matrices[0].inputs)
         target.widen(sum(matrix.outputs for matrix in matrices))
@@ -194,7 +195,8 @@ class Writer:
         offset = 0
         for matrix, low_rank in zip(matrices, low_ranks, strict=True):
             self.plan(
-                Op.LINEAR, source, target, offset, matrix=matrix, norm=self.normed_by(norm), low_rank=low_rank, **fields
+                Op.LINEAR, source, target, offset, matrix=matrix, norm=self.normed_by(norm), low_rank=low_rank,
+                output_factors=None if factors is None else factors + 4 * offset, **fields,
             )  # fmt: skip
             offset += matrix.outputs
 
@@ -223,21 +225,19 @@ class Writer:
         self.plan(Op.SHRINK, source, source, matrix=sizes(inputs), norm=self.normed_by(norm), low_rank=addresses[0])
         return addresses
 
-    def gated(self, gate_up: object, norm: Any, activation: str | Callable[[Tensor], Tensor]) -> None:
+    def gated(self, gate_up: Any, norm: Any, activation: str | Callable[[Tensor], Tensor]) -> None:
         """Write the gated activation of a projection. activation: as in kernels/gated.py."""
         if callable(activation):
             raise NotSupportedNatively("a gate that is cut off")
-        fields = gated_fields(activation)
-        if not isinstance(gate_up, Linear):
-            raise NotSupportedNatively("a gate with factors")
-        matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
+        fields, (linear, factors) = gated_fields(activation), self._unscaled(gate_up)
+        matrices, width = self._matrices(linear), linear.weight.shape[0] // 2
         self.features.widen(width)
         if len(matrices) == 1:
-            self.stream.widen(gate_up.weight.shape[1])
-            (low_rank,) = self._low_ranks(gate_up, matrices, self.stream, norm)
+            self.stream.widen(linear.weight.shape[1])
+            (low_rank,) = self._low_ranks(linear, matrices, self.stream, norm)
             self.plan(
                 Op.GATED, self.stream, self.features, matrix=matrices[0], norm=self.normed_by(norm), low_rank=low_rank,
-                **fields,
+                output_factors=factors, **fields,
             )  # fmt: skip
             return
         self._products(gate_up, self.stream, self.gate_up, norm)
@@ -333,6 +333,10 @@ class Writer:
         self, op: Op, source: Buffer, target: Buffer, offset: int = 0, source_offset: int = 0, **fields: Any
     ) -> None:
         self.planned.append(_Planned(op, source, target, offset, source_offset, {"factor": 1.0, **fields}))
+
+    def _unscaled(self, linear: Any) -> tuple[Any, int | None]:
+        """Return a layer without the factors of its outputs, and their address; None: it has none."""
+        return (linear.linear, self.address(linear.factors)) if isinstance(linear, ScaledOutputs) else (linear, None)
 
     def _matrices(self, linear: Any) -> list[NativeMatrix]:
         """Return the matrices of a layer, one above the other; several if its parts are stored in different ways."""

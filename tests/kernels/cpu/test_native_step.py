@@ -136,6 +136,26 @@ def test_gated(pool: Pool, name: str, width: int) -> None:
     assert not y[:, width:].any()
 
 
+@pytest.mark.parametrize("width", [64, 40, 130])
+def test_factors_of_outputs(pool: Pool, width: int) -> None:
+    """Of a product alone, and of both halves of a gated one, before the activation."""
+    torch.manual_seed(2)
+    build, x, both, y = Builder(), torch.randn(MAX_ROWS, 48), *(torch.zeros(MAX_ROWS, n * width + 3) for n in (2, 1))
+    weight, bias, factors = torch.randn(2 * width, 48) / 2, torch.randn(2 * width), torch.rand(2 * width) + 0.5
+    given = {"matrix": build.matrix(weight, bias), "output_factors": build.address(factors)}
+    pool.run_step(
+        listed(
+            build.operation(Op.LINEAR, x, both, activation=Activation.RELU2, **given),
+            build.operation(Op.GATED, x, y, activation=Activation.SILU, **given),
+        ), no_rows(), 5,
+    )  # fmt: skip
+    scaled = F.linear(x[:5], weight, bias) * factors
+    close(both[:5, : 2 * width], scaled.relu().square())
+    close(y[:5, :width], gated_reference(scaled, "silu"))
+    assert not both[:, 2 * width :].any()
+    assert not y[:, width:].any()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_over_their_whole_range(pool: Pool, activation: str) -> None:
     """The weight is a unit matrix, so that the results are the activation of chosen numbers."""
@@ -659,14 +679,18 @@ class Mixture:
 
     count, hidden, features = 12, 80, 96
 
-    def __init__(self, top_k: int, corrects: bool = False, **routing: Any) -> None:
+    def __init__(
+        self, top_k: int, corrects: bool = False, *, is_gated: bool = True, scales_inputs: bool = False, **routing: Any
+    ) -> None:
         torch.manual_seed(8)
         self.build, self.top_k, self.routing = Builder(), top_k, routing
+        self.op, self.scales_inputs = Op.EXPERTS_GATED if is_gated else Op.EXPERTS_UP, scales_inputs
+        first = (1 + is_gated) * self.features
         self.logits = (torch.randn(MAX_ROWS, self.count) * 2).round() / 2
         self.correction = torch.rand(self.count) if corrects else None
-        self.gate_up = torch.randn(self.count, 2 * self.features, self.hidden) / 9
+        self.gate_up = torch.randn(self.count, first, self.hidden) / 9
         self.down = torch.randn(self.count, self.hidden, self.features) / 9
-        self.gate_bias, self.down_bias = torch.randn(self.count, 2 * self.features), torch.randn(self.count, 80)
+        self.gate_bias, self.down_bias = torch.randn(self.count, first), torch.randn(self.count, 80)
         self.ids = torch.full((MAX_ROWS, top_k), -1, dtype=torch.int32)
         self.weights = torch.zeros(MAX_ROWS, top_k)
         self.x, self.y = torch.randn(MAX_ROWS, self.hidden), torch.randn(MAX_ROWS, self.hidden)
@@ -690,6 +714,7 @@ class Mixture:
             is_sigmoid=options["scoring"] == "sigmoid", renormalizes=options["renormalize"],
             least_sum=options["least_sum"], num_groups=options["num_groups"], top_groups=options["top_groups"],
             scale=options["scale"], is_sparse_mixer=options["scoring"] == "sparsemixer", tolerance=options["tolerance"],
+            scales_inputs=self.scales_inputs,
             ids=self.build.address(self.ids), weights=self.build.address(self.weights),
         )  # fmt: skip
 
@@ -706,7 +731,7 @@ class Mixture:
         return listed(
             build.operation(Op.ROUTE, self.logits, self.logits, experts=at),
             build.operation(
-                Op.EXPERTS_GATED, self.x, self.gated, experts=at, activation=activation, limit=limit,
+                self.op, self.x, self.gated, experts=at, activation=activation, limit=limit,
                 matrix=NativeMatrix(outputs=self.features), norm=build.norm(NormKind.RMS, self.norm),
             ),
             build.operation(
@@ -720,9 +745,9 @@ class Mixture:
         out = self.y.clone()
         for row in range(rows):
             for place, expert in enumerate(self.ids[row].tolist()):
-                gated = activate(F.linear(x[row : row + 1], self.gate_up[expert], self.gate_bias[expert]))
-                down = F.linear(gated, self.down[expert], self.down_bias[expert])[0]
-                out[row] += 0.5 * self.weights[row, place] * down
+                before, after = (self.weights[row, place], 1) if self.scales_inputs else (1, self.weights[row, place])
+                gated = activate(F.linear(x[row : row + 1] * before, self.gate_up[expert], self.gate_bias[expert]))
+                out[row] += 0.5 * after * F.linear(gated, self.down[expert], self.down_bias[expert])[0]
         return out
 
 
@@ -737,6 +762,19 @@ def test_mixture_of_experts(pool: Pool, routing: dict[str, Any], rows: int) -> N
     close(case.weights[:rows], weights)
     result, case.y = case.y, before
     close(result, case.expected(lambda gate_up: gated_reference(gate_up, "silu"), rows))
+
+
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_experts_without_a_gate_and_with_weights_on_their_inputs(
+    pool: Pool, top_k: int, is_gated: bool, rows: int
+) -> None:
+    case = Mixture(top_k, is_gated=is_gated, scales_inputs=is_gated, scoring="sigmoid", renormalize=False)
+    before = case.y.clone()
+    pool.run_step(case.operations(Activation.SILU if is_gated else Activation.RELU2), no_rows(), rows)
+    result, case.y = case.y, before
+    close(result, case.expected(lambda gate_up: act_reference(gate_up, "silu" if is_gated else "relu2"), rows))
 
 
 def test_clamped_swiglu(pool: Pool) -> None:
@@ -757,9 +795,10 @@ def test_experts_with_a_limit(pool: Pool) -> None:
     close(result, case.expected(lambda gate_up: gated_reference(gate_up, "silu<=2.0"), 3), 2e-4)
 
 
-def test_experts_of_a_row_do_not_depend_on_the_others(pool: Pool) -> None:
-    together = Mixture(4)
-    alone = Mixture(4)
+@pytest.mark.parametrize("way", [{}, {"is_gated": False}, {"scales_inputs": True}])
+def test_experts_of_a_row_do_not_depend_on_the_others(pool: Pool, way: dict[str, bool]) -> None:
+    together = Mixture(4, **way)
+    alone = Mixture(4, **way)
     pool.run_step(together.operations(Activation.SILU), no_rows(), MAX_ROWS)
     for tensor in (alone.logits, alone.x, alone.y):
         tensor[0] = tensor[6].clone()

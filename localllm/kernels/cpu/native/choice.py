@@ -31,7 +31,13 @@ NEEDED = {
 
 
 def chosen_set() -> tuple[str, str]:
-    """Return (the instruction set whose library is used, ""), or ("", why there is none)."""
+    """Return (the instruction set whose library is used if its products are right, ""), or ("", why there is none)."""
+    names, reason = chosen_sets()
+    return (names[0] if names else ""), reason
+
+
+def chosen_sets() -> tuple[list[str], str]:
+    """Return (the instruction sets to try, ""), or ([], why there is none)."""
     compiled = [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
     return choose(os.environ.get(VARIABLE, ""), usable_sets(), compiled)
 
@@ -49,22 +55,22 @@ def why_unusable(name: str) -> str:
     return f"The compiled libraries are older than their sources; {compile_again()}." if is_old else ""
 
 
-def choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple[str, str]:
-    """Return (the set to open, ""), or ("", why there is none). The sets come best first."""
+def choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple[list[str], str]:
+    """Return (the sets to open, ""), or ([], why there is none). The sets come best first."""
     if wanted == "none":
-        return "", f"{VARIABLE}=none is set."
+        return [], f"{VARIABLE}=none is set."
     if not usable:
         known = ", ".join(name for names in SETS.values() for name in names)
-        return "", f"This processor ({platform.machine()}) has none of the instruction sets {known}."
+        return [], f"This processor ({platform.machine()}) has none of the instruction sets {known}."
     if wanted and wanted not in usable:
-        return "", f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
+        return [], f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
     if not compiled:
-        return "", f"The package was installed without compiled libraries: a C compiler was missing; {compile_again()}."
+        return [], f"The package was installed without compiled libraries: a C compiler was missing; {compile_again()}."
     found = [name for name in usable if name in compiled and wanted in ("", name)]
     if not found:
         there = f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}"
-        return "", f"{there}; {compile_again()}."
-    return found[0], ""
+        return [], f"{there}; {compile_again()}."
+    return found, ""
 
 
 def compile_again() -> str:

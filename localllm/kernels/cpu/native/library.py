@@ -15,6 +15,7 @@ Does not know: models, how weights are packed, which set is chosen (choice.py).
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int64, c_void_p
@@ -23,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.native.choice import chosen_set, compile_again
+from localllm.kernels.cpu.native.choice import chosen_sets, compile_again
 from localllm.kernels.cpu.native.self_check import is_attention_right, is_recurrence_right, wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
@@ -48,6 +49,8 @@ from localllm.kernels.cpu.native.structures import (
     NativeStoredRows,
     Recurrent,
 )
+
+log = logging.getLogger(__name__)
 
 _RECURRENT: dict[type, str] = {
     NativeConvolution: "localllm_convolve",
@@ -291,8 +294,15 @@ def why_none() -> str:
 
 @cache
 def _library_or_reason() -> tuple[Library | None, str]:
-    name, reason = chosen_set()
-    return (None, reason) if reason else open_library(name)
+    names, reason = chosen_sets()
+    for name in names:
+        library, fault = open_library(name)
+        if library is not None:
+            if reason:
+                log.warning("%s The library for %s is used instead.", reason, name)
+            return library, ""
+        reason = reason or fault
+    return None, reason
 
 
 def open_library(name: str) -> tuple[Library | None, str]:
@@ -302,7 +312,7 @@ def open_library(name: str) -> tuple[Library | None, str]:
         _declare(functions)
     except (OSError, AttributeError) as error:
         return None, f"The library for {name} cannot be opened: {error}; {compile_again()}."
-    reason = _fault_of(functions)
+    reason = _fault_of(name, functions)
     return (None, reason) if reason else (Library(functions), "")
 
 
@@ -352,7 +362,7 @@ def _require_memory(done: int, call: str) -> None:
         raise MemoryError(f"No memory for the buffers of {call} in the native library.")
 
 
-def _fault_of(functions: ctypes.CDLL) -> str:
+def _fault_of(name: str, functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
     expected = source_hash()
     if expected and functions.localllm_source_hash().decode() != expected:
@@ -371,7 +381,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     finally:
         pool.close()
     if wrong is not None:
-        return f"A product with {wrong.name} weights gave wrong results."
+        return f"A product with {wrong.name} weights gave wrong results in the library for {name}."
     if not attends:
-        return "An attention gave wrong results."
-    return "" if recurs else "The gated delta rule gave wrong results."
+        return f"An attention gave wrong results in the library for {name}."
+    return "" if recurs else f"The gated delta rule gave wrong results in the library for {name}."

@@ -299,14 +299,25 @@ static void run_shrink(Step* step, int64_t operation, int64_t piece, int64_t thr
 
 // Blocks of products ---------------------------------------------------------------------------------------------------
 
+// Multiply `count` outputs of each row from output `first` on with their factors, if there are any.
+static void scale_outputs(const Operation* o, int64_t rows, int64_t first, int64_t count, float* y, int64_t y_stride) {
+  if (!o->output_factors) return;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < count; i++) y[r * y_stride + i] *= o->output_factors[first + i];
+}
+
+static void activate_block(int64_t activation, int64_t rows, float* y) {
+  if (activation == ACT_NONE) return;
+  for (int64_t i = 0; i < rows * OUTPUTS; i += 16) store16(y + i, activate16(activation, load16(y + i)));
+}
+
 static void run_linear_block(const Operation* o, const Rows* rows, int64_t block) {
   float y[MAX_ROWS * OUTPUTS];
   const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
   multiply_block(&o->matrix, rows, block, y, OUTPUTS);
   if (o->low_rank) add_low_rank(o->low_rank, rows->rows, first, count, y, OUTPUTS);
-  if (o->activation != ACT_NONE) {
-    for (int64_t i = 0; i < rows->rows * OUTPUTS; i += 16) store16(y + i, activate16(o->activation, load16(y + i)));
-  }
+  scale_outputs(o, rows->rows, first, count, y, OUTPUTS);
+  activate_block(o->activation, rows->rows, y);
   finish_block(o, y, rows->rows, first, count);
 }
 
@@ -327,6 +338,8 @@ static void multiply_gated(
     add_low_rank(low_rank, rows->rows, first, count, gated, OUTPUTS);
     add_low_rank(low_rank, rows->rows, outputs + first, count, up, 2 * OUTPUTS);
   }
+  scale_outputs(o, rows->rows, first, count, gated, OUTPUTS);
+  scale_outputs(o, rows->rows, outputs + first, count, up, 2 * OUTPUTS);
   for (int64_t r = 0; r < rows->rows; r++) {
     float *g = gated + r * OUTPUTS, *u = up + r * 2 * OUTPUTS;
     for (int64_t i = 0; i < OUTPUTS; i += 16) {
@@ -523,7 +536,7 @@ static int begins_sharing(const Step* step, const Experts* e, int64_t item, Shar
 }
 
 // Do `prepare` for the inputs of some choices. choice_stride: floats from the input of a row's choice to that of the next
-// one; 0: they have the same.
+// one; 0: they have the same, which their weights multiply if the experts ask for it.
 static const Rows* prepare_sharing(
     Step* step, int64_t operation, const Matrix* matrix, const Sharing* sharing, int64_t choice_stride, int64_t thread) {
   const Operation* o = &step->operations[operation];
@@ -531,7 +544,8 @@ static const Rows* prepare_sharing(
   const int64_t key = key_of(operation, first / top_k, first % top_k);
   Local* local = &step->memory->locals[thread];
   const float* x = o->x + first / top_k * o->x_stride + first % top_k * choice_stride;
-  if (sharing->count == 1 || local->prepared == key)
+  const int scales = o->experts->scales_inputs && !choice_stride;
+  if ((sharing->count == 1 && !scales) || local->prepared == key)
     return prepare(step, key, matrix, &o->norm, x, o->x_stride, sharing->count, thread);
   for (int64_t i = 0; i < sharing->count; i++) {
     const int64_t row = sharing->items[i] / top_k, choice = sharing->items[i] % top_k;
@@ -541,6 +555,8 @@ static const Rows* prepare_sharing(
       norm_row(&o->norm, x, inputs, to);
     else
       memcpy(to, x, (size_t)inputs * sizeof(float));
+    const float weight = scales ? o->experts->weights[sharing->items[i]] : 1;
+    for (int64_t k = 0; k < inputs && scales; k++) to[k] *= weight;
   }
   return prepare(step, key, matrix, &(Norm){0}, local->normed, inputs, sharing->count, thread);
 }
@@ -549,7 +565,7 @@ static const Rows* prepare_sharing(
 // results are added up.
 static int64_t count_expert_pieces(const Step* step, const Operation* o) {
   const int64_t each = pieces_of(blocks_of(o->matrix.outputs), expert_blocks_per_piece(step, o));
-  return (o->op == OP_EXPERTS_GATED ? step->num_rows * o->experts->top_k : 1) * each;
+  return (o->op == OP_EXPERTS_DOWN ? 1 : step->num_rows * o->experts->top_k) * each;
 }
 
 // Floats for the products of all choices of a piece.
@@ -568,7 +584,7 @@ static Blocks expert_blocks(const Step* step, const Operation* o, int64_t piece)
   return (Blocks){piece / pieces, first, clamp(first + per_piece, 0, blocks)};
 }
 
-static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+static void run_expert_firsts(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
   const Experts* e = o->experts;
   const Blocks p = expert_blocks(step, o, piece);
@@ -579,7 +595,12 @@ static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64
   const Rows* rows = prepare_sharing(step, operation, matrix, &sharing, 0, thread);
   float y[MAX_ROWS * OUTPUTS];
   for (int64_t block = p.first; block < p.end; block++) {
-    multiply_gated(o, matrix, NULL, rows, block, y);
+    if (o->op == OP_EXPERTS_GATED) {
+      multiply_gated(o, matrix, NULL, rows, block, y);
+    } else {
+      multiply_block(matrix, rows, block, y, OUTPUTS);
+      activate_block(o->activation, rows->rows, y);
+    }
     for (int64_t i = 0; i < sharing.count; i++) {
       const int64_t row = sharing.items[i] / e->top_k, choice = sharing.items[i] % e->top_k;
       memcpy(o->y + row * o->y_stride + choice * outputs + block * OUTPUTS, y + i * OUTPUTS,
@@ -619,7 +640,8 @@ static void run_expert_downs(Step* step, int64_t operation, int64_t piece, int64
       float sums[OUTPUTS] = {0};
       for (int64_t choice = 0; choice < e->top_k; choice++) {
         const int64_t item = row * e->top_k + choice;
-        add_weighted(products + item * size + (block - p.first) * OUTPUTS, e->weights[item], sums);
+        const float weight = e->scales_inputs ? 1 : e->weights[item];
+        add_weighted(products + item * size + (block - p.first) * OUTPUTS, weight, sums);
       }
       finish_block(&of_row, sums, 1, first, count);
     }
@@ -729,6 +751,7 @@ static int64_t count_step_pieces(void* context, int64_t phase) {
     case OP_SHRINK: return count_shrink_pieces(step, o->low_rank);
     case OP_HEADS: return o->heads->heads;
     case OP_EXPERTS_GATED:
+    case OP_EXPERTS_UP:
     case OP_EXPERTS_DOWN: return count_expert_pieces(step, o);
     case OP_CONVOLVE:
     case OP_DELTA:
@@ -759,7 +782,8 @@ static void run_step_piece(void* context, int64_t phase, int64_t piece, int64_t 
     case OP_GATE: run_gate(o, piece); break;
     case OP_SCALE: run_scale(o, piece); break;
     case OP_MULTIPLY: run_multiply(o, piece); break;
-    case OP_EXPERTS_GATED: run_expert_gates(step, operation, piece, thread); break;
+    case OP_EXPERTS_GATED:
+    case OP_EXPERTS_UP: run_expert_firsts(step, operation, piece, thread); break;
     case OP_EXPERTS_DOWN: run_expert_downs(step, operation, piece, thread); break;
     default: run_recurrent(o, piece, local->attention);
   }
@@ -769,7 +793,8 @@ static void run_step_piece(void* context, int64_t phase, int64_t piece, int64_t 
 static int64_t widest_row(const Operation* o) {
   switch (o->op) {
     case OP_ROUTE: return o->experts->count;
-    case OP_EXPERTS_GATED: return o->experts->gate_up[0].inputs;
+    case OP_EXPERTS_GATED:
+    case OP_EXPERTS_UP: return o->experts->gate_up[0].inputs;
     case OP_EXPERTS_DOWN: {
       const int64_t inputs = o->experts->down[0].inputs, outputs = blocks_of(o->matrix.outputs) * OUTPUTS;
       return inputs > outputs ? inputs : outputs;

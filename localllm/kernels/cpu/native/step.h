@@ -18,6 +18,7 @@ enum Op {
   OP_GATE,    // y = activation(x[0..N)) * x[N..2N)
   OP_SCALE,   // y *= activation(x[0])
   OP_EXPERTS_GATED,  // y[c] = activation(gate) * up of norm(x) for each choice c; y [rows, top_k * N]
+  OP_EXPERTS_UP,     // y[c] = activation(norm(x) W^T + bias), likewise
   OP_EXPERTS_DOWN,   // y = sum over choices c of weights[c] * (x[c] W^T + bias), times factor, or added to y
   OP_MULTIPLY,    // y *= activation(x), K values of x for N of y: each multiplies N / K of them, one after another
   OP_CONVOLVE,    // a Convolution of one token a row
@@ -91,7 +92,7 @@ typedef struct {
 // A mixture of experts. Experts are chosen as kernels/moe/route.py defines.
 typedef struct {
   int64_t count, top_k;
-  const Matrix *gate_up, *down;  // [count]; gate_up as in OP_GATED
+  const Matrix *gate_up, *down;  // [count]; gate_up as in OP_GATED, or up alone
   const float* correction;       // [count], added to the scores for the choice only; NULL
   int64_t is_sigmoid;            // scores are the sigmoid of the logits, else their softmax
   int64_t renormalizes;          // the weights of the chosen are divided by their sum
@@ -101,6 +102,7 @@ typedef struct {
   const float* expert_scale;     // [count], a factor of each expert's weight; NULL
   int64_t is_sparse_mixer;       // a weight is a part of the softmax over the logits that are near the chosen one
   double tolerance;              // how near: a share
+  int64_t scales_inputs;         // a weight multiplies what its expert reads, not what it returns
   int32_t* ids;                  // [MAX_ROWS, top_k], written by OP_ROUTE, best first
   float* weights;                // [MAX_ROWS, top_k], likewise
 } Experts;
@@ -137,11 +139,12 @@ typedef struct {
   double factor;       // of the result; 1: none
   double limit;        // OP_GATED, OP_GATE, OP_EXPERTS_GATED: of activation(gate), and of up on both sides; 0: none
   const Attention* attention;  // OP_ATTEND
-  const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
+  const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_UP, OP_EXPERTS_DOWN
   const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r
   const StateRow* states;      // likewise: [MAX_ROWS], row r's only token r and its places, written before each call
   const LowRank* low_rank;     // OP_SHRINK; OP_LINEAR, OP_GATED: added before the activation. NULL: none
   const HeadProducts* heads;   // OP_HEADS
+  const float* output_factors;  // OP_LINEAR, OP_GATED: [N] of x W^T + bias, before the activation; NULL: none
 } Operation;
 
 // A row as the layers of one group of block tables see it.
@@ -160,7 +163,7 @@ int64_t localllm_run_step(Pool*, const Operation* operations, int64_t count, con
 // The experts of a layer in RAM, of rows of a device.
 typedef struct {
   Pool* pool;
-  const Operation* operations;  // [2] OP_EXPERTS_GATED, OP_EXPERTS_DOWN, without norms
+  const Operation* operations;  // [2] OP_EXPERTS_GATED or _UP, OP_EXPERTS_DOWN, without norms
   const Experts* experts;       // theirs, whose ids and weights are [MAX_ROWS, top_k]
   const StepRow* rows;          // [MAX_ROWS]
   int64_t type;                 // CacheType of x

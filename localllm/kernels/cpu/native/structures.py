@@ -72,14 +72,15 @@ class Op(IntEnum):
     GATE = 5
     SCALE = 6
     EXPERTS_GATED = 7
-    EXPERTS_DOWN = 8
-    MULTIPLY = 9
-    CONVOLVE = 10
-    DELTA = 11
-    SCAN = 12
-    GATED_NORM = 13
-    SHRINK = 14
-    HEADS = 15
+    EXPERTS_UP = 8
+    EXPERTS_DOWN = 9
+    MULTIPLY = 10
+    CONVOLVE = 11
+    DELTA = 12
+    SCAN = 13
+    GATED_NORM = 14
+    SHRINK = 15
+    HEADS = 16
 
 
 class NormKind(IntEnum):
@@ -208,6 +209,7 @@ class NativeExperts(ctypes.Structure):
         ("expert_scale", c_void_p),
         ("is_sparse_mixer", c_int64),
         ("tolerance", c_double),
+        ("scales_inputs", c_int64),
         ("ids", c_void_p),
         ("weights", c_void_p),
     )
@@ -282,6 +284,7 @@ class NativeOperation(ctypes.Structure):
         ("states", c_void_p),
         ("low_rank", c_void_p),
         ("heads", c_void_p),
+        ("output_factors", c_void_p),
     )
 
 
