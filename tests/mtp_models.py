@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.gguf_files import ARCHITECTURES, write_gguf
+from tests.gguf_hybrids import write_hybrid
 from tests.models.vision_models import make_model
 from tests.tiny import FAMILIES, load_reference, make_tiny_model, save_tiny_tokenizer
 
@@ -170,6 +172,16 @@ def converted_source(path: Path, name: str, out: Path) -> Path:
         (out / file.name).write_bytes(file.read_bytes())
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def as_gguf(path: Path, name: str, file: Path, block_type: str = "F32", *, has_layer: bool = True) -> Path:
+    """Write the checkpoint as a GGUF file, with the prediction layer as its last one or without it."""
+    source = converted_source(path, name, file.with_suffix(".source"))
+    if name.startswith("qwen"):
+        layers = {"nextn_predict_layers": 1} if has_layer else {"block_count": 2}
+        return write_hybrid(source, file, block_type, metadata=layers, left_out="" if has_layer else r"blk\.2\.")
+    write_gguf(source, file, block_type, metadata={f"{ARCHITECTURES[name]}.nextn_predict_layers": 1})
+    return file
 
 
 def _stored_name(kind: MTPKind, name: str) -> str:

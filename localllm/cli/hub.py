@@ -119,7 +119,10 @@ def fetch_if_missing(config: EngineConfig) -> None:
     if is_for_the_hub(config.model, config.revision):
         from localllm.models.library.hub.pull import plan_fetch
 
-        plan = plan_fetch(config.model, config.revision, offline=config.offline, code=config.trust_remote_code)
+        plan = plan_fetch(
+            config.model, config.revision, offline=config.offline, code=config.trust_remote_code,
+            prediction_layer=config.speculation.takes_prediction_layer,
+        )  # fmt: skip
         fetch(plan, _output(False, sys.stderr))
 
 

@@ -47,6 +47,11 @@ class SpeculationChoice:
     def has_drafter(self) -> bool:
         return self.method == "draft" and self.most != 0
 
+    @property
+    def takes_prediction_layer(self) -> bool:
+        """Whether the drafter is the model's own layer for multi-token prediction."""
+        return self.kind == "mtp" and self.has_drafter
+
 
 def is_method_or_model(value: str) -> bool:
     """Return whether a value of --speculative is a method, or looks like the name of a drafter."""

@@ -225,6 +225,7 @@ def _download(name: str, revision: str | None, config: EngineConfig, on_phase: O
         report()
         fetch_model(
             name, revision, offline=config.offline, code=config.trust_remote_code,
+            prediction_layer=config.speculation.takes_prediction_layer,
             on_progress=lambda progress: report(progress_line(progress), progress.fraction),
         )  # fmt: skip
         report(done=True, fraction=1.0)

@@ -87,6 +87,24 @@ def test_a_gguf_repository_gives_one_model_and_nothing_beside(
 
 
 @pytest.mark.parametrize(
+    ("names", "want"),
+    [
+        (["t-Q4_0.gguf", "mtp-t-Q8_0.gguf", "mtp-t-Q4_0.gguf", "mtp-u-Q4_0.gguf"], ["t-Q4_0.gguf", "mtp-t-Q4_0.gguf"]),
+        (["t-Q4_0.gguf", "MTP/mtp-t-BF16.gguf"], ["t-Q4_0.gguf", "MTP/mtp-t-BF16.gguf"]),
+        (["Q4_0/t-Q4_0.gguf", "mmproj-F16.gguf", "mtp-T.gguf"], ["Q4_0/t-Q4_0.gguf", "mmproj-F16.gguf", "mtp-T.gguf"]),
+        (["a/t-Q4_0.gguf", "b/mtp-t-Q4_0.gguf", "mtp-t2-Q4_0.gguf"], ["a/t-Q4_0.gguf"]),
+        (["model.safetensors", "mtp-t.gguf"], ["model.safetensors"]),
+    ],
+)
+def test_a_prediction_layer_is_fetched_with_its_gguf_model_only_when_asked_for(
+    names: list[str], want: list[str]
+) -> None:
+    assert load_files("org/name", names, None, prediction_layer=True) == want
+    without = [name for name in want if not name.rpartition("/")[2].startswith("mtp-")]
+    assert load_files("org/name", names, None) == without
+
+
+@pytest.mark.parametrize(
     ("names", "quant", "kind", "words"),
     [
         (["config.json", "pytorch_model.bin"], None, UnsupportedModel, "pickles (pytorch_model.bin)"),

@@ -10,10 +10,12 @@ import pytest
 from localllm.cli.announce import LogAnnouncer
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped, HubOffline
+from localllm.models.library.hub.cache import to_remove
 from localllm.models.library.hub.pull import PullProgress, progress_line
 from localllm.serving.build import build_engine
 from localllm.serving.phases import Phase
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
+from tests.mtp_models import as_gguf, make_mtp_model
 
 
 def settings(**engine: Any) -> Settings:
@@ -34,6 +36,24 @@ def test_the_download_is_a_phase_before_the_others(hub: LocalHub, tiny_llama_pat
     phases.clear()
     build_engine(settings(offline=True), phases.append).close()
     assert "download" not in [phase.name for phase in phases]
+
+
+def test_the_prediction_layer_of_a_gguf_model_comes_with_it_where_it_is_used(hub: LocalHub, tmp_path: Path) -> None:
+    source, ggufs = make_mtp_model(tmp_path / "source", "qwen3_5"), tmp_path / "ggufs"
+    ggufs.mkdir()
+    as_gguf(source, "qwen3_5", ggufs / "t-Q8_0.gguf", "Q8_0", has_layer=False)
+    for name in ("mtp-t-Q8_0.gguf", "mtp-t-F32.gguf"):
+        as_gguf(source, "qwen3_5", ggufs / name, name[6:-5])
+    hub.add_repo("org/t-GGUF", ggufs)
+    asked = EngineConfig(model="org/t-GGUF", device="cpu", max_model_len=64, speculative="mtp")
+    model = build_engine(Settings(asked))
+    try:
+        assert sorted(file.name for file in model.path.parent.iterdir()) == ["mtp-t-Q8_0.gguf", "t-Q8_0.gguf"]
+        assert model.spec.drafter is not None
+        assert model.spec.drafter.path.name == "mtp-t-Q8_0.gguf"
+    finally:
+        model.close()
+    assert to_remove("org/t-GGUF:Q8_0").names == ("t-Q8_0.gguf", "mtp-t-Q8_0.gguf")
 
 
 def test_offline_it_is_refused_with_the_command_that_fetches(hub: LocalHub) -> None:

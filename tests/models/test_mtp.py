@@ -26,12 +26,10 @@ from localllm.models.read_spec import read_spec
 from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM, index_size, kv_shape
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
-from tests.gguf_files import ARCHITECTURES, write_gguf
-from tests.gguf_hybrids import write_hybrid
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised
 from tests.models.formats.stores import BLOCKS, DYNAMIC, per_block, per_output
 from tests.models.harness import NO_GPU, prompt
-from tests.mtp_models import KINDS, MTPOracle, converted_source, make_mtp_model
+from tests.mtp_models import KINDS, MTPOracle, as_gguf, make_mtp_model
 
 CPU, BLOCK_SIZE, NUM_BLOCKS = torch.device("cpu"), 8, 40
 TOKENS = prompt(41)
@@ -189,16 +187,6 @@ class TestCopies:
             assert_near(paged.drafter.logits(found), scale * whole.logits(wanted))
 
 
-def as_gguf(path: Path, name: str, file: Path, block_type: str = "F32", *, has_layer: bool = True) -> Path:
-    """Write the checkpoint as a GGUF file, with the prediction layer as its last one or without it."""
-    source = converted_source(path, name, file.with_suffix(".source"))
-    if name.startswith("qwen"):
-        layers = {"nextn_predict_layers": 1} if has_layer else {"block_count": 2}
-        return write_hybrid(source, file, block_type, metadata=layers, left_out="" if has_layer else r"blk\.2\.")
-    write_gguf(source, file, block_type, metadata={f"{ARCHITECTURES[name]}.nextn_predict_layers": 1})
-    return file
-
-
 class TestGGUF:
     """llama.cpp's converter writes the layer behind the model's own, or into a file of its own."""
 
@@ -226,6 +214,16 @@ class TestGGUF:
         as_gguf(source, "qwen3_5", tmp_path / "mtp-Some-Model-F32.gguf")
         self.check(file, source, "qwen3_5")
 
+    @pytest.mark.parametrize("place", ["MTP/mtp-some.gguf", "../mtp-some-Q4_0.gguf", "../MTP/mtp-Some-F16.gguf"])
+    def test_the_layer_where_a_repository_puts_it(self, place: str, tmp_path: Path) -> None:
+        source, folder = make_mtp_model(tmp_path / "source", "qwen3_5"), tmp_path / "snapshot" / "Q8_0"
+        beside = (folder / place).resolve()
+        folder.mkdir(parents=True)
+        beside.parent.mkdir(exist_ok=True)
+        file = as_gguf(source, "qwen3_5", folder / "some-Q8_0.gguf", has_layer=False)
+        as_gguf(source, "qwen3_5", beside)
+        self.check(file, source, "qwen3_5")
+
     def test_its_quantised_bytes_are_predicted(self, tmp_path: Path) -> None:
         source = make_mtp_model(tmp_path / "source", "qwen3_5")
         file = as_gguf(source, "qwen3_5", tmp_path / "model.gguf", "Q8_0")
@@ -247,9 +245,12 @@ class TestRefused:
 
     def test_a_gguf_file_that_leaves_it_out(self, tmp_path: Path) -> None:
         source = make_mtp_model(tmp_path / "source", "qwen3_5")
-        file = as_gguf(source, "qwen3_5", tmp_path / "model.gguf", has_layer=False)
-        as_gguf(source, "qwen3_5", tmp_path / "mtp-other.gguf")
-        self.refuse(file, r"model\.gguf has no layer.*blk\.2\., .*mtp-NAME\.gguf")
+        folder = tmp_path / "models--org--name" / "snapshots" / "main"
+        folder.mkdir(parents=True)
+        file = as_gguf(source, "qwen3_5", folder / "model.gguf", has_layer=False)
+        as_gguf(source, "qwen3_5", folder / "mtp-other.gguf")
+        words = r"model\.gguf has no layer.*blk\.2\., .*mtp-NAME\.gguf.*localllm pull org/name --include '\*mtp-\*'"
+        self.refuse(file, words)
 
     @pytest.mark.parametrize("name", ["deepseek_v3", "mimo"])
     def test_tensors_that_the_layer_does_not_use(self, name: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.layer import DecoderLayer
 from localllm.models.drafters.drafter import FINAL_HIDDEN, FINAL_STREAM, DrafterPlan, DraftStep
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
-from localllm.models.formats.gguf.file_names import quant_of, whole_stem
+from localllm.models.formats.gguf.file_names import prediction_layers_for
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.layers.attention import AttentionStep, ChosenKeys, plan_step, sparse_step
 from localllm.models.layers.embedding import EmbeddingTable
@@ -132,14 +132,16 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
     with open_checkpoint(path) as checkpoint:
         prefix, around = layout.stored_prefix(target.num_layers), layout.parts_prefix(target.num_layers)
         if f"{around}{layout.embed_norm}.weight" not in checkpoint.tensors:
-            beside = (
-                ", or have it in a file of its own, mtp-NAME.gguf, which belongs beside it" if is_gguf(path) else ""
-            )
+            beside, hint = "", _HINT
+            if is_gguf(path):
+                repo = next((part[8:].replace("--", "/") for part in path.parts if part[:8] == "models--"), "ORG/NAME")
+                beside = ", or have it in a file of its own, mtp-NAME.gguf, which belongs beside it"
+                hint = f"localllm pull {repo} --include '*mtp-*', if the repository has that file. {_HINT}"
             raise DrafterMismatch(
                 f"{path.name} has no layer for multi-token prediction.",
                 f"In a checkpoint of {target.architecture} its names begin with {around}, and there are none. Many "
                 f"quantised copies leave the layer out{beside}.",
-                _HINT,
+                hint,
             )
         names = storage_of_further_layer(checkpoint, target, prefix, around)
         has_experts, has_indexer = (
@@ -184,22 +186,17 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
 
 
 def _file_of_layer(path: Path, name: str) -> Path:
-    """Return the file that has the tensor `name` of the layer: the model's own or, in GGUF, one beside it that is named
-    after it (mtp-NAME-Q4_0.gguf), the one of the model's quantisation first."""
+    """Return the file that has the tensor `name` of the layer: the model's own or, in GGUF, one beside it."""
     if not is_gguf(path):
         return path
     with open_checkpoint(path) as checkpoint:
         if name in checkpoint.tensors:
             return path
-    model, quant = whole_stem(path.name), quant_of(path.name)
-    beside = [*path.parent.glob("mtp-*.gguf"), *path.parent.glob("MTP/mtp-*.gguf")]
-    own = [file for file in beside if _without_quant(whole_stem(file.name)[4:]) == _without_quant(model)]
-    return min(own, key=lambda file: (quant_of(file.name) != quant, file.name), default=path)
-
-
-def _without_quant(stem: str) -> str:
-    quant = quant_of(stem)
-    return stem[: len(stem) - len(quant)].rstrip("-._").lower() if quant else stem.lower()
+    for folder in (path.parent, path.parent.parent):
+        names = [str(file.relative_to(folder)) for place in ("*.gguf", "MTP/*.gguf") for file in folder.glob(place)]
+        if own := prediction_layers_for(path.name, names):
+            return folder / own[0]
+    return path
 
 
 def _taps(layout: MTPLayout) -> tuple[int, ...]:

@@ -53,6 +53,24 @@ def projectors_for(model: str, names: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: (-likeness(name), rank.get(quant_of(name), len(rank)), name))
 
 
+def prediction_layers_for(model: str, names: Iterable[str]) -> list[str]:
+    """Return the files among names that hold a model's layer for multi-token prediction (mtp-NAME-Q4_0.gguf), the one
+    of the model's quantisation first. model: the name of its file or first part, without folder."""
+    wanted, quant = _without_quant(whole_stem(model)), quant_of(model)
+
+    def is_own(name: str) -> bool:
+        own = whole_stem(name.rpartition("/")[2]).lower()
+        return own.startswith("mtp-") and _without_quant(own[4:]) == wanted
+
+    files = [name for name in names if name.lower().endswith(".gguf") and is_own(name)]
+    return sorted(files, key=lambda name: (quant_of(name) != quant, name))
+
+
+def _without_quant(stem: str) -> str:
+    quant = quant_of(stem)
+    return stem[: len(stem) - len(quant)].rstrip("-._").lower() if quant else stem.lower()
+
+
 def ollama_manifests(store: Path) -> Iterator[tuple[tuple[str, ...], Mapping[str, list[str]]]]:
     """Yield each model of Ollama's store: the parts of its name, and the names of its blobs by kind (model, projector,
     adapter, ...), none for an invalid manifest. store: the folder of `blobs` and `manifests`."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import ConfigError, ModelNotFound
-from localllm.models.formats.gguf.file_names import gguf_models, projectors_for
+from localllm.models.formats.gguf.file_names import gguf_models, prediction_layers_for, projectors_for
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
 from localllm.models.library.names import delete_alias, looks_like_path, parse_name, target_of
 
@@ -98,8 +98,10 @@ def to_remove(name: str, revision: str | None = None) -> RemovalTarget:
     repo_id = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
     if model.format == "gguf":
         files, stored = list(model.files), [path for path in _pointers(snapshot) if path.exists()]
-        if len(gguf_models(path.name for path in stored)) == 1:  # nothing is left that needs the projector
-            files += [snapshot / name for name in projectors_for(model.path.name, _relative(stored, snapshot))]
+        if len(gguf_models(path.name for path in stored)) == 1:  # nothing is left that needs what is beside it
+            names = _relative(stored, snapshot)
+            for find in (projectors_for, prediction_layers_for):
+                files += [snapshot / name for name in find(model.path.name, names)]
         size_bytes = sum(file.stat().st_size for file in files)
         return RemovalTarget(model.name, repo_id, snapshot.name, tuple(_relative(files, snapshot)), size_bytes)
     if revision or asked.revision:

@@ -77,11 +77,12 @@ class DownloadPlan:
 
 
 def plan_download(
-    name: str | ModelName, revision: str | None = None, include: Sequence[str] = (), *, code: bool = False
-) -> DownloadPlan:
+    name: str | ModelName, revision: str | None = None, include: Sequence[str] = (), *, code: bool = False,
+    prediction_layer: bool = False,
+) -> DownloadPlan:  # fmt: skip
     """Ask the hub what a download of `name` (ORG/NAME, with :QUANT and @REVISION) needs: a few small requests.
 
-    include: download the files that match these patterns instead; code: also the owner's Python files.
+    include: download the files that match these patterns instead; code, prediction_layer: as for `load_files`.
     Raises what `read_repository` and `load_files` raise.
     """
     asked = parse_name(name) if isinstance(name, str) else name
@@ -91,7 +92,9 @@ def plan_download(
         chosen = included_files(repository.repo_id, names, include)
     else:
         shards = None if asked.quant else index_shards(repository)
-        chosen = load_files(repository.repo_id, names, asked.quant, shards, code=code)
+        chosen = load_files(
+            repository.repo_id, names, asked.quant, shards, code=code, prediction_layer=prediction_layer
+        )
     return DownloadPlan(
         repo_id=repository.repo_id,
         revision=repository.revision,

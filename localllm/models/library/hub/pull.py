@@ -217,18 +217,19 @@ def progress_facts(progress: PullProgress) -> dict[str, Any]:
     }
 
 
-def plan_fetch(name: str, revision: str | None = None, *, offline: bool = False, code: bool = False) -> DownloadPlan:
-    """Return the download that a load of `name` needs. Raises as `plan_download`; `HubOffline` in offline mode."""
+def plan_fetch(name: str, revision: str | None = None, *, offline: bool = False, **files: bool) -> DownloadPlan:
+    """Return the download that a load of `name` needs. files: code and prediction_layer of `load_files`. Raises as
+    `plan_download`; `HubOffline` in offline mode."""
     if offline or client.is_offline():
         raise client.offline_error(f"{name}@{revision}" if revision else name)
-    return plan_download(name, revision, code=code)
+    return plan_download(name, revision, (), **files)
 
 
 def fetch_model(
-    name: str, revision: str | None = None, *, offline: bool = False, code: bool = False, on_progress: OnProgress
+    name: str, revision: str | None = None, *, offline: bool = False, on_progress: OnProgress, **files: bool
 ) -> None:
-    """Download a model. Raises as `plan_fetch` and `pull`."""
-    pull(plan_fetch(name, revision, offline=offline, code=code), on_progress)
+    """Download a model. files: as for `plan_fetch`. Raises as `plan_fetch` and `pull`."""
+    pull(plan_fetch(name, revision, offline=offline, **files), on_progress)
 
 
 def progress_line(progress: PullProgress) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from localllm import errors
 from localllm.errors import HubError
-from localllm.models.formats.gguf.file_names import gguf_models, projectors_for, require_one
+from localllm.models.formats.gguf.file_names import gguf_models, prediction_layers_for, projectors_for, require_one
 from localllm.models.formats.safetensors import INDEX, PICKLES
 from localllm.models.library.hub import client
 
@@ -164,10 +164,11 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def load_files(
-    repo_id: str, names: Sequence[str], quant: str | None, shards: Iterable[str] | None = None, *, code: bool = False
-) -> list[str]:
+    repo_id: str, names: Sequence[str], quant: str | None, shards: Iterable[str] | None = None, *, code: bool = False,
+    prediction_layer: bool = False,
+) -> list[str]:  # fmt: skip
     """Return the names of the files to download. shards: the files that the index names; code: also the owner's Python
-    files.
+    files; prediction_layer: also the file beside a GGUF model that has its layer for multi-token prediction.
 
     Raises `UnsupportedModel` for a repository without supported weights, `ModelNotFound` for an unknown `quant`,
     `CorruptModel` if the index names files that the repository does not have.
@@ -179,7 +180,9 @@ def load_files(
         files = require_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files
         folder, _, name = files[0].rpartition("/")
         beside = [each for each in names if each.rpartition("/")[0] in ("", folder)]
-        return [*files, *projectors_for(name, beside)[:1]]
+        layers = [each for each in names if each.rpartition("/")[0] in ("", folder, "MTP", f"{folder}/MTP")]
+        layers = prediction_layers_for(name, layers) if prediction_layer else []
+        return [*files, *projectors_for(name, beside)[:1], *layers[:1]]
     if not weights:
         raise _no_weights(repo_id, names)
     side = [
