@@ -27,6 +27,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeHeadProducts,
     NativeLowRank,
     NativeMatrix,
+    NativeMixing,
     NativeNorm,
     NativeOperation,
     NativeRow,
@@ -82,6 +83,8 @@ def _product(matrix: NativeMatrix, x: Array) -> Array:
 def _normed(norm: NativeNorm, x: Array) -> Array:
     if norm.kind == NormKind.NONE:
         return x
+    if norm.kind == NormKind.SCALE:
+        return x * _floats(norm.weight, len(x))
     centred = x - x.mean() if norm.kind == NormKind.LAYER else x
     y: Array = centred / np.sqrt((centred * centred).mean() + norm.eps) * _floats(norm.weight, len(x))
     return y + _floats(norm.bias, len(x)) if norm.bias else y
@@ -97,6 +100,7 @@ _ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
     Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-1.702 * x)),
     Activation.SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
     Activation.SOFTPLUS: lambda x: np.logaddexp(x, 0),
+    Activation.TANH: np.tanh,
 }
 
 
@@ -183,6 +187,25 @@ def _add(operation: NativeOperation, row: int, _: NativeRow) -> None:
     y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
     x = _normed(operation.norm, _row(operation, row, len(y))) * operation.factor
     y[:] = y + x if operation.adds else x
+
+
+def _mix(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    m = _of(operation, NativeMixing)
+    x, y = _token(m, "x", row, m.inputs, m.width), _token(m, "y", row, m.outputs, m.width)
+    sums = _token(m, "factors", row, m.outputs, m.inputs).astype(np.float64) @ x
+    y[:] = y + sums if m.adds else sums
+
+
+def _resize(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
+    size, own = (math.sqrt((each.astype(np.float64) ** 2).mean()) for each in (_row(operation, row, len(y)), y))
+    y *= size / max(own, operation.limit)
+
+
+def _cut(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
+    wide = y.astype(np.float64)
+    y[:] = np.maximum(wide - wide.mean() - operation.limit * wide.std(), 0)
 
 
 def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
@@ -410,4 +433,7 @@ _RUN = {
     Op.GATED_NORM: _gated_norm,
     Op.SHRINK: _shrink,
     Op.HEADS: _heads,
+    Op.MIX: _mix,
+    Op.RESIZE: _resize,
+    Op.CUT: _cut,
 }

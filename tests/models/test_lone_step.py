@@ -46,7 +46,6 @@ PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 REFUSED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), "an indexer"),
-    "gemma3n": "several residual streams",
 }
 LIMITS = {"gemma4": 1e-4, **dict.fromkeys((*LATENT, "youtu"), 1e-5)}
 """Of logits, if it is not 2e-5. Gemma 4 does not scale its scores: fp32 rounds the largest ones more coarsely."""
@@ -126,6 +125,7 @@ def test_gates_of_heads_and_activations_with_limits(tmp_path: Path) -> None:
         "nemotron_h",
         "falcon_h1",
         "llama4",
+        "gemma3n",
     ],
 )
 def test_the_definitions_of_the_operations_give_torchs_logits(
@@ -176,7 +176,8 @@ def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> 
 
 @needs_library
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3", "mimo_v2", "llama4"]
+    "family",
+    ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe", "deepseek_v3", "mimo_v2", "llama4", "gemma3n"],
 )
 def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))
@@ -195,7 +196,7 @@ def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path:
 
 
 ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3", "mimo_v2",
-         *LATENT]  # fmt: skip
+         "gemma3n", *LATENT]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")
@@ -272,7 +273,7 @@ def test_other_caches_are_refused(tiny_llama_path: Path) -> None:
 
 
 ADAPTED = ["mimo_v2", "llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4",
-           "gemma4_moe", "deepseek_v3"]  # fmt: skip
+           "gemma4_moe", "gemma3n", "deepseek_v3"]  # fmt: skip
 
 
 @pytest.mark.usefixtures("library")

@@ -54,7 +54,7 @@ from localllm.models.layers.attention import (
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable, Table, sinusoids
 from localllm.models.layers.group import Alone, Group, Summed
 from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
-from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
+from localllm.models.layers.mlp import MLP, GatedMLP, SparseGate
 from localllm.models.layers.norm import GatedNorm, LayerNorm, RMSNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec.model_spec import ModelSpec, keeps_kv, kv_shape, query_heads
@@ -550,7 +550,7 @@ class DecoderBuilder:
             return MLP(up, down, spec.hidden_act)
         if spec.layer_sparsity and spec.layer_sparsity[index]:
             shared = None if self.shard.is_whole else (self.group, width)
-            return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype, shared))
+            return GatedMLP(up, down, SparseGate(spec.hidden_act, spec.layer_sparsity[index], self.dtype, shared))
         if not spec.mlp_factors:
             return GatedMLP(up, down, mlp_activation(spec, index))
         factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))

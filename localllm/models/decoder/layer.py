@@ -32,7 +32,7 @@ from torch import Tensor
 from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
 from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerState, StateStep
 from localllm.models.layers.attention import AttentionStep, CrossAttention
-from localllm.models.layers.gemma import AltUp, Laurel, PerLayerGate
+from localllm.models.layers.gemma import AltUp, Laurel, PerLayerGate, streams_before
 from localllm.models.layers.group import Group
 from localllm.models.layers.linear import unfinished
 from localllm.models.layers.moe import ExpertsOfStream
@@ -260,7 +260,21 @@ class Gemma3nLayer:
         residual.copy_(corrected)
 
     def write(self, writer: Writer, cache: Any) -> None:
-        raise NotSupportedNatively("several residual streams")
+        streams, beside = streams_before(writer, self.index + 1), writer.others["beside"]
+        self.altup.write_prediction(writer, streams_before(writer, self.index), streams)
+        self.laurel.write(writer, self.input_norm, beside)
+        self.attention.write(writer, self.kind, cache, self.input_norm)
+        self.attention.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.attention_post_norm)
+        writer.add(beside, writer.stream, None)
+        writer.scale_stream(self.index, 2**-0.5)
+        self.mlp.write(writer, self.mlp_norm)
+        self.mlp.write_out(writer, writer.part)
+        writer.add(writer.part, writer.stream, self.mlp_post_norm)
+        self.altup.write_correction(writer, streams)
+        self.per_layer.write(writer, self.index)
+        for place in range(1, self.altup.num_streams):
+            writer.add(writer.part, streams, self.per_layer.norm, place * writer.spec.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)

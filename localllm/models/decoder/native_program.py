@@ -36,6 +36,7 @@ from localllm.kernels.cpu.native.structures import FEW_ROWS, MAX_ROWS, Kind, Nat
 from localllm.kernels.layer_cache import LayerCache, LayerKV
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import SourceInputs
+from localllm.models.layers.gemma import streams_before
 from localllm.models.layers.group import Alone
 from localllm.models.layers.native_writer import NotSupportedNatively, Writer
 from localllm.models.spec.model_spec import FINAL_HIDDEN, FINAL_STREAM, kv_groups
@@ -206,8 +207,6 @@ def _library() -> Library:
 
 def _refuse(model: DecoderModel) -> None:
     """Raise `NotSupportedNatively` for models whose layers are elsewhere, too."""
-    if model.streams is not None:
-        raise NotSupportedNatively("several residual streams")
     if model.device.type != "cpu":
         raise NotSupportedNatively(f"the model is on {model.device}")
     if model.embedding is None or model.lm_head is None or not isinstance(model.group, Alone):
@@ -223,10 +222,14 @@ def _write(
     """Return the list, and the first operation of each layer."""
     _refuse(model)
     writer, starts = Writer(model.spec, cache, model.rope_table, sources), list[int]()
+    if model.streams is not None:
+        model.streams.write_spread(writer)
     for layer, kv, group in zip(model.layers, cache, model.layer_groups, strict=True):
         writer.group = group
         starts.append(len(writer.planned))
         layer.write(writer, kv)
+    if model.streams is not None:
+        model.streams.write_join(writer, streams_before(writer, len(starts)))
     assert model.lm_head is not None
     writer.linear(model.lm_head, writer.stream, writer.logits, norm=model.norm)
     return writer, starts

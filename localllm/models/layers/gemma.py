@@ -14,17 +14,20 @@ Does not know: where tensors come from, what the computed part of a layer is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.native.structures import Activation, Op
 from localllm.models.inputs import GivenEmbeds
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import UNGATED
-from localllm.models.layers.native_writer import Writer
+from localllm.models.layers.native_writer import Buffer, Writer, sizes
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.spec.model_spec import PerLayerInputSpec
 
@@ -52,6 +55,10 @@ class AltUp:
         self.active, self.router, self.router_norm = active, router, router_norm
         self.prediction, self.correction, self.output_scale = prediction, correction, output_scale
 
+    @property
+    def num_streams(self) -> int:
+        return len(self.router)
+
     def predict(self, streams: Tensor) -> Tensor:
         """Return a fresh [T, streams, hidden]: stream j plus a mixture of all streams."""
         count = streams.shape[1]
@@ -68,6 +75,34 @@ class AltUp:
         """Return the computed stream as the per-layer embedding's gate reads it."""
         active = streams[:, self.active]
         return active.contiguous() if self.output_scale is None else active * self.output_scale
+
+    def write_prediction(self, writer: Writer, streams: Buffer, predicted: Buffer) -> None:
+        """Write the operations of `predict`. The computed stream is also put into the writer's."""
+        count, hidden = self.num_streams, writer.spec.hidden_size
+        place, factors = self.active * hidden, writer.others["factors"]
+        writer.copy(streams, place, writer.stream, 0, hidden)
+        self._write_factors(writer, Linear(self.prediction), factors)
+        writer.copy(streams, 0, predicted, 0, count * hidden)
+        writer.mix(streams, factors, predicted, outputs=count, inputs=count, adds=True)
+        writer.copy(predicted, place, writer.stream, 0, hidden)
+
+    def write_correction(self, writer: Writer, predicted: Buffer) -> None:
+        """Write the operations of `correct`, of what the writer's stream holds, and of `output`, which goes there."""
+        count, hidden = self.num_streams, writer.spec.hidden_size
+        place, factors, innovation = self.active * hidden, writer.others["factors"], writer.others["innovation"]
+        self._write_factors(writer, Linear(self.correction, torch.ones(count)), factors)
+        innovation.widen(hidden)
+        writer.copy(writer.stream, 0, innovation, 0, hidden)
+        writer.plan(
+            Op.ADD, predicted, innovation, source_offset=place, matrix=sizes(hidden), adds=True, factor=-1.0
+        )  # fmt: skip
+        writer.mix(innovation, factors, predicted, outputs=count, inputs=1, adds=True)
+        writer.copy(predicted, place, writer.stream, 0, hidden, self.output_scale)
+
+    def _write_factors(self, writer: Writer, matrix: Linear, factors: Buffer) -> None:
+        modalities, router = writer.others["modalities"], Linear(self.router)
+        writer.linear(router, writer.stream, modalities, norm=self.router_norm, activation=Activation.TANH)
+        writer.linear(matrix, modalities, factors)
 
     def _modalities(self, x: Tensor) -> Tensor:
         """Return the router's outputs [T, streams] in the model's type."""
@@ -100,6 +135,41 @@ class AltUpEnds:
         ]
         return torch.stack([first, *changed]).mean(0)
 
+    def write_spread(self, writer: Writer) -> None:
+        """Write the operations of `spread`, of what the writer's stream holds."""
+        assert self.embed is not None
+        streams = streams_before(writer, 0)
+        writer.add(writer.stream, streams, None, adds=False)
+        for place, matrix in enumerate(self.embed, 1):
+            _write_resized(writer, matrix, writer.stream)
+            writer.add(writer.part, streams, None, place * writer.spec.hidden_size, adds=False)
+
+    def write_join(self, writer: Writer, streams: Buffer) -> None:
+        """Write the operations of `join`; the result is the writer's stream."""
+        assert self.unembed is not None
+        hidden, each, sums = writer.spec.hidden_size, writer.others["each"], writer.others["sums"]
+        matrix, share = sizes(hidden), 1 / (1 + len(self.unembed))
+        writer.copy(streams, 0, writer.stream, 0, hidden)
+        sums.widen(hidden)
+        writer.plan(Op.ADD, writer.stream, sums, matrix=matrix, factor=share)
+        for place, unembed in enumerate(self.unembed, 1):
+            writer.copy(streams, place * hidden, each, 0, hidden)
+            _write_resized(writer, unembed, each)
+            writer.plan(Op.ADD, writer.part, sums, matrix=matrix, adds=True, factor=share)
+        writer.copy(sums, 0, writer.stream, 0, hidden)
+
+
+def streams_before(writer: Writer, layer: int) -> Buffer:
+    """Return the buffer of the streams that a layer of a list reads, or after the last one, which are joined."""
+    return writer.others[f"streams {layer % 2}"]
+
+
+def _write_resized(writer: Writer, matrix: Linear, source: Buffer) -> None:
+    """Write the product, as long as the writer's stream, to the buffer `part`."""
+    writer.linear(matrix, source, writer.part)
+    hidden = sizes(writer.spec.hidden_size)
+    writer.plan(Op.RESIZE, writer.stream, writer.part, matrix=hidden, limit=math.sqrt(LEAST_SQUARE))
+
 
 class Laurel:
     """x plus the normed product of two low-rank matrices with x."""
@@ -112,6 +182,14 @@ class Laurel:
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]."""
         return self.norm(self.right(self.left(x))).add_(x)
+
+    def write(self, writer: Writer, norm: Any, target: Buffer) -> None:
+        """Write the operations for x = norm(stream); the result goes to `target`."""
+        low, wide = writer.others["low"], writer.others["wide"]
+        writer.linear(self.left, writer.stream, low, norm=norm)
+        writer.linear(self.right, low, wide)
+        writer.add(writer.stream, target, norm, adds=False)
+        writer.add(wide, target, self.norm)
 
 
 def _magnitude(x: Tensor) -> Tensor:

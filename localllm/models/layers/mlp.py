@@ -33,37 +33,42 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations that may write into their input."""
 
 
-def sparse_gated(
-    activation: str, share: float, dtype: torch.dtype, shared: tuple[Group, int] | None = None
-) -> Callable[[Tensor], Tensor]:
-    """Return a gated activation whose gate is cut off where about `share` of a normal distribution is below (Gemma 3n):
-    act(relu(gate - mean - deviations * std)) * up, statistics over a row. shared: the shards among which a row is
-    divided, and its width over all of them."""
-    deviations = float(torch.tensor(NormalDist().inv_cdf(share), dtype=dtype, device="cpu"))  # trained with it rounded
+class SparseGate:
+    """A gated activation whose gate is cut off (Gemma 3n): act(relu(gate - mean - deviations * std)) * up, statistics
+    over a row."""
 
-    def compute(gate_up: Tensor) -> Tensor:
+    __slots__ = ("_shared", "activation", "deviations")
+
+    def __init__(
+        self, activation: str, share: float, dtype: torch.dtype, shared: tuple[Group, int] | None = None
+    ) -> None:
+        """share: of a normal distribution that is cut off. shared: the shards among which a row is divided, and its
+        width over all of them."""
+        self.activation, self._shared = activation, shared
+        self.deviations = float(torch.tensor(NormalDist().inv_cdf(share), dtype=dtype, device="cpu"))  # as trained
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * I], gate first -> [T, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
-        if shared is None:
+        if self._shared is None:
             std, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
         else:
-            (group, width), wide = shared, gate.double()  # a difference of two large sums follows
+            (group, width), wide = self._shared, gate.double()  # a difference of two large sums follows
             sums = group.sum_(torch.stack((wide.sum(-1), wide.square().sum(-1)), -1)).div_(width)
             mean, square = sums.split(1, -1)
             std, mean = (square - mean.square()).clamp_min_(0).sqrt_().float(), mean.float()
-        gate = torch.relu_(gate - std.mul_(deviations).add_(mean).to(gate.dtype))
-        return UNGATED[activation](gate).mul_(up)
-
-    return compute
+        gate = torch.relu_(gate - std.mul_(self.deviations).add_(mean).to(gate.dtype))
+        return UNGATED[self.activation](gate).mul_(up)
 
 
 class GatedMLP:
     __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Projection, down: Projection, activation: str | Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: str | SparseGate) -> None:
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
-        assert callable(activation) or limit_of(activation)[0] in ACTIVATIONS, activation
+        assert isinstance(activation, SparseGate) or limit_of(activation)[0] in ACTIVATIONS, activation
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
@@ -75,14 +80,17 @@ class GatedMLP:
 
     def write(self, writer: Writer, norm: Any) -> None:
         """Write the operations up to the last matrix; the result is in the writer's buffer `features`."""
-        writer.gated(self.gate_up, norm, self.activation)
+        if isinstance(self.activation, SparseGate):
+            writer.gated(self.gate_up, norm, self.activation.activation, deviations=self.activation.deviations)
+        else:
+            writer.gated(self.gate_up, norm, self.activation)
 
     def write_out(self, writer: Writer, target: Buffer, factor: float = 1.0, *, adds: bool = False) -> None:
         """Write the last matrix: added to the stream, or written to another buffer."""
         writer.linear(self.down, writer.features, target, factor=factor, adds=adds)
 
     def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
-        if callable(self.activation):
+        if isinstance(self.activation, SparseGate):
             features = self.activation(self.gate_up(normed(x), first))
         else:
             features = gated(unfinished(self.gate_up, x, first), self.activation)

@@ -26,6 +26,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeHeadProducts,
     NativeLowRank,
     NativeMatrix,
+    NativeMixing,
     NativeNorm,
     NativeOperation,
     NativeStateRow,
@@ -165,11 +166,11 @@ class Writer:
         self.kept.append(matrices)
         return ctypes.addressof(matrices)
 
-    def add(self, source: Buffer, target: Buffer, norm: Any, *, adds: bool = True) -> None:
-        """Add what a part has written, normed, to the stream or another buffer."""
+    def add(self, source: Buffer, target: Buffer, norm: Any, offset: int = 0, *, adds: bool = True) -> None:
+        """Add what a part has written, normed, to the stream or another buffer, from column `offset` on."""
         hidden = self.spec.hidden_size
-        target.widen(hidden)
-        self.plan(Op.ADD, source, target, norm=self.normed_by(norm), matrix=sizes(hidden), adds=adds)
+        target.widen(offset + hidden)
+        self.plan(Op.ADD, source, target, offset, norm=self.normed_by(norm), matrix=sizes(hidden), adds=adds)
 
     # -- operations
 
@@ -225,14 +226,13 @@ class Writer:
         self.plan(Op.SHRINK, source, source, matrix=sizes(inputs), norm=self.normed_by(norm), low_rank=addresses[0])
         return addresses
 
-    def gated(self, gate_up: Any, norm: Any, activation: str | Callable[[Tensor], Tensor]) -> None:
-        """Write the gated activation of a projection. activation: as in kernels/gated.py."""
-        if callable(activation):
-            raise NotSupportedNatively("a gate that is cut off")
+    def gated(self, gate_up: Any, norm: Any, activation: str, *, deviations: float | None = None) -> None:
+        """Write the gated activation of a projection. activation: as in kernels/gated.py. deviations: above the mean,
+        where the gate is cut off before."""
         fields, (linear, factors) = gated_fields(activation), self._unscaled(gate_up)
         matrices, width = self._matrices(linear), linear.weight.shape[0] // 2
         self.features.widen(width)
-        if len(matrices) == 1:
+        if len(matrices) == 1 and deviations is None:
             self.stream.widen(linear.weight.shape[1])
             (low_rank,) = self._low_ranks(linear, matrices, self.stream, norm)
             self.plan(
@@ -241,6 +241,8 @@ class Writer:
             )  # fmt: skip
             return
         self._products(gate_up, self.stream, self.gate_up, norm)
+        if deviations is not None:
+            self.plan(Op.CUT, self.gate_up, self.gate_up, matrix=sizes(width), limit=deviations)
         self.plan(Op.GATE, self.gate_up, self.features, matrix=sizes(width), **fields)
 
     def attend(self, attention: NativeAttention, offset: int = 0) -> None:
@@ -295,6 +297,14 @@ class Writer:
         hidden = sizes(self.spec.hidden_size)
         self.plan(Op.SCALE, scalars, self.stream, source_offset=index, matrix=hidden, activation=Activation.NONE)
 
+    def mix(self, source: Buffer, factors: Buffer, target: Buffer, *, outputs: int, inputs: int, adds: bool) -> None:
+        """Write `outputs` vectors of the hidden size, each a sum of `inputs` others with factors of its own."""
+        hidden = self.spec.hidden_size
+        source.widen(inputs * hidden)
+        target.widen(outputs * hidden)
+        mixing = NativeMixing(outputs=outputs, inputs=inputs, width=hidden, adds=adds)
+        self.recurrent(Op.MIX, mixing, x=(source, 0), factors=(factors, 0), y=(target, 0))
+
     def convolve(
         self, weight: Tensor, bias: Tensor | None, state: LayerState, offset: int, target: Buffer, *, is_silu: bool
     ) -> None:
@@ -321,7 +331,8 @@ class Writer:
         )
 
     def recurrent(self, op: Op, description: Any, **places: tuple[Buffer, int]) -> None:
-        """Write a recurrent operation. places: the buffer of each input and of the output y, and its first column."""
+        """Write a recurrent operation, or a `mix`. places: the buffer of each input and of the output y, and its first
+        column."""
         self._operands.append(_Operands(description, places))
         self.kept.append(description)
         self.plan(
@@ -354,7 +365,10 @@ class Writer:
         self.kinds.update(held.matrix.kind for held in matrices)
         return [held.matrix for held in matrices]
 
-    def normed_by(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:
+    def normed_by(self, norm: RMSNorm | LayerNorm | Tensor | None) -> NativeNorm:
+        """Return the norm, or the factors of each column."""
+        if isinstance(norm, Tensor):
+            return NativeNorm(NormKind.SCALE, self.address(norm))
         if isinstance(norm, GatedNorm):
             raise NotSupportedNatively("gated norms")
         if norm is None:

@@ -22,6 +22,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeExperts,
     NativeHeadProducts,
     NativeMatrix,
+    NativeMixing,
     NativeOperation,
     NormKind,
     Op,
@@ -94,6 +95,7 @@ def test_linear(pool: Pool, shape: tuple[int, int], rows: int, norm: NormKind) -
         NormKind.NONE: x,
         NormKind.RMS: rms_norm_reference(x, norm_weight, 1e-5),
         NormKind.LAYER: layer_norm_reference(x, norm_weight, norm_bias, 1e-5),
+        NormKind.SCALE: x * norm_weight,
     }[norm]
     before = y.clone()
     expected = before.clone()
@@ -196,6 +198,7 @@ def test_add(pool: Pool, norm: NormKind) -> None:
         NormKind.NONE: x,
         NormKind.RMS: rms_norm_reference(x, weight, 1e-5),
         NormKind.LAYER: layer_norm_reference(x, weight, None, 1e-5),
+        NormKind.SCALE: x * weight,
     }[norm]
     expected = torch.cat([y[:2] + 0.25 * normed[:2], y[2:]])
     fields = {"matrix": NativeMatrix(outputs=70), "norm": build.norm(norm, weight), "factor": 0.25}
@@ -672,6 +675,58 @@ ROUTINGS = [
     {"top_k": 5, "corrects": True, "least_sum": 2.0},
     {"top_k": 2, "scoring": "sparsemixer", "renormalize": False, "tolerance": 0.5},
 ]
+
+
+@pytest.mark.parametrize("width", [24, 100])
+@pytest.mark.parametrize(("outputs", "inputs", "adds"), [(3, 3, True), (4, 1, True), (2, 4, False)])
+def test_mixtures_of_vectors(pool: Pool, outputs: int, inputs: int, adds: bool, width: int) -> None:
+    """What is behind the last output stays."""
+    torch.manual_seed(4)
+    x, factors = torch.randn(MAX_ROWS, inputs * width), torch.randn(MAX_ROWS, outputs * inputs)
+    y = torch.randn(MAX_ROWS, outputs * width + 5)
+    mixing = NativeMixing(
+        x=x.data_ptr(), factors=factors.data_ptr(), y=y.data_ptr(), x_stride=x.stride(0),
+        factors_stride=factors.stride(0), y_stride=y.stride(0), outputs=outputs, inputs=inputs, width=width, adds=adds,
+    )  # fmt: skip
+    expected = y.clone()
+    sums = torch.bmm(factors.view(-1, outputs, inputs), x.view(-1, inputs, width)).flatten(1)
+    expected[:5, :-5] = sums[:5] + (y[:5, :-5] if adds else 0)
+    operation = Builder().operation(Op.MIX, x, y, recurrent=ctypes.addressof(mixing))
+    pool.run_step(listed(operation), no_rows(), 5)
+    close(y, expected)
+
+
+def test_vectors_as_long_as_others(pool: Pool) -> None:
+    """One that is nearly 0 is not divided by less than the limit."""
+    torch.manual_seed(5)
+    x, y = torch.randn(MAX_ROWS, 50) * 3, torch.randn(MAX_ROWS, 50)
+    y[1] *= 1e-6
+    size, own = (each.square().mean(1, keepdim=True).sqrt() for each in (x, y))
+    expected = torch.where(torch.arange(MAX_ROWS)[:, None] < 3, y * size / own.clamp(min=0.01), y)
+    operation = Builder().operation(Op.RESIZE, x, y, matrix=NativeMatrix(outputs=50), limit=0.01)
+    pool.run_step(listed(operation), no_rows(), 3)
+    close(y, expected)
+
+
+@pytest.mark.parametrize("deviations", [1.28, 0.0, -0.5])
+def test_a_row_that_is_cut_off(pool: Pool, deviations: float) -> None:
+    torch.manual_seed(6)
+    y = torch.randn(MAX_ROWS, 90) * 2 + 0.7
+    std, mean = torch.std_mean(y[:, :80], dim=1, keepdim=True, correction=0)
+    expected = y.clone()
+    expected[:4, :80] = (y[:, :80] - mean - deviations * std).relu()[:4]
+    operation = Builder().operation(Op.CUT, y, y, matrix=NativeMatrix(outputs=80), limit=deviations)
+    pool.run_step(listed(operation), no_rows(), 4)
+    close(y, expected)
+
+
+def test_tanh(pool: Pool) -> None:
+    torch.manual_seed(7)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 40) * 5, torch.zeros(MAX_ROWS, 64)
+    weight = torch.randn(64, 40)
+    operation = build.operation(Op.LINEAR, x, y, matrix=build.matrix(weight), activation=Activation.TANH)
+    pool.run_step(listed(operation), no_rows(), 3)
+    close(y[:3], F.linear(x[:3], weight).tanh())
 
 
 class Mixture:

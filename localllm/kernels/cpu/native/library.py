@@ -41,6 +41,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeHeadProducts,
     NativeLowRank,
     NativeMatrix,
+    NativeMixing,
     NativeOperation,
     NativeRow,
     NativeSelectiveScan,
@@ -370,7 +371,7 @@ def _fault_of(name: str, functions: ctypes.CDLL) -> str:
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
         NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow, NativeLowRank, NativeHeadProducts,
-        NativeFarJob,
+        NativeFarJob, NativeMixing,
     )  # fmt: skip
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
         return "The structures of structures.py, step.h and recurrent.h differ."

@@ -136,8 +136,10 @@ static void layer_norm(const Norm* norm, const float* x, int64_t n, float* y) {
 static void norm_row(const Norm* norm, const float* x, int64_t n, float* y) {
   if (norm->kind == NORM_RMS) {
     rms_norm(norm, x, n, y);
-  } else {
+  } else if (norm->kind == NORM_LAYER) {
     layer_norm(norm, x, n, y);
+  } else {
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] * norm->weight[i];
   }
 }
 
@@ -155,6 +157,7 @@ ALWAYS_INLINE v16f activate16(int64_t activation, v16f x) {
     case ACT_QUICK_GELU: return x * sigmoid16(x * all_lanes(1.702f));
     case ACT_SIGMOID: return sigmoid16(x);
     case ACT_SOFTPLUS: return softplus16(x);
+    case ACT_TANH: return tanh16(x);
     default: return x;
   }
 }
@@ -703,6 +706,35 @@ static void run_multiply(const Operation* o, int64_t row) {
   }
 }
 
+static void run_mix(const Mixing* m, int64_t row) {
+  const float *x = m->x + row * m->x_stride, *factors = m->factors + row * m->factors_stride;
+  float* y = m->y + row * m->y_stride;
+  for (int64_t j = 0; j < m->outputs; j++, y += m->width, factors += m->inputs)
+    for (int64_t k = 0; k < m->width; k++) {
+      float sum = m->adds ? y[k] : 0;
+      for (int64_t i = 0; i < m->inputs; i++) sum += factors[i] * x[i * m->width + k];
+      y[k] = sum;
+    }
+}
+
+static void run_resize(const Operation* o, int64_t row) {
+  const int64_t n = o->matrix.outputs;
+  const float* x = o->x + row * o->x_stride;
+  float* y = o->y + row * o->y_stride;
+  const float size = sqrtf(dot_rows(x, x, n) / (float)n), own = sqrtf(dot_rows(y, y, n) / (float)n);
+  const float factor = size / (own < (float)o->limit ? (float)o->limit : own);
+  for (int64_t i = 0; i < n; i++) y[i] *= factor;
+}
+
+static void run_cut(const Operation* o, int64_t row) {
+  const int64_t n = o->matrix.outputs;
+  float *y = o->y + row * o->y_stride, squares = 0;
+  const float mean = sum_row(y, n) / (float)n;
+  for (int64_t i = 0; i < n; i++) squares += (y[i] - mean) * (y[i] - mean);
+  const float cut = mean + (float)o->limit * sqrtf(squares / (float)n);
+  for (int64_t i = 0; i < n; i++) y[i] = y[i] > cut ? y[i] - cut : 0;
+}
+
 // Recurrent operations ---------------------------------------------------------------------------------------------------
 
 static int64_t recurrent_floats(const Operation* o) {
@@ -782,6 +814,9 @@ static void run_step_piece(void* context, int64_t phase, int64_t piece, int64_t 
     case OP_GATE: run_gate(o, piece); break;
     case OP_SCALE: run_scale(o, piece); break;
     case OP_MULTIPLY: run_multiply(o, piece); break;
+    case OP_MIX: run_mix(o->recurrent, piece); break;
+    case OP_RESIZE: run_resize(o, piece); break;
+    case OP_CUT: run_cut(o, piece); break;
     case OP_EXPERTS_GATED:
     case OP_EXPERTS_UP: run_expert_firsts(step, operation, piece, thread); break;
     case OP_EXPERTS_DOWN: run_expert_downs(step, operation, piece, thread); break;
@@ -1121,6 +1156,6 @@ int64_t localllm_size_of(int64_t structure) {
   const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
                            sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
                            sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow),    sizeof(LowRank),
-                           sizeof(HeadProducts), sizeof(FarJob)};
+                           sizeof(HeadProducts), sizeof(FarJob), sizeof(Mixing)};
   return sizes[structure];
 }

@@ -27,10 +27,13 @@ enum Op {
   OP_GATED_NORM,  // a GatedNorm, likewise
   OP_SHRINK,      // low = norm(x) A^T of the LowRank, for rows with an adapter
   OP_HEADS,       // the HeadProducts of x
+  OP_MIX,         // a Mixing of one token a row
+  OP_RESIZE,      // y *= m(x) / m(y), m: root of the mean of squares, of y at least `limit`
+  OP_CUT,         // y = max(0, y - mean(y) - limit * deviation(y))
 };
 // Operations without weights of their own have N, the values of a row of y (of a choice), as their matrix's outputs.
 
-enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };
+enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER, NORM_SCALE };  // SCALE: x * weight
 
 typedef struct {
   int64_t kind;
@@ -49,7 +52,8 @@ enum Activation {
   ACT_QUICK_GELU,
   ACT_SIGMOID,
   ACT_SWIGLU_CLAMPED,  // of gate and up (gpt-oss): g = min(gate, 7), u = clamp(up, -7, 7): (u + 1) * g * sigmoid(1.702 g)
-  ACT_SOFTPLUS
+  ACT_SOFTPLUS,
+  ACT_TANH
 };
 
 enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8, CACHE_I4 };
@@ -126,6 +130,14 @@ typedef struct {
   int64_t x_head_stride, y_head_stride;  // floats between heads
 } HeadProducts;
 
+// y[j] = y[j] or 0 + the sum over i of factors[j, i] * x[i].
+typedef struct {
+  const float *x, *factors;  // of a token: [inputs, width], [outputs, inputs]
+  float* y;                  // [outputs, width]
+  int64_t x_stride, factors_stride, y_stride;
+  int64_t outputs, inputs, width, adds;
+} Mixing;
+
 typedef struct {
   int64_t op;
   Matrix matrix;
@@ -138,9 +150,10 @@ typedef struct {
   int64_t activation;
   double factor;       // of the result; 1: none
   double limit;        // OP_GATED, OP_GATE, OP_EXPERTS_GATED: of activation(gate), and of up on both sides; 0: none
+                       // OP_RESIZE, OP_CUT: as there
   const Attention* attention;  // OP_ATTEND
   const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_UP, OP_EXPERTS_DOWN
-  const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r
+  const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM, OP_MIX: what is computed, where from and to, row r as token r
   const StateRow* states;      // likewise: [MAX_ROWS], row r's only token r and its places, written before each call
   const LowRank* low_rank;     // OP_SHRINK; OP_LINEAR, OP_GATED: added before the activation. NULL: none
   const HeadProducts* heads;   // OP_HEADS
@@ -212,5 +225,5 @@ const char* localllm_instruction_set(void);
 const char* localllm_source_hash(void);
 
 // Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow, 5 Convolution,
-// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank, 12 HeadProducts, 13 FarJob.
+// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank, 12 HeadProducts, 13 FarJob, 14 Mixing.
 int64_t localllm_size_of(int64_t structure);

@@ -81,12 +81,16 @@ class Op(IntEnum):
     GATED_NORM = 14
     SHRINK = 15
     HEADS = 16
+    MIX = 17
+    RESIZE = 18
+    CUT = 19
 
 
 class NormKind(IntEnum):
     NONE = 0
     RMS = 1
     LAYER = 2
+    SCALE = 3
 
 
 class Activation(IntEnum):
@@ -100,6 +104,7 @@ class Activation(IntEnum):
     SIGMOID = 7
     SWIGLU_CLAMPED = 8
     SOFTPLUS = 9
+    TANH = 10
 
 
 class CacheType(IntEnum):
@@ -242,6 +247,23 @@ class NativeHeadProducts(ctypes.Structure):
         ("copied", c_int64),
         ("x_head_stride", c_int64),
         ("y_head_stride", c_int64),
+    )
+
+
+class NativeMixing(ctypes.Structure):
+    """`Mixing` of step.h. Does not keep the memory alive that it points to."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("factors", c_void_p),
+        ("y", c_void_p),
+        ("x_stride", c_int64),
+        ("factors_stride", c_int64),
+        ("y_stride", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("width", c_int64),
+        ("adds", c_int64),
     )
 
 
