@@ -49,7 +49,7 @@ class SpeculationChoice:
 
     @property
     def takes_prediction_layer(self) -> bool:
-        """Whether the drafter is the model's own layer for multi-token prediction."""
+        """Return whether the drafter is the model's own layer for multi-token prediction."""
         return self.kind == "mtp" and self.has_drafter
 
 
