@@ -41,6 +41,7 @@ from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention.kernels import reduce_kernel
 
 BUFFER_NUMBERS = 2**24  # of scores, or of gathered keys, at a time
+CPU_BUFFER_NUMBERS = 2**22  # the same for classes on a CPU, where a plan is not replaced by a measurement
 PROGRAMS = 512  # of a launch, at least, if the work can be divided: several for each processor
 SELECTED_AT_ONCE = 64 if INTERPRETED else 2048  # scores that a turn of `_select_kernel` reads
 MIN_PART = 256  # chosen keys of a part: shorter ones cost more in the merge than they save
@@ -61,6 +62,19 @@ class ChosenRow(NamedTuple):
     @property
     def tokens(self) -> slice:
         return slice(self.first, self.first + self.num_queries)
+
+    def cut(self, at_once: int) -> list[ChosenRow]:
+        """Return rows of at most `at_once` queries each, whose contexts end with their last query."""
+        begin, pieces = self.context_len - self.num_queries, []
+        for at in range(0, self.num_queries, at_once):
+            count = min(at_once, self.num_queries - at)
+            pieces.append(ChosenRow(self.first + at, count, begin + at + count, self.blocks))
+        return pieces
+
+
+def buffer_numbers(of: Tensor) -> int:
+    """Return how many numbers a class's code computes at a time, on the device of a tensor."""
+    return CPU_BUFFER_NUMBERS if of.device.type == "cpu" else BUFFER_NUMBERS
 
 
 def chosen_rows(

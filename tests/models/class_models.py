@@ -286,6 +286,9 @@ def make_class_model(path: Path, model_type: str, *, seed: int = 0, **sizes: Any
         for parameter in model.parameters():
             if parameter.ndim <= 1 or not parameter.any():  # some matrices begin as zeros
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # experts of each token id, which are distinct
+                table.copy_(torch.rand(len(table), config.n_routed_experts).argsort(1)[:, : table.shape[1]])
     model.save_pretrained(path, save_original_format=model_type not in OWN_NAMES)
 
 

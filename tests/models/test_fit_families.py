@@ -110,7 +110,8 @@ def test_the_table_names_what_is_kept_in_ram_and_on_disk(fit: Any) -> None:
 
 
 MEASURED = ("llama-4", "deepseek-v3.2", "glm-5", "muse-glimmer", "qwen3.5", "granite-4-h", "nemotron-h", "falcon-h1",
-            "lfm2", "gemma3n", "gemma4-e4b")  # fmt: skip
+            "lfm2", "gemma3n", "gemma4-e4b", "deepseek-v4", "hy-v4", "minimax-m3", "inkling", "qwen4-exp",
+            "glm-5.3-flash")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels import indexer
 from localllm.kernels.layer_cache import LayerState
 from localllm.models.inputs import StateInputs
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
 from localllm.models.spec.recurrent import RecurrentSpec
-from localllm.models.transformers_backend import attention, loading
+from localllm.models.transformers_backend import attention, loading, mixers
 from localllm.models.transformers_backend import spec as spec_module
 from localllm.models.transformers_backend.mixers import RowStates
 from localllm.models.weights.parameters import held_bytes
@@ -66,6 +67,29 @@ def test_the_check_finds_a_wrong_computation(tiny_llama_path: Path, monkeypatch:
 def test_keys_that_rounding_chooses_otherwise_are_no_wrong_computation(model_type: str, tmp_path: Path) -> None:
     make_class_model(tmp_path, model_type)
     load_model(tmp_path, read_spec(tmp_path), CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["hy_v4", "glm5_next", *(
+        pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax_m3_vl_text", "inkling_text", "qwen4_exp_text")
+    )],
+)  # fmt: skip
+def test_how_much_is_computed_at_a_time_changes_no_logits(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries of an indexer and of attention, and tokens of a linear attention, of a row that has all its tokens in one
+    step, or in three."""
+    make_class_model(tmp_path, model_type)
+    tokens, wanted = prompt(150), None
+    model = load_model(tmp_path, read_spec(tmp_path), CPU, torch.float32)
+    for numbers, at_once in ((2**24, 1000), (2**22, 64), (4000, 16)):
+        monkeypatch.setattr(indexer, "CPU_BUFFER_NUMBERS", numbers)
+        monkeypatch.setattr(mixers, "_KDA_TOKENS", at_once)
+        for chunk in (150, 70):
+            logits = ModelHarness(model).prefill(tokens, chunk)[1]
+            wanted = logits if wanted is None else wanted
+            assert_close(logits, wanted)
 
 
 @pytest.mark.parametrize("wrong", [torch.float32, torch.bfloat16])

@@ -36,9 +36,9 @@ EXPERT_ROWS = 128  # kernels/moe: most rows in a block that is padded for one ex
 READ_NATIVELY = ("float32", "bfloat16", "float16", "int8", "k8v4", "int4")  # caches that reads_cache accepts
 SLICES = 12 * MIB  # temporaries of sampling, which a CPU handles a few rows at a time
 DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: bytes that a long prompt dequantises at once
-CLASS_TENSORS = 8
+CLASS_TENSORS = 7
 """Tensors of all residual streams, in fp32, that a class of transformers holds at once: they are normed and mixed by
-operations of their own. Measured with Qwen4-Exp (tests/models/test_qwen4.py)."""
+operations of their own. Measured with DeepSeek V4, Hy4, GLM-5.3-Flash and Qwen4-Exp (scripts/check_fit)."""
 WORKSPACE_BYTES = 32 * MIB  # cuBLAS takes it from the same allocator
 PROCESS_BYTES = 10 * MIB  # memory that the first steps leave in a process: oneDNN's primitives, thread stacks
 MAPPED_BYTES = 32 * MIB  # glibc returns buffers of this size to the system at once, and keeps smaller ones
@@ -221,9 +221,11 @@ class StepMemory:
         return 0 if sizes is None else self._stream(count, (sizes.num_layers or self.spec.num_layers) * sizes.size)
 
     def _dense_mlp(self) -> int:
-        """Return the bytes of a dense feed-forward part: four streams, gate, up and their product."""
-        widest = 3 * self._widest_mlp()
-        if self.on_gpu:
+        """Return the bytes of a dense feed-forward part: four streams, gate, up and their product. A class makes them
+        for all tokens at once, unless mixing its streams takes more (`CLASS_TENSORS`)."""
+        is_of_class = self.spec.implementation != "localllm" and self.spec.class_streams == 1
+        widest = (self.spec.class_mlp_tensors if is_of_class else 3) * self._widest_mlp()
+        if self.on_gpu or is_of_class:
             return self._stream(4) + self._stream(1, widest) + self._dequantized()
         rows = min(CPU_MLP_ROWS, self.max_num_batched_tokens)
         answers = self._stream(1) if rows < self.max_num_batched_tokens else 0

@@ -189,6 +189,7 @@ class ModelSpec:
     """Per layer the numbers of a key by which blocks of keys are chosen, 0: none; empty: none in any (MiniMax M3)."""
     layer_kinds: tuple[LayerPart, ...] = ()  # per layer what mixes tokens; empty: attention
     class_streams: int = 1  # residual streams that a class's own code computes (Qwen4-Exp, DeepSeek V4)
+    class_mlp_tensors: int = 3  # that a class's feed-forward part holds: gate, up, their product, and them limited
     reads_token_ids: bool = False  # in some layers, by a class's own code (Qwen4-Exp, DeepSeek V4, Gemma 3n and 4)
     mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None

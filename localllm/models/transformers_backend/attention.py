@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.indexer import BUFFER_NUMBERS, ChosenRow, chosen_rows
+from localllm.kernels.indexer import ChosenRow, buffer_numbers, chosen_rows
 from localllm.kernels.layer_cache import LayerCache, LayerKV, kv_of
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention
 from localllm.kernels.quantize import dequantize_nibbles
@@ -167,11 +167,17 @@ def _choose_by_rows(part: Any, step: Step) -> None:
     if part.indexer is None:
         return
     forward = part.indexer.forward
-    names = inspect.signature(forward)
+    names, num_heads = inspect.signature(forward), getattr(part.indexer, "n_heads", 0) or part.indexer.num_heads
 
     def by_rows(*positional: Any, **others: Any) -> list[Tensor]:
         given, kv = names.bind(*positional, **others).arguments, _kv_of(step, part.layer_idx)
-        return [forward(**_of_row(given, row, kv)) for row in _rows_of(step, part.layer_idx, kv)]
+        chosen = []
+        for row in _rows_of(step, part.layer_idx, kv):
+            pieces = row.cut(max(1, buffer_numbers(kv.k) // (num_heads * row.context_len)))
+            found = [forward(**_of_row(given, piece, kv)) for piece in pieces]
+            most = max(each.shape[-1] for each in found)
+            chosen.append(torch.cat([F.pad(each, (0, most - each.shape[-1]), value=-1) for each in found], dim=-2))
+        return chosen
 
     object.__setattr__(part.indexer, "forward", by_rows)
 
@@ -227,7 +233,7 @@ def _choose_pools(indexer: Any, hidden: Tensor, keys: _IndexKeys, rotary: Any) -
     queries = rotate(indexer.q_layernorm(q.unflatten(2, (-1, width))), cos=q_cos, sin=q_sin, unsqueeze_dim=2)[0].float()
     pools = rotate(indexer.k_layernorm(pools)[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[0, :, 0].float().t()
     complete, chosen = (last + 1) // size, []
-    at_once = max(1, BUFFER_NUMBERS // (indexer.index_n_heads * max(count, 1)))
+    at_once = max(1, buffer_numbers(q) // (indexer.index_n_heads * max(count, 1)))
     for own, seen in zip(queries.split(at_once), complete.split(at_once), strict=True):
         scores = torch.matmul(own, pools).relu_().sum(1).masked_fill_(first >= seen[:, None] * size, -1.0)
         best = scores.topk(min(indexer.block_topk, count))
@@ -274,7 +280,8 @@ def _attend_by_distance(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row in rows:
         begin = row.context_len - row.num_queries
-        at_once = max(1, BUFFER_NUMBERS // (q.shape[1] * max(row.context_len, profiles.shape[1])))
+        numbers = 3 * q.shape[1] * max(row.context_len, profiles.shape[1])  # biases of all, of those near, scores
+        at_once = max(1, buffer_numbers(q) // numbers)
         for at in range(begin, row.context_len, at_once):
             last = torch.arange(at, min(at + at_once, row.context_len), device=q.device)
             own = torch.arange(0 if window is None else max(0, at - window + 1), at + len(last), device=q.device)
@@ -369,29 +376,31 @@ def _attend_to_blocks(
     num_kv_heads, _, block_size, head_dim = kv.k.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, picked in zip(rows, chosen, strict=True):
-        blocks = (picked if picked.dim() == 4 else picked[:, None])[0].long().expand(num_kv_heads, -1, -1)
+        blocks = (picked if picked.dim() == 4 else picked[:, None])[0].long()  # of each key head, or of all
         last = torch.arange(row.context_len - row.num_queries, row.context_len, device=q.device)
         seen = blocks[..., None] * size + torch.arange(size, device=q.device)
-        hidden = ((blocks[..., None] < 0) | (seen > last[:, None, None])).flatten(2)  # [kv_heads, queries, keys]
+        hidden = ((blocks[..., None] < 0) | (seen > last[:, None, None])).flatten(2)  # [kv_heads or 1, queries, keys]
         seen = seen.flatten(2).masked_fill(hidden, 0)
         queries = q[row.tokens].unflatten(1, (num_kv_heads, -1))
         results = out[row.tokens].unflatten(1, (num_kv_heads, -1))
-        at_once = max(1, BUFFER_NUMBERS // (seen.shape[2] * head_dim))
+        at_once = max(1, buffer_numbers(q) // (seen.shape[2] * head_dim))
         for head in range(num_kv_heads):
+            choice = min(head, len(seen) - 1)
             keys, values = (_tokens_of(kv, head, side) for side in "kv")
             own_sinks = None if sinks is None else sinks.unflatten(0, (num_kv_heads, -1))[head, None, :, None]
             for at in range(0, row.num_queries, at_once):
                 own = slice(at, at + at_once)
-                places = seen[head, own]
+                places = seen[choice, own]
                 slots = row.blocks.index_select(0, (places // block_size).flatten()) * block_size
                 slots = slots + (places % block_size).flatten()
                 k, v = (tokens(slots).view(*places.shape, head_dim) for tokens in (keys, values))
                 scores = torch.matmul(queries[own, head].to(k.dtype), k.transpose(1, 2)).float() * scale
-                scores.masked_fill_(hidden[head, own, None], float("-inf"))
+                scores.masked_fill_(hidden[choice, own, None], float("-inf"))
                 if own_sinks is not None:
                     scores = torch.cat((scores, own_sinks.float().expand(len(scores), -1, 1)), dim=2)
                 weights = scores.softmax(-1)[..., : places.shape[1]]
                 results[own, head] = torch.matmul(weights.to(v.dtype), v).to(out.dtype)
+                del k, v  # before the next ones are gathered
     return out.flatten(1)
 
 

@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ Kind = Literal["conv", "matrix"]
 Key = tuple[Kind, int]  # a state by kind and number, as transformers' caches name it
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _TOKEN_IDS = "input_ids"  # the argument of a module that reads token ids beside hidden states (Qwen4-Exp)
+_KDA = "chunk_kimi_delta_attention"
+_KDA_TOKENS = 64
+"""Tokens of a row at a time on a CPU: one chunk. The class holds a matrix of a chunk's tokens for each channel."""
 _ONE_TOKEN = ("JambaMambaMixer", "ZambaMambaMixer")
 """Classes whose scan of several tokens begins from zeros: they continue token by token."""
 
@@ -56,6 +60,10 @@ class Mixer:
     module: Any
     layer: int
     parts: tuple[StatePart, ...]
+
+    @cached_property
+    def computes_kda(self) -> bool:
+        return _KDA in code_names(self.module)
 
     def numbers(self, kind: str) -> int:
         """Return the end of its numbers in the layer's row for this kind."""
@@ -212,10 +220,12 @@ def _run(mixer: Mixer, step: Step, call: Callable[[slice, int, RowStates], Outpu
         if length == 1 and read >= 0:
             count = _continuing(inputs.query_lens, inputs.state.read_host, row)
         rows = slice(row, row + count)
-        steps = length if read >= 0 and type(mixer.module).__name__ in _ONE_TOKEN else 1
+        at_once = _KDA_TOKENS if mixer.computes_kda and _tensor(state, "matrix").device.type == "cpu" else length
+        if read >= 0 and type(mixer.module).__name__ in _ONE_TOKEN:
+            at_once = 1
         states = RowStates(_load(mixer, state, inputs.state.read_host[rows]) if read >= 0 else {})
-        for _ in range(steps):
-            stop = start + count * length // steps
+        for done in range(0, length, at_once):
+            stop = start + count * min(at_once, length - done)
             outputs.append(call(slice(start, stop), count, states))
             states = RowStates(states.states)
             start = stop

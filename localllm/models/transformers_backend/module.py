@@ -142,6 +142,8 @@ def load_module(
         # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
         attention = "sdpa" if kind.config.model_type == "falcon" and kind.config.alibi else "eager"
         options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
+        if device.type == "cpu":  # one expert after another: as fast, and a long prompt holds the rows of one alone
+            kind.config._experts_implementation = "eager"
         try:
             if format is not None or at_load is not None or is_gguf(path):
                 with open_for_class(path) as checkpoint:

@@ -51,6 +51,7 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
         text = text_part(config)
         fields["reads_token_ids"] = _reads_token_ids(text)
         fields["class_streams"] = getattr(text, "hc_count", None) or getattr(text, "hc_mult", None) or 1
+        fields["class_mlp_tensors"] = 6 if getattr(text, "swiglu_limit", None) else 3
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
             fields["recurrent"] = _recurrent(path, architecture, trust_remote_code=trust_remote_code)
         return fields
@@ -76,7 +77,9 @@ def sizes_of(config: Any) -> dict[str, Any]:
     return {
         "num_layers": _whole(text, "num_hidden_layers"),
         "hidden_size": hidden,
-        "intermediate_size": _whole(text, "intermediate_size", 4 * hidden),
+        "intermediate_size": max(
+            _whole(text, "intermediate_size", 4 * hidden), getattr(text, "dense_intermediate_size", None) or 0
+        ),
         "num_heads": heads,
         "num_kv_heads": shapes[0][0],
         "head_dim": shapes[0][1],

@@ -732,7 +732,7 @@ static void run_cut(const Operation* o, int64_t row) {
   const float mean = sum_row(y, n) / (float)n;
   for (int64_t i = 0; i < n; i++) squares += (y[i] - mean) * (y[i] - mean);
   const float cut = mean + (float)o->limit * sqrtf(squares / (float)n);
-  for (int64_t i = 0; i < n; i++) y[i] = y[i] > cut ? y[i] - cut : 0;
+  for (int64_t i = 0; i < n; i++) y[i] = y[i] <= cut ? 0 : y[i] - cut;  // NaN stays
 }
 
 // Recurrent operations ---------------------------------------------------------------------------------------------------
