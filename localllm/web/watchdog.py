@@ -14,6 +14,7 @@ Does not know: how the caller reacts, HTTP.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -266,8 +267,11 @@ class Watchdog:
         if not has_grown and not (has_worked and now_s - self._trimmed_s >= TRIM_WORKED_EVERY_S):
             self._kept_bytes = min(self._kept_bytes, before_bytes)
             return
-        self._trimmed_s, self._trimmed_cpu_s = now_s, time.process_time()
         memory.trim()
+        if memory.resident_bytes() - self._kept_bytes >= TRIM_GROWN_BYTES:
+            gc.collect()  # errors and the frames that they came from, with the bodies of bad requests
+            memory.trim()
+        self._trimmed_s, self._trimmed_cpu_s = now_s, time.process_time()
         self._kept_bytes = memory.resident_bytes()
         log.debug("trimmed rss=%s to=%s", format_bytes(before_bytes), format_bytes(self._kept_bytes))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.cpu.native.library import native
 from localllm.models.formats.gguf import matrices
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
@@ -80,6 +81,7 @@ def test_matrices_and_experts_keep_their_blocks(model_type: str, tmp_path: Path)
     assert (len(linears), len(experts)) == HELD[model_type]
 
 
+@pytest.mark.skipif(native() is None, reason="no native library")
 @pytest.mark.parametrize("model_type", KINDS)
 def test_types_that_a_device_does_not_read_are_dequantised(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -143,6 +143,7 @@ def test_a_text_is_as_long_as_its_sound_allows_and_a_loop_is_cut(model: Moonshin
     assert drive([2]).segments == ()
 
 
+@pytest.mark.skipif(native() is None, reason="torch rounds products by the number of rows")
 def test_draws_depend_on_the_seed_alone(model: MoonshineModel) -> None:
     windows = sounds(2.5, 7.3)
     asked = [Decoding(temperatures=(1.0,), seed=seed) for seed in (1, 2)]

@@ -220,6 +220,7 @@ def test_attempts_are_accepted_as_the_paper_says() -> None:
     assert silent.is_accepted(9.0)
 
 
+@pytest.mark.skipif(native() is None, reason="torch rounds products by the number of rows")
 def test_a_window_has_as_many_attempts_as_temperatures_until_one_is_accepted(
     model: WhisperModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

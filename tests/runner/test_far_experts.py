@@ -64,6 +64,7 @@ def stream_of(engine: Engine) -> FarStream:
     return crossing.stream
 
 
+@pytest.mark.skipif(native() is None, reason="no native library")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_the_whole_model(
     family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]

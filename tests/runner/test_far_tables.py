@@ -13,6 +13,7 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit
+from localllm.kernels.cpu.native.library import native
 from localllm.kernels.gguf_linear import repack_gguf
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
@@ -59,6 +60,7 @@ def test_answers_are_those_of_the_model_on_one_device(family: str, tmp_path: Pat
         assert bool(engine.model.crossing.link.buffers) != is_mapped
 
 
+@pytest.mark.skipif(native() is None, reason="no native library")
 def test_tables_and_experts_are_in_ram_together(
     model_of: Callable[[str], tuple[Path, object, list[int]]],
 ) -> None:

@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from localllm.cli import main
 from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.errors import ModelNotFound
-from localllm.serving.manager import ModelManager
 from tests.web.live_server import LiveServer, ManagedServer, wait_until
 
 pytestmark = pytest.mark.slow
@@ -80,10 +79,10 @@ def test_health_is_503_where_the_files_of_the_first_model_are_gone(
 ) -> None:
     """A probe would read the 404 of the load as a wrong path."""
 
-    def gone(manager: object) -> None:
+    def gone() -> None:
         raise ModelNotFound("The path './gone' does not exist.", "Available: secret names.")
 
-    monkeypatch.setattr(ModelManager, "require_working", gone)
+    monkeypatch.setattr(managed.manager.loads, "require_working", gone)
     answer = managed.get("/health")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_loadable")
     assert "'./gone' does not exist" in answer.text

@@ -182,6 +182,7 @@ def test_memory_is_given_back_once_what_was_in_use_may_be_free(monkeypatch: pyte
         trim=in_this_thread(lambda: trims.append(rss[0]), lambda: False),
     )
     monkeypatch.setattr(module, "memory", memory)
+    monkeypatch.setattr(module, "gc", SimpleNamespace(collect=in_this_thread(lambda: trims.append(-1), lambda: 0)))
     process_time = in_this_thread(lambda: cpu_s[0], time.process_time)
     monkeypatch.setattr(
         module, "time", SimpleNamespace(process_time=process_time, time=time.time, monotonic=time.monotonic)
@@ -189,18 +190,34 @@ def test_memory_is_given_back_once_what_was_in_use_may_be_free(monkeypatch: pyte
     dog = Watchdog(SimpleNamespace(ready=[], num_open=0), FaultLog())  # type: ignore[arg-type]
     for now_s in range(100, 200):
         dog._give_back(now_s)
-    assert len(trims) == 1  # at rest once is enough
+    assert trims == [rss[0], -1, rss[0]]  # at rest once is enough
+    trims.clear()
     rss[0] += 200 * 2**20
     dog._give_back(200)
-    assert len(trims) == 2
+    assert trims == [rss[0], -1, rss[0]], "what trimming leaves may be garbage"
+    trims.clear()
     cpu_s[0] = 5.0  # it works on, and frees what it had
     for now_s in range(201, 300):
         dog._give_back(now_s)
-    assert len(trims) == 3
+    assert trims == [rss[0]]
     cpu_s[0] += 0.3  # the last requests of a busy time end soon after a trim
     for now_s in range(300, 315):
         dog._give_back(now_s)
-    assert len(trims) == 4
+    assert trims == [rss[0]] * 2
+
+
+def test_garbage_that_refers_to_itself_is_given_back() -> None:
+    """An error keeps the frames that it came from, and these the body of a request."""
+    dog = Watchdog(SimpleNamespace(ready=[], num_open=0), FaultLog())  # type: ignore[arg-type]
+    dog._give_back(100)
+    before = module.memory.resident_bytes()
+    with module.memory.paused_collection():
+        circle: list[object] = [bytearray(b"1") * (256 * 2**20)]
+        circle.append(circle)
+        del circle
+        assert module.memory.resident_bytes() > before + 200 * 2**20
+        dog._give_back(200)
+    assert module.memory.resident_bytes() < before + 100 * 2**20
 
 
 # On a real server ---------------------------------------------------------------------------------------------------
