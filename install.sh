@@ -320,7 +320,7 @@ narrow_python() {
 
 sizes() { # BUILD: to download and on disk, as measured
   case $1 in
-    cpu) say 'about 270 MB to download, 1.3 GB on disk' ;;
+    cpu) say 'about 280 MB to download, 1.3 GB on disk' ;;
     cu130) say 'about 2.8 GB to download, 6 GB on disk' ;;
     *) say 'about 3.1 GB to download, 6 GB on disk' ;;
   esac

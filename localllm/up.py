@@ -121,6 +121,7 @@ class _Serving:
         """Serve until stopped. Return False if a signal came before the server was ready."""
         asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
         with handled_signals(self._on_signal):
+            self.manager.register_first(self.settings, self._on_phase)
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
                 await self._answer_first(serving)

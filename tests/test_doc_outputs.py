@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory, tiny_llama_path: Path) -> 
     with Server(folder, "serve", "demo", "--max-model-len", "512", "--kv-cache-memory-bytes", "64MiB") as server:
         variables["URL"] = server.wait_for("ready")["url"]
         printed(f"localllm load {tiny_llama_path}", variables)
+        time.sleep(2)  # the watchdog looks at an engine every second
         yield variables
 
 

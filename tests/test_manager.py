@@ -63,6 +63,21 @@ async def test_the_manager_serves_and_gives_back(tiny_llama_path: Path, closed_r
     assert len(closed_runners) == 1
 
 
+async def test_a_request_that_comes_before_the_first_load_starts_it_and_waits(tiny_llama_path: Path) -> None:
+    """A server answers before it loads: the request of a client that systemd has started it for."""
+    manager, seen, settings = ModelManager(), [], settings_for(tiny_llama_path)
+    entry = manager.register_first(settings, seen.append)
+    with pytest.raises(ModelLoading, match="is loading"):
+        manager.loads.require_working()
+    request = asyncio.create_task(tokens(manager))
+    await asyncio.sleep(0)
+    model = await manager.start(settings, seen.append)
+    assert (manager.entries, entry.served) == ([entry], model)
+    assert len(await request) == 12
+    assert in_order(phase.name for phase in seen if phase.done) == PHASES
+    await manager.close()
+
+
 async def test_the_loading_thread_ends_with_the_load(tiny_llama_path: Path) -> None:
     """An idle thread that has computed keeps a team of libgomp workers, and the engine's steps pay for it."""
     manager = ModelManager()

@@ -51,6 +51,7 @@ class ModelManager:
         self.transitions = self.loads.transitions
         self.lending = Lending(self.register, self.loads)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._first: ModelEntry | None = None  # registered, and not yet loaded by `start`
 
     # Queries ----------------------------------------------------------------------------------------------------
 
@@ -213,20 +214,28 @@ class ModelManager:
 
     # Start, tick, close -----------------------------------------------------------------------------------------
 
+    def register_first(self, settings: Settings, on_phase: OnPhase = lambda phase: None) -> ModelEntry:
+        """Register the first model before `start`, which then takes no other one: a request that comes before its load
+        starts it, and waits. Arguments as of `start`."""
+        self.register.settings, self.transitions.closing = settings, False
+        entry = self.register.add(settings.of_first_model(), settings.engine.model, keep_alive_s=math.inf)
+        if settings.server.load_at_start:
+            entry.state, entry.on_phase = "loading", on_phase
+        self._first = entry
+        return entry
+
     async def start(self, settings: Settings, on_phase: OnPhase = lambda phase: None) -> ServedModel | None:
         """Register the first model and load it. `on_phase` is called on this event loop. Raises what a load raises.
 
         Return None if the model is not to be loaded at the start: the first request that needs it loads it.
         """
-        self.register.settings, self.transitions.closing = settings, False
-        own = settings.of_first_model()
-        entry = self.register.add(own, settings.engine.model, keep_alive_s=math.inf)
+        entry = self._first or self.register_first(settings, on_phase)
+        self._first = None
         if (speech := settings.server.speech_model) not in (None, "none"):
             await self.register.add_speech_model(speech)
         self._spawn(self._tick_forever())
         if not settings.server.load_at_start:
             return None
-        entry.on_phase = on_phase
         try:
             (await self.loads.claim(entry)).release()
         except asyncio.CancelledError:
@@ -252,7 +261,7 @@ class ModelManager:
 
     async def close(self) -> None:
         """End running requests with an error and free the memory. Idempotent."""
-        self.register.settings, self.transitions.closing = None, True
+        self.register.settings, self.transitions.closing, self._first = None, True, None
         for task in list(self._tasks):
             task.cancel()
         await self.lending.close()

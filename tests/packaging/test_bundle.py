@@ -276,7 +276,7 @@ def test_wheels_of_a_cpu_install_are_small_and_have_no_triton(wheels: Path) -> N
     assert not [name for name in names if name.startswith(("triton", "nvidia_c"))]
     size = sum((wheels / name).stat().st_size for name in names)
     print(f"download, CPU: {size / 1e6:.0f} MB")
-    assert size <= 272e6
+    assert size <= 282e6  # of which Pillow is 7
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_the_real_file_answers_without_a_network(wheels: Path, tmp_path: Path, h
     [file] = (tmp_path / "dist").glob("*.run")
     assert file.name == f"localllm-{__version__}-linux-{os.uname().machine}-cpu.run"
     print(f"offline file: {file.stat().st_size / 1e6:.0f} MB")
-    assert file.stat().st_size <= 230e6
+    assert file.stat().st_size <= 237e6
     environ = environment_without_this_one(home) | {"PYTHONPATH": "/wrong", "PYTHONHOME": "/wrong"}
     assert answer_of_the_demo_from_the_file(file, environ)
     shutil.move(app(home) / __version__, tmp_path / "moved")

@@ -40,7 +40,7 @@ INSTALLED = {  # name: machine, arguments, sentence, words of uv's command
     "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "torch==2.13.0+cu129"),
     "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "torch==2.13.0+cu129"),
     "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "torch==2.13.0+cu129"),
-    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 270 MB to download, 1.3 GB on disk", "torch==2.13.0+cpu"),
+    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 280 MB to download, 1.3 GB on disk", "torch==2.13.0+cpu"),
     "driver only in /sys": (
         Machine(files={"sys/module/nvidia/version": "570.86.15\n"}), [], "NVIDIA GPU, driver 570.86.15.",
         "torch==2.13.0+cu129",
@@ -191,7 +191,7 @@ def test_without_a_terminal_only_yes_goes_on(tmp_path: Path) -> None:
 def test_at_a_terminal_it_asks_after_saying_sizes_and_place(answer: str, installs: bool, tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, Machine())
     ended = sandbox.run(answer=answer)
-    plan = "about 270 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
+    plan = "about 280 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
     assert plan in ended.stdout
     assert bool(sandbox.uv_call()) == installs
     assert ended.returncode == (0 if installs else 1)

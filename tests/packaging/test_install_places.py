@@ -96,11 +96,11 @@ CASES = {
         pip_conf=f"[global]\nindex-url = https://{MIRROR}/simple/\n",
     ),
     "aarch64 and the package index alone": Case(
-        "PyTorch for CPUs: about 270 MB", "--with torch==2.10.0 ",
+        "PyTorch for CPUs: about 280 MB", "--with torch==2.10.0 ",
         machine=Machine(processor="aarch64", pages=PYPI_ALONE),
     ),
     "aarch64 and --cpu": Case(
-        "PyTorch for CPUs: about 270 MB", "--with torch==2.10.0 ",
+        "PyTorch for CPUs: about 280 MB", "--with torch==2.10.0 ",
         machine=Machine(processor="aarch64", pages=PYPI_ALONE),
         arguments=("--cpu",),
     ),
@@ -119,7 +119,7 @@ CASES = {
         environ={"LOCALLLM_TORCH_INDEX": f"https://{MIRROR}/whl/cpu/"},
     ),
     "PyTorch's own index": Case(
-        "with PyTorch for CPUs: about 270 MB to download, 1.3 GB on disk", "--with torch==2.13.0+cpu",
+        "with PyTorch for CPUs: about 280 MB to download, 1.3 GB on disk", "--with torch==2.13.0+cpu",
         {"UV_FIND_LINKS": f"https://{PYTORCH}/whl/cpu/torch/"}, Machine(),
     ),
     "a proxy and a certificate of pip": Case(
@@ -240,7 +240,7 @@ def test_what_no_place_has_is_refused_with_ways_out(name: str, tmp_path: Path) -
 def test_a_probe_that_fails_by_chance_does_not_cost_gigabytes(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, Machine())
     sandbox.fail(PYTORCH, once=True)
-    assert "about 270 MB" in sandbox.run("--yes").stdout
+    assert "about 280 MB" in sandbox.run("--yes").stdout
     assert [address for address in sandbox.asked() if PYTORCH in address] == 2 * [f"https://{PYTORCH}/whl/cpu/torch/"]
 
 
