@@ -101,6 +101,7 @@ def test_calls_of_a_random_model_parse(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ten_thousand_calls_of_a_random_model_parse() -> None:
     done, seed = 0, 100
     while done < 10_000:
