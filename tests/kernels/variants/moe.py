@@ -8,7 +8,7 @@ import torch
 from localllm.kernels.cpu.native.structures import Stored
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.moe.align import _align_kernel, _combine_kernel
-from localllm.kernels.moe.from_lanes import _elements_kernel, _nibbles_kernel, _stored_kernel
+from localllm.kernels.moe.from_lanes import _elements_kernel, _nibbles_kernel, _stored_kernel, stored_warps
 from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, grouped_gemm_tile, has_tensor_cores
 from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel, planar_gemm_tile
 from localllm.kernels.moe.route import _route_kernel
@@ -199,6 +199,7 @@ def stored(name: str, *, units: bool = True, mins: bool = False, lanes: int = 32
         },
         aligned=("record_bytes", "first"),
         archs=(75, 80, 89, 90, 120),
+        num_warps=stored_warps(name),
         max_registers=128,
         **more,
     )  # fmt: skip
