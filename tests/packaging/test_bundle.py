@@ -276,7 +276,7 @@ def test_wheels_of_a_cpu_install_are_small_and_have_no_triton(wheels: Path) -> N
     assert not [name for name in names if name.startswith(("triton", "nvidia_c"))]
     size = sum((wheels / name).stat().st_size for name in names)
     print(f"download, CPU: {size / 1e6:.0f} MB")
-    assert size <= 282e6  # of which Pillow is 7
+    assert size <= 282e6  # Pillow has 7 MB of them
 
 
 @pytest.mark.slow

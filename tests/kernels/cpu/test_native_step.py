@@ -140,7 +140,7 @@ def test_gated(pool: Pool, name: str, width: int) -> None:
 
 @pytest.mark.parametrize("width", [64, 40, 130])
 def test_factors_of_outputs(pool: Pool, width: int) -> None:
-    """Of a product alone, and of both halves of a gated one, before the activation."""
+    """They multiply a product, and both halves of a gated one, before the activation."""
     torch.manual_seed(2)
     build, x, both, y = Builder(), torch.randn(MAX_ROWS, 48), *(torch.zeros(MAX_ROWS, n * width + 3) for n in (2, 1))
     weight, bias, factors = torch.randn(2 * width, 48) / 2, torch.randn(2 * width), torch.rand(2 * width) + 0.5
@@ -680,7 +680,7 @@ ROUTINGS = [
 @pytest.mark.parametrize("width", [24, 100])
 @pytest.mark.parametrize(("outputs", "inputs", "adds"), [(3, 3, True), (4, 1, True), (2, 4, False)])
 def test_mixtures_of_vectors(pool: Pool, outputs: int, inputs: int, adds: bool, width: int) -> None:
-    """What is behind the last output stays."""
+    """Columns behind the last output are not written."""
     torch.manual_seed(4)
     x, factors = torch.randn(MAX_ROWS, inputs * width), torch.randn(MAX_ROWS, outputs * inputs)
     y = torch.randn(MAX_ROWS, outputs * width + 5)
