@@ -111,6 +111,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._kept_bytes, self._trimmed_s, self._trimmed_cpu_s = 0, 0.0, 0.0
+        self._collected_bytes = 0  # resident after the last collection of garbage, or less since
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -268,11 +269,13 @@ class Watchdog:
             self._kept_bytes = min(self._kept_bytes, before_bytes)
             return
         memory.trim()
-        if memory.resident_bytes() - self._kept_bytes >= TRIM_GROWN_BYTES:
+        self._kept_bytes = memory.resident_bytes()
+        if self._kept_bytes - self._collected_bytes >= TRIM_GROWN_BYTES:  # in however many small steps
             gc.collect()  # errors and the frames that they came from, with the bodies of bad requests
             memory.trim()
+            self._kept_bytes = self._collected_bytes = memory.resident_bytes()
+        self._collected_bytes = min(self._collected_bytes, self._kept_bytes)
         self._trimmed_s, self._trimmed_cpu_s = now_s, time.process_time()
-        self._kept_bytes = memory.resident_bytes()
         log.debug("trimmed rss=%s to=%s", format_bytes(before_bytes), format_bytes(self._kept_bytes))
 
 

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,24 @@ def test_garbage_that_refers_to_itself_is_given_back() -> None:
         del circle
         assert module.memory.resident_bytes() > before + 200 * 2**20
         dog._give_back(200)
+    assert module.memory.resident_bytes() < before + 100 * 2**20
+
+
+def test_garbage_that_grows_in_small_steps_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is smaller than what counts as grown, and a trim follows each of them."""
+    dog = Watchdog(SimpleNamespace(ready=[], num_open=0), FaultLog())  # type: ignore[arg-type]
+    works_on = in_this_thread(count().__next__, time.process_time)
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(process_time=works_on, time=time.time, monotonic=time.monotonic)
+    )
+    dog._give_back(100)
+    before = module.memory.resident_bytes()
+    with module.memory.paused_collection():
+        for step in range(1, 17):
+            circle: list[object] = [bytearray(b"1") * (16 * 2**20)]
+            circle.append(circle)
+            del circle
+            dog._give_back(100 + 20 * step)
     assert module.memory.resident_bytes() < before + 100 * 2**20
 
 
