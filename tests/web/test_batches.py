@@ -263,6 +263,9 @@ def test_a_second_server_leaves_the_batches_to_the_first(new_server: NewServer, 
         with second:
             with pytest.raises(openai.ConflictError, match="Another server"):
                 client_of(second).files.list()
+            for path, methods in second.get("/openapi.json").json()["paths"].items():
+                if path.startswith(("/v1/files", "/v1/batches")):
+                    assert all("409" in operation["responses"] for operation in methods.values()), path
             first.__exit__(None, None, None)
             wait_until(lambda: second.get("/v1/files").status_code == 200)
             assert [each.id for each in client_of(second).files.list()] == [file.id]

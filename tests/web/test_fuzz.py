@@ -16,9 +16,10 @@ EXAMPLES = 8  # each; as many as CI has time for
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, LiveServer]]:
     folder = tmp_path_factory.mktemp("fuzz")
-    with pytest.MonkeyPatch.context() as patch, Servers(folder) as servers:
-        patch.setenv("XDG_DATA_HOME", str(folder))  # second names of models go there
-        yield servers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(folder))  # second names of models go there, and batches, which one server has
+        with Servers(folder) as servers:
+            yield servers
 
 
 def test_answers_are_as_the_document_says(servers: Mapping[str, LiveServer]) -> None:

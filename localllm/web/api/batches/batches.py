@@ -52,7 +52,7 @@ BODY = RequestBody(
     "/v1/batches",
     status_code=200,
     request_max_body_size=SMALL_BODY_BYTES,
-    operation=Operation(shapes.Batch, BODY, also=(404, 429, 507), guide="batches"),
+    operation=Operation(shapes.Batch, BODY, also=(404, 409, 429, 507), guide="batches"),
 )
 async def create_batch(request: ApiRequest) -> ASGIResponse:
     """Answer the requests of an uploaded file in the background.
@@ -108,7 +108,7 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
         )
 
 
-@get("/v1/batches", operation=Operation(shapes.BatchList, query=PageQuery, guide="batches"))
+@get("/v1/batches", operation=Operation(shapes.BatchList, query=PageQuery, also=(409,), guide="batches"))
 async def list_batches(request: ApiRequest) -> ASGIResponse:
     """List the batches of the caller, the newest first."""
     asked = read_query(request, PageQuery)
@@ -118,7 +118,7 @@ async def list_batches(request: ApiRequest) -> ASGIResponse:
     return json_response(shapes.BatchList(object="list", data=data, first_id=ids[0], last_id=ids[-1], has_more=more))
 
 
-@get("/v1/batches/{id:str}", operation=Operation(shapes.Batch, also=(404,), guide="batches"))
+@get("/v1/batches/{id:str}", operation=Operation(shapes.Batch, also=(404, 409), guide="batches"))
 async def show_batch(request: ApiRequest) -> ASGIResponse:
     """Show a batch with its counts, and its files once it has ended."""
     return json_response(

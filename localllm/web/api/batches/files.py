@@ -66,7 +66,7 @@ def upload_route(config: ServerConfig) -> HTTPRouteHandler:
         "/v1/files",
         status_code=200,
         request_max_body_size=config.largest_batch_file_bytes + FORM_BYTES,
-        operation=Operation(shapes.FileObject, RequestBody(Upload, media_type=FORM), also=(507,), guide="batches"),
+        operation=Operation(shapes.FileObject, RequestBody(Upload, media_type=FORM), also=(409, 507), guide="batches"),
     )
     async def upload_file(request: ApiRequest) -> ASGIResponse:
         """Upload a file of requests for a batch.
@@ -110,7 +110,7 @@ def lifetime_of(expires_after: dict[str, Any] | None, param: str = "expires_afte
     return float(seconds)
 
 
-@get("/v1/files", operation=Operation(shapes.FileList, query=FilesQuery, guide="batches"))
+@get("/v1/files", operation=Operation(shapes.FileList, query=FilesQuery, also=(409,), guide="batches"))
 async def list_files(request: ApiRequest) -> ASGIResponse:
     """List the files of the caller, the newest first."""
     asked = read_query(request, FilesQuery)
@@ -134,13 +134,13 @@ def paged(entries: list[Any], after: str | None, limit: int, most: int) -> tuple
     return entries[:limit], len(entries) > limit
 
 
-@get("/v1/files/{id:str}", operation=Operation(shapes.FileObject, also=(404,), guide="batches"))
+@get("/v1/files/{id:str}", operation=Operation(shapes.FileObject, also=(404, 409), guide="batches"))
 async def show_file(request: ApiRequest) -> ASGIResponse:
     """Show the facts of a file."""
     return json_response(shapes.file_object(worker_of(request).files.get(owner_of(request), request.path_params["id"])))
 
 
-@get("/v1/files/{id:str}/content", operation=Operation("application/octet-stream", also=(404,), guide="batches"))
+@get("/v1/files/{id:str}/content", operation=Operation("application/octet-stream", also=(404, 409), guide="batches"))
 async def file_content(request: ApiRequest) -> Stream:
     """Read a file."""
     files = worker_of(request).files
