@@ -14,7 +14,6 @@ import torch
 
 from localllm.files.folders import cache_folder
 from localllm.kernels.cpu import native_product
-from localllm.kernels.cpu.native.library import native
 from localllm.machine import bandwidth
 from localllm.machine.bandwidth import (
     LEAST_BYTES,
@@ -26,6 +25,7 @@ from localllm.machine.bandwidth import (
     with_kept_speeds,
 )
 from localllm.machine.hardware import Hardware, Speeds, count_cores, fast_instructions, read_cpu_flags
+from tests.marks import needs_library
 
 HERE = Hardware((), "CPU", count_cores(), 8 << 30, 6 << 30)
 
@@ -213,7 +213,7 @@ def test_disturbed_products_are_a_lower_bound_and_repeated_a_minute_later(monkey
     assert seen == [slow[:2]] * 4 + [quick[:2]] * 4
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_products_during_which_threads_wait_for_a_processor_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_product, "MEASURED_SIZE", 256)
     for share, is_disturbed in ((1.0, False), (0.5, True)):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from localllm.errors import DoesNotFit
 from localllm.kernels.cpu.half import HalfRows, pack_half
-from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.pack import CpuPacker, native_nbytes
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.int8_linear import quantize_int8
@@ -22,8 +21,9 @@ from localllm.models.layers import disk as disk_module
 from localllm.models.layers.arena import Arena, RecordMatrices
 from localllm.models.layers.linear import Weight
 from tests.kernels.harness import gguf_linear
+from tests.marks import needs_library
 
-pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+pytestmark = needs_library
 MIB = 2**20
 
 

@@ -20,6 +20,7 @@ from localllm.models.loader import load_model
 from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import held_bytes
 from scripts.random_weights import WeightFormat, random_model, shape_spec
+from tests.marks import needs_library
 from tests.models.harness import CPU, ModelHarness
 
 pytestmark = pytest.mark.skipif(
@@ -73,7 +74,7 @@ def test_counting_bytes_on_another_thread_leaves_a_load_alone(
     assert counted[counts] != counted[loads]
 
 
-@pytest.mark.skipif(native() is None, reason="there is no native library here")
+@needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_16_bit_checkpoint_stays_16_bits_wide(
     dtype: torch.dtype, tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

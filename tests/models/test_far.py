@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.kernels.cpu.native.library import native
 from localllm.machine.hardware import Hardware
 from localllm.models.decoder.mixture import held_experts
 from localllm.models.fit import MemoryPlan, estimate, plan_memory
@@ -37,11 +36,12 @@ from localllm.models.read_spec import read_spec, spec_of_config, weights_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import far_bytes, held_bytes, parts_of_kind
 from tests.draws import draws
+from tests.marks import needs_library
 from tests.models.harness import GIB, LLAMA_8B, WEIGHTS, gpu_machine
 from tests.models.large_models import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_235B, G, desk, sized
 from tests.tiny import make_tiny_model
 
-pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+pytestmark = needs_library
 
 
 def plan(spec: ModelSpec, sizes: CheckpointBytes, machine: Hardware, **asked: Any) -> MemoryPlan:

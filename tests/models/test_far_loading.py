@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.half import HalfRows
-from localllm.kernels.cpu.native.library import native
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.formats.checkpoint import drop_pages
 from localllm.models.formats.registry import open_checkpoint
 from localllm.models.loader import DiskExperts, load_model
 from localllm.models.read_spec import read_spec
 from tests.gguf_files import write_gguf
+from tests.marks import needs_library
 from tests.models.load_memory import resident_bytes
 from tests.tiny import make_tiny_model
 
 MIB = 2**20
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="page caches are measured as Linux describes them"),
-    pytest.mark.skipif(native() is None, reason="no native library"),
+    needs_library,
 ]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.cpu.native.library import native
 from localllm.models.formats.gguf import matrices
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec
@@ -16,6 +15,7 @@ from localllm.models.transformers_backend.layouts import QuantizedLinear
 from localllm.models.transformers_backend.module import StoredTable
 from localllm.models.weights.parameters import held_bytes
 from tests.gguf_classes import KINDS, SIZES, Written, write_class
+from tests.marks import needs_library
 from tests.models.class_models import make_class_model
 from tests.models.classes import LENGTHS, class_logits, largest_difference
 from tests.models.harness import CPU, ModelHarness, prompt
@@ -81,7 +81,7 @@ def test_matrices_and_experts_keep_their_blocks(model_type: str, tmp_path: Path)
     assert (len(linears), len(experts)) == HELD[model_type]
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("model_type", KINDS)
 def test_types_that_a_device_does_not_read_are_dequantised(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

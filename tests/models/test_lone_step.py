@@ -36,6 +36,7 @@ from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import LORA_TARGETS, make_tiny_adapter
 from tests.gguf_files import write_gguf
+from tests.marks import needs_library
 from tests.models.harness import CPU, LoneHarness, token
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
@@ -48,10 +49,9 @@ REFUSED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), "an indexer"),
 }
 LIMITS = {"gemma4": 1e-4, **dict.fromkeys((*LATENT, "youtu"), 1e-5 if native() else 1.5e-5)}
-"""Of logits, if it is not 2e-5. Without the library DeepSeek-V2 had 1.00005e-5. Gemma 4 does not scale its scores: fp32
-rounds the largest ones more coarsely."""
+"""How far logits may be apart, where that is not 2e-5. Those of DeepSeek-V2 are 1.00005e-5 apart without the library.
+Gemma 4 does not scale its scores: fp32 rounds the largest ones more coarsely."""
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
-needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 
 
 @pytest.fixture

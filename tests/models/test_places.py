@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
-from localllm.kernels.cpu.native.library import native
 from localllm.machine.hardware import Hardware, Speeds
 from localllm.machine.links import Place
 from localllm.models.fit import MemoryPlan, estimate, plan_memory
@@ -24,10 +23,11 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.build import require_context
 from localllm.serving.served import LoadLimits
 from tests.draws import draws
+from tests.marks import needs_library
 from tests.models.harness import GIB, LLAMA_8B, WEIGHTS, gpu_machine
 from tests.models.large_models import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_235B, G, desk, sized
 
-pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+pytestmark = needs_library
 
 FIXED = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
          "vocab_size": 32_000, "max_position_embeddings": 16_384, "tie_word_embeddings": True}  # fmt: skip

@@ -26,6 +26,7 @@ from localllm.models.encoders.whisper import (
     restrict,
     segments_of,
 )
+from tests.marks import needs_library
 from tests.media.sounds import sounds
 from tests.models.operations import DefinedLibrary
 from tests.models.speech_models import save_whisper, written
@@ -146,7 +147,7 @@ def test_native_steps_write_what_torchs_write(model: WhisperModel, monkeypatch: 
         assert (ours - torchs).abs().max() <= 1e-5 * torchs.abs().max()
 
 
-@pytest.mark.skipif(native() is None, reason="needs the native library")
+@needs_library
 def test_sound_in_16_bits_changes_logits_little(model: WhisperModel) -> None:
     """Through the native library and, with times of words, through torch."""
     windows, found = sounds(2.5, 11), list[list[torch.Tensor]]()

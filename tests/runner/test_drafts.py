@@ -23,6 +23,7 @@ from localllm.runner.host_steps import Forward, HostSteps, count_accepted
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from tests.kv import of_each
+from tests.marks import needs_library
 from tests.models.operations import DefinedLibrary
 from tests.runner.desk import GREEDY
 from tests.runner.harness import draft_requests, knowing, serve, tokens_of
@@ -78,7 +79,7 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_drafts(
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-@pytest.mark.skipif(native() is None, reason="this machine has no native library")
+@needs_library
 def test_deterministic_answers_have_drafts_and_stay_the_same(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: Any, spec: ModelSpe
     assert steps < plain_steps
 
 
-@pytest.mark.skipif(native() is None, reason="this machine has no native library")
+@needs_library
 @pytest.mark.parametrize("order", [False, True])
 def test_a_native_steps_drafts_have_the_bits_of_single_steps(model: Any, spec: ModelSpec, order: bool) -> None:
     """S2 to the bit: logits and KV of 8 tokens of one request, and of 3 and 5 tokens of two."""

@@ -27,7 +27,6 @@ from localllm.files import record_file
 from localllm.files.record_file import BLOCK, PART, RecordFile, padded, write_records
 from localllm.kernels.cpu.half import pack_half
 from localllm.kernels.cpu.matrix import parts_of
-from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import FEW_ROWS, KIND_STORED, Kind, NativeMatrix, Stored
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks, block_size
@@ -46,10 +45,11 @@ from localllm.models.spec.model_spec import FINAL_HIDDEN, ModelSpec
 from localllm.models.weights.parameters import parts_of_kind
 from tests.draws import draws
 from tests.golden_engine import CPU, Engine
+from tests.marks import needs_library
 from tests.models.harness import LoneHarness, token
 from tests.tiny import fill_biases, make_tiny_model
 
-pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+pytestmark = needs_library
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe", "llama4", "gemma4_moe", "nemotron_h")
 PROMPTS = [[5 + 3 * i % 180 for i in range(length)] for length in (5, 40, 17)]
 MUCH = 2**40

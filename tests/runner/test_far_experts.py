@@ -40,6 +40,7 @@ from localllm.runner.opening import open_runner
 from localllm.runner.runner import TorchRunner
 from tests.golden_engine import CPU, Engine
 from tests.kernels.harness import gguf_linear
+from tests.marks import needs_library
 from tests.runner.late_link import LateLink, chosen, experts_of
 from tests.tiny import make_tiny_model
 
@@ -64,7 +65,7 @@ def stream_of(engine: Engine) -> FarStream:
     return crossing.stream
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_the_whole_model(
     family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
@@ -83,7 +84,7 @@ def test_answers_are_those_of_the_whole_model(
         assert engine.model.crossing.seconds > 0
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "cohere", "granite", "arcee"])
 def test_a_dense_model_answers_alike_with_feed_forward_parts_in_ram(family: str, tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path, family)
@@ -97,7 +98,7 @@ def test_a_dense_model_answers_alike_with_feed_forward_parts_in_ram(family: str,
             assert stream_from == 0 or crossing.stream.bytes == far_bytes(engine.model) > 0
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_adapters_change_attention_alone_where_feed_forward_parts_are_in_ram(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path)
     model = load_model(path, read_spec(path), CPU, torch.float32, far_layers=[1], lora=LoraLimits(1, 8))
@@ -109,7 +110,7 @@ def test_adapters_change_attention_alone_where_feed_forward_parts_are_in_ram(tmp
     assert [name for name, shape in shapes.items() if shape is None] == ["1.mlp.down", "1.mlp.gate"]
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_prompts_whose_experts_are_copied_to_the_device_are_answered_as_by_the_whole_model(
@@ -136,7 +137,7 @@ def test_prompts_whose_experts_are_copied_to_the_device_are_answered_as_by_the_w
                 assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_a_step_of_one_token_less_than_the_threshold_is_the_cpus_and_answers_alike(
     family: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
@@ -156,7 +157,7 @@ def test_a_step_of_one_token_less_than_the_threshold_is_the_cpus_and_answers_ali
             assert list(at.logprobs) == pytest.approx(list(expected.logprobs), abs=2e-5)
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
 def test_a_rows_sum_is_in_the_order_of_its_choices(
     rows: int, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
@@ -175,7 +176,7 @@ def test_a_rows_sum_is_in_the_order_of_its_choices(
         assert torch.equal(far(x, ids, weights), small), order
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_rows_of_padding_count_neither_as_rows_nor_as_reads(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
 ) -> None:
@@ -215,7 +216,7 @@ def test_bytes_are_counted_where_they_are(model_of: Callable[[str], tuple[Path, 
     assert not inside & {tensor.data_ptr() for tensor in moved}
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_a_row_has_the_same_bits_beside_any_neighbours(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
 ) -> None:
@@ -229,7 +230,7 @@ def test_a_row_has_the_same_bits_beside_any_neighbours(
     assert (together - exact).abs().max() < 2e-6 * exact.abs().max()
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("ids", [[[1, 2, 3]] * 8, [[1, 1, 2]] * 8, [[4, 4, 4]] * 8, [[0, 1, 2], [3, 4, 5]] * 4])
 def test_rows_that_share_experts_are_multiplied_as_each_alone(
     ids: list[list[int]], model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
@@ -267,7 +268,7 @@ SHARED_IDS = (
 )
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 @pytest.mark.parametrize("form", ["int8", "Q4_0", "Q4_K", "MXFP4", "IQ4_NL", "ordered", "mixed"])
 def test_quantised_experts_that_rows_share_are_multiplied_as_each_alone(
     form: str, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
@@ -365,7 +366,7 @@ def test_the_job_runs_in_a_foreign_thread_while_python_is_locked_and_allocates_n
     assert done.stdout == "done\n", done.stderr
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_a_row_that_is_padding_in_part_is_an_error(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]],
 ) -> None:
@@ -380,7 +381,7 @@ def test_a_row_that_is_padding_in_part_is_an_error(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_rows_of_16_bits_are_widened_exactly(
     dtype: torch.dtype, model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]
 ) -> None:
@@ -407,7 +408,7 @@ def far_plan(spec: ModelSpec, layers: list[int], **more: Any) -> MemoryPlan:
     return replace(made, far=FarPlan(tuple(layers), len(layers), 0, 0, 0, 0, staging_bytes=1, unpacked_bytes=1, **more))
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_a_runner_is_opened_with_a_threshold_that_was_measured_once(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +447,7 @@ def test_a_runner_is_opened_with_a_threshold_that_was_measured_once(
     assert any("The CPU computes prompts with the experts in RAM, too: copying" in note for note in kept.notes)
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_wrong_products_of_the_device_leave_prompts_to_the_cpu_by_name(
     model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +463,7 @@ def test_wrong_products_of_the_device_leave_prompts_to_the_cpu_by_name(
     assert runner._crossing.stream is None  # type: ignore[union-attr]
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_the_copy_and_the_processor_are_timed(model_of: Callable[[str], tuple[Path, ModelSpec, list[int]]]) -> None:
     path, _, layers = model_of("gpt_oss")
     stream = stream_of(opened(path, layers))

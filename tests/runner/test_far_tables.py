@@ -13,7 +13,6 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit
-from localllm.kernels.cpu.native.library import native
 from localllm.kernels.gguf_linear import repack_gguf
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
@@ -28,6 +27,7 @@ from localllm.runner import opening
 from localllm.runner.opening import open_tables
 from tests.gguf_files import blocks_of
 from tests.golden_engine import CPU, Engine
+from tests.marks import needs_library
 from tests.runner.late_link import LateLink
 from tests.tiny import make_tiny_model
 
@@ -60,7 +60,7 @@ def test_answers_are_those_of_the_model_on_one_device(family: str, tmp_path: Pat
         assert bool(engine.model.crossing.link.buffers) != is_mapped
 
 
-@pytest.mark.skipif(native() is None, reason="no native library")
+@needs_library
 def test_tables_and_experts_are_in_ram_together(
     model_of: Callable[[str], tuple[Path, object, list[int]]],
 ) -> None:

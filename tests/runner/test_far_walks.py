@@ -22,7 +22,6 @@ from torch import Tensor
 from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.kernels.cpu.native.library import native
 from localllm.models.layers import far as far_module
 from localllm.models.layers.far import Crossing, FarExperts, FarStream, streamable
 from localllm.models.loader import DiskExperts
@@ -30,10 +29,11 @@ from localllm.models.read_spec import read_spec
 from localllm.models.weights.parameters import parts_of_kind, replace_tensors
 from tests.draws import draws
 from tests.golden_engine import Engine
+from tests.marks import needs_library
 from tests.runner.late_link import LateLink
 from tests.tiny import fill_biases, make_tiny_model
 
-pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+pytestmark = needs_library
 COUNT = 7
 PROMPTS = [[5 + (3 * i + 11 * n) % 180 for i in range(length)] for n, length in enumerate((4, 9, 30, 17, 61))]
 

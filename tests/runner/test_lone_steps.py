@@ -25,13 +25,13 @@ from localllm.runner.runner import TorchRunner
 from localllm.serving.build import build_engine
 from localllm.serving.reopen import close_engine, open_engine
 from tests.kv import of_each
+from tests.marks import needs_library
 from tests.models.operations import DefinedLibrary
 from tests.runner.desk import GREEDY, Desk
 from tests.runner.harness import make_requests, serve
 from tests.serving import answer, settings_for
 
 CPU = torch.device("cpu")
-needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 
 
 @pytest.fixture

@@ -18,16 +18,16 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import RequestOptions
 from localllm.kernels.cpu import pack
-from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import FEW_ROWS
 from localllm.llm import LLM
 from tests.adapters import make_tiny_adapter
 from tests.gguf_files import write_gguf
+from tests.marks import needs_library
 from tests.models.formats.quantised import save_quantised
 from tests.models.formats.stores import FORMATS
 from tests.tiny import make_tiny_model
 
-pytestmark = pytest.mark.skipif(native() is None, reason="this machine has no native library")
+pytestmark = needs_library
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 SIZES: dict[str, dict[str, Any]] = {"granite_hybrid": {"mamba_d_head": 64}, "lfm2": {"block_auto_adjust_ff_dim": False}}

@@ -11,7 +11,6 @@ import pytest
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import DoesNotFit, UnsupportedOption
-from localllm.kernels.cpu.native.library import native
 from localllm.models import fit
 from localllm.models.fit import MemoryPlan, plan_memory
 from localllm.models.fit.far import LookupTables, far_plan, last_layers
@@ -26,12 +25,13 @@ from localllm.tuning.run import Event, PhaseBegan, TrialBegan, TuneOptions, Tuni
 from localllm.tuning.space import Placements, placements_of
 from localllm.tuning.trial import TrialRunner
 from localllm.tuning.words import load_in_words, settings_in_short, settings_in_words
+from tests.marks import needs_library
 from tests.models.harness import GIB
 from tests.models.large_models import GPT_OSS_120B, G, desk, sized
 from tests.serving import answer
 from tests.tiny import make_tiny_model
 
-pytestmark = pytest.mark.skipif(native() is None, reason="no native library")
+pytestmark = needs_library
 
 GOAL = replace(goal_of("chat"), prompt_len=24, output_len=6, rounds=2)
 SEARCHED = frozenset({"kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype"})

@@ -13,11 +13,11 @@ from localllm.cli import main
 from localllm.cli.top_screen import _drafts as in_top
 from localllm.engine.outputs import DraftCounts, Usage
 from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, SpeculationStats
-from localllm.kernels.cpu.native.library import native
 from localllm.units import format_count
 from localllm.web.pages.chat.replies.active import details_of
 from localllm.web.pages.chat.thread.messages import figures
 from localllm.web.pages.dashboard.views import Drafts, drafts
+from tests.marks import needs_library
 from tests.web.child_server import ChildServer
 
 QUESTION = "How do I start a server?"
@@ -50,7 +50,7 @@ def words_of(server: ChildServer, path: str) -> str:
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page.text)))
 
 
-@pytest.mark.skipif(native() is None, reason="this machine has no native library")
+@needs_library
 def test_a_text_repeated_with_a_small_change_takes_fewer_steps_and_the_pages_say_so(
     server: ChildServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

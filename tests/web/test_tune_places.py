@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from localllm.config.settings import EngineConfig, Settings
-from localllm.kernels.cpu.native.library import native
 from localllm.serving import reopen
 from localllm.serving.profiles import read_profiles, save_profile, stored_profiles
+from tests.marks import needs_library
 from tests.tiny import make_tiny_model
 from tests.web.tuned_server import TunedServer, be_quick, text_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(native() is None, reason="no native library")]
+pytestmark = [pytest.mark.slow, needs_library]
 
 
 def serving(folder: Path, **asked: Any) -> Iterator[TunedServer]:

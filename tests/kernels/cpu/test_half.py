@@ -14,8 +14,8 @@ from localllm.kernels.cpu.native_product import native_linear
 from localllm.kernels.quantized_weight import MetaWeight
 from localllm.models.layers.linear import as_head
 from localllm.models.weights.parameters import held_bytes
+from tests.marks import needs_library
 
-needs_library = pytest.mark.skipif(native() is None, reason="this layout needs the native library")
 TYPES = [torch.bfloat16, torch.float16]
 
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels.cpu import bf16, q4
-from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import Kind
 from localllm.kernels.cpu.q4 import fits_q4, pack_q4, q4_nbytes
 from localllm.kernels.int4_linear import meta_int4, pack_int4, quantize_int4
+from tests.marks import needs_library
 
-pytestmark = pytest.mark.skipif(native() is None, reason="this layout needs the native library")
+pytestmark = needs_library
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
