@@ -51,7 +51,7 @@ def test_times_are_those_of_the_arrivals() -> None:
     assert report.tpot is not None
     assert report.e2e is not None
     assert 0.2 <= report.ttft.p50_s < 0.3
-    assert 0.05 <= report.tpot.p50_s < 0.1
+    assert 0.04 <= report.tpot.p50_s < 0.1  # shorter if the first token was read late
     assert 0.35 <= report.e2e.p50_s < 0.6
 
 
