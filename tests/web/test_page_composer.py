@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.errors import StepFailed
+from localllm.errors import RanksLost, StepFailed
 from localllm.web.pages.chat.composer.views import ContextMeter
 from localllm.web.pages.chat.replies import claims
 from localllm.web.pages.frame.render import render
@@ -195,6 +195,28 @@ def test_model_that_loads_first_counts_in_the_reply_and_the_meter_stays(
         assert "Not sent to the model" in shown
     monkeypatch.undo()
     assert "Leave out the oldest messages" in full.question.do("regenerate", scripted=True).text
+
+
+def test_a_model_whose_engine_ended_is_asked_again_and_one_that_never_loaded_says_why(
+    served: Pages, chat: ChatPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that waited would wait for ever: an engine that ends soon after its load is loaded for a message only."""
+    chat.send("hello")
+    entry = served.live.manager.register.default
+    assert entry is not None
+    monkeypatch.setattr(entry, "error", RanksLost("Rank 1 (cpu) died.", "Its process was ended by SIGKILL."))
+    monkeypatch.setattr(entry, "state", "failed")
+    for path in ("/", chat.path):
+        page = chat.browser.get(path).text
+        assert 'id="composer-message"' in page
+        assert "Rank 1 (cpu) died." in page
+        assert 'id="loading"' not in page
+        assert "loading=1" not in page, "nothing would tell it to reload"
+    assert 'id="loading"' not in chat.browser.get("/playground").text
+    monkeypatch.setattr(entry, "card", None)
+    page = chat.browser.get("/").text
+    assert "could not be loaded" in page
+    assert 'id="composer-message"' not in page
 
 
 def test_typed_text_waits_in_the_new_chat_while_the_summary_is_written(served: Pages, chat: ChatPage) -> None:

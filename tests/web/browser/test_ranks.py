@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from localllm.serving.manager import RETRY_S
 from tests.tiny import make_tiny_model
 from tests.web.child_server import ChildServer
+from tests.web.live_server import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -85,11 +87,16 @@ def test_a_chat_over_ranks(
         pids = [child.pid for child in psutil.Process(ranked.pid).children() if "localllm.ranks" in child.cmdline()]
         assert len(pids) == prod(int(count) for count in place[1::2])
         page = chromium.new_page()
+        page.set_default_timeout(60_000)  # what waits for a load does so beside other tests
         assert ask(page, ranked.url) == wanted
         page.goto(f"{ranked.url}/dashboard")
         assert page.locator("#tile-ranks").inner_text().count("Rank ") == len(pids)
 
         os.kill(pids[-1], signal.SIGKILL)
+        wait_until(lambda: ranked.get("/health").status_code == 503, 30)
+        page.goto(f"{ranked.url}/chat")
+        page.get_by_label("Message", exact=True).wait_for()  # a model that had just been loaded waits for a message
+        page.wait_for_timeout(1000 * RETRY_S)
         assert ask(page, ranked.url) == wanted  # after the model, which is loaded again
         page.goto(f"{ranked.url}/dashboard")
         page.get_by_text("SIGKILL").first.wait_for()

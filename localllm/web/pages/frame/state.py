@@ -50,9 +50,9 @@ class PagesState:
 
     @property
     def card(self) -> ModelCard | None:
-        """Facts about the model that the next message goes to; None while it loads, or after it failed to load."""
+        """Facts about the model that the next message goes to; None while it loads, and before a load has succeeded."""
         entry = self.manager.register.default
-        return entry.card if entry is not None and entry.state not in ("loading", "failed") else None
+        return entry.card if entry is not None and entry.state != "loading" else None
 
     def elsewhere(self, name: str = "") -> str:
         """Return the model that other servers answer a page's request with; empty: this server answers it.
@@ -86,9 +86,9 @@ class PagesState:
         served = entry.served if entry is not None and entry.state == "ready" else None
         return status.chat_pill(entry, _stats_of(served), served.plan if served is not None else None)
 
-    def loading(self) -> Loading:
-        """Return the progress of the load, or why it failed."""
-        return status.loading(self.manager.register.default)
+    def loading(self, model: str = "") -> Loading:
+        """Return the progress of a model's load, or why it failed; an empty name: the default."""
+        return status.loading(self.manager.register.find(model))
 
     def live_parts(self, tick: Tick, *, waits: bool = False) -> dict[str, str]:
         """Return the live parts of every page by element id: the status pill, and the load progress on a page that

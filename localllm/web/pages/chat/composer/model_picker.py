@@ -139,7 +139,7 @@ class ModelPicker:
         return self._size_bytes
 
 
-_STATES = {"ready": "", "unloaded": "not loaded", "failed": "failed to load"}
+_STATES = {"ready": "", "unloaded": "not loaded", "failed": "failed"}
 
 
 def _note(state: str, size_bytes: int) -> str:

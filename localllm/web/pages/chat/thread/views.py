@@ -147,12 +147,11 @@ async def chat_page(
     shows_behaviour: bool = False,
 ) -> ChatPage:
     """Return the page of a chat, or of a new one, which may be in a project. There is a composer even if the model
-    sleeps: a message wakes it.
+    sleeps or its engine has ended: a message wakes it, or loads it again.
     """
     state, owner = chat_state(request), owner_of(request)
     if settings is None:
-        start = {**chosen_last(request), **(project.settings if project is not None else {})}
-        settings = chat.settings if chat is not None else start
+        settings = chat.settings if chat else {**chosen_last(request), **(project.settings if project else {})}
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
@@ -175,6 +174,7 @@ async def chat_page(
             project_id=project.id if project is not None else "",
             begins=begins,
             speech=speech.name if (speech := state.pages.manager.register.speech) is not None else "",
+            error=None if elsewhere else state.pages.loading(settings.get("model", "")).error,
         )
         if chat is None and elsewhere:
             names, size = ", ".join(others.servers_of(elsewhere)), others.context_of(elsewhere)
