@@ -87,7 +87,6 @@ def test_a_chat_over_ranks(
         pids = [child.pid for child in psutil.Process(ranked.pid).children() if "localllm.ranks" in child.cmdline()]
         assert len(pids) == prod(int(count) for count in place[1::2])
         page = chromium.new_page()
-        page.set_default_timeout(60_000)  # what waits for a load does so beside other tests
         assert ask(page, ranked.url) == wanted
         page.goto(f"{ranked.url}/dashboard")
         assert page.locator("#tile-ranks").inner_text().count("Rank ") == len(pids)
