@@ -12,6 +12,7 @@ from torch import Tensor
 
 from localllm.errors import DoesNotFit
 from localllm.kernels.cpu.half import HalfRows, pack_half
+from localllm.kernels.cpu.int8 import has_int8
 from localllm.kernels.cpu.pack import CpuPacker, native_nbytes
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.int8_linear import quantize_int8
@@ -128,6 +129,9 @@ def test_a_record_multiplies_as_the_weight_that_it_was_made_from(kind: str) -> N
     size = 2 * (sum(native_nbytes(weight, "fast") or 0 for weight in pairs[0]) + 640 * 4) if kind == "fp32" else 2**23
     arena = Arena(size, lambda: 2**40)
     records = arena.records(2, iter(pairs), biases)
+    if kind == "int8" and not has_int8():
+        assert records is None, "without products of bytes a weight of 8 bits stays as stored"
+        return
     assert records is not None
     if kind == "fp32":
         assert arena.used_bytes == arena.num_bytes
